@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib.util
 
 from paceline.spec import RunSpec
-
-if TYPE_CHECKING:
-    pass
 from rollout.engine import Engine
 
 
@@ -16,8 +13,13 @@ def create_engine(spec: RunSpec, *, device: str = "cpu", load_weights: bool = Fa
 
     With `load_weights` the weights of `policy.model_name` serve as Version(0, 0). Without, only the structure is
     read from there, and `generate` raises until `update_weights` was called. An adapter's base is always read.
+
+    `auto`, which is replaced when a run is submitted, is vLLM on a GPU where it is installed.
     """
     backend = spec.policy.generation.backend
+    if backend == "auto":
+        has_vllm = importlib.util.find_spec("vllm") is not None
+        backend = "vllm" if device.startswith("cuda") and has_vllm else "native"
     if backend == "native":
         from rollout.native.engine import NativeEngine
 

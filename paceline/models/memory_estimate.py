@@ -117,7 +117,7 @@ def estimate(
         learner["holes in the heap"] = _heap_waste(shape, tokens, compute)
     learner = {"process": CONTEXT_BYTES if on_gpu else PROCESS_BYTES, **learner}
     sampler = {}
-    if spec.samples and policy.generation.backend == "native":
+    if spec.samples and policy.generation.backend != "vllm":
         sampler = {
             "process": CONTEXT_BYTES if sampler_on_gpu else SAMPLER_BYTES,
             "weights": generation * shape.parameters,

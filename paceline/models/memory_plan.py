@@ -30,6 +30,11 @@ GPUS_PER_HOST = 8
 """GPUs of a host, where a learner has more ranks than that."""
 VLLM_SHARE = 0.92
 """Part of a GPU that vLLM 0.32 and 0.33 take by default."""
+SHARE_KEY = "policy.generation.vllm_cfg.gpu_memory_utilization"
+LEAST_SHARE = 0.3
+"""vLLM's share of a GPU that it has together with the learner, while room for the learner is sought."""
+SPARE_SHARE = 0.05
+"""Part of such a GPU that neither gets: the estimate may be wrong by as much."""
 VLLM_WORKSPACE_BYTES = 3_000_000_000
 """What vLLM takes beside weights and KV cache: CUDA graphs, activations of a step, its processes' contexts."""
 MOST_AUTO_TOKENS = 32_768
@@ -151,23 +156,75 @@ def plan(spec: RunSpec, shape: ModelShape, room: Room) -> Plan:
 
 def is_open(spec: RunSpec) -> bool:
     """Return whether the spec leaves a choice to the plan."""
-    return "auto" in (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens)
+    generation = spec.policy.generation
+    shares = generation.backend == "vllm" and _lacks_share(spec)
+    return shares or "auto" in (
+        spec.policy.activation_checkpointing,
+        spec.policy.train_mb_tokens,
+        generation.backend,
+    )
 
 
-def planned(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[RunSpec, list[str]]:
-    """Return the spec without `auto` in policy.activation_checkpointing and policy.train_mb_tokens, and a sentence for each
+def planned(
+    spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bool = True
+) -> tuple[RunSpec, list[str]]:
+    """Return the spec without `auto` in policy.generation.backend, policy.activation_checkpointing and
+    policy.train_mb_tokens, and with vLLM's share of a GPU that it has together with the learner; and a sentence for each key
     that was replaced.
 
     Chosen is the first of none, selective and full with which the usual 8,192 tokens fit (as many as the longest sequence
     has, if that is more), then the largest power of two of tokens that still fits. Where the model's sizes or the room are
-    not known, they become full and 8,192.
+    not known, they become full and 8,192. `has_vllm` says whether it is installed where the run samples.
     """
-    if not is_open(spec):
+    room = _room(spec, room)
+    spec, said = with_engine(spec, has_vllm=has_vllm)
+    shares = spec.policy.generation.backend == "vllm" and _lacks_share(spec)
+    if shares:
+        spec = with_keys(spec, {SHARE_KEY: LEAST_SHARE})
+    spec, chosen = _with_passes(spec, shape, room)
+    if shares and shape is not None and room.gpu_bytes is not None:
+        learner = plan(spec, shape, room).estimate.learner_bytes
+        share = max(LEAST_SHARE, int(100 * (1 - learner / room.gpu_bytes) - 100 * SPARE_SHARE) / 100)
+        spec = with_keys(spec, {SHARE_KEY: min(share, VLLM_SHARE)})
+        chosen.append(
+            f"{SHARE_KEY} is {min(share, VLLM_SHARE)}: what the learner leaves on a GPU that both have"
+        )
+    return spec, said + chosen
+
+
+def with_engine(spec: RunSpec, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
+    """Return the spec with an engine in the place of `auto`, and a sentence where it computes on GPUs."""
+    generation = spec.policy.generation
+    if generation.backend != "auto":
         return spec, []
+    is_set = generation.vllm_cfg != type(generation.vllm_cfg)() or bool(generation.vllm_kwargs)
+    wants = is_set or (spec.samples and on_gpus(spec)[1])
+    backend = "vllm" if wants and (has_vllm or is_set) else "native"
+    said = []
+    if wants and spec.samples:
+        why = "on GPUs" if backend == "vllm" else "vLLM is not installed here; pip install 'paceline[vllm]'"
+        said = [f"policy.generation.backend is {backend}: auto, {why}"]
+    return with_keys(spec, {"policy.generation.backend": backend}), said
+
+
+def _lacks_share(spec: RunSpec) -> bool:
+    together = set(spec.cluster.learner_gpus) & set(spec.cluster.rollout_gpus)
+    config = spec.policy.generation.vllm_cfg
+    return (
+        spec.samples
+        and bool(together)
+        and config.gpu_memory_utilization is None
+        and config.kv_cache_memory_bytes is None
+    )
+
+
+def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[RunSpec, list[str]]:
+    """Return the spec without `auto` in what the learner's passes keep and how large they are."""
     policy = spec.policy
     is_auto = policy.activation_checkpointing == "auto", policy.train_mb_tokens == "auto"
+    if not any(is_auto):
+        return spec, []
     longest = policy.max_total_sequence_length
-    room = _room(spec, room)
     known = room.gpu_bytes if on_gpus(spec)[0] else room.host_bytes
     kinds = ["none", *(() if policy.compile else ("selective",)), "full"]
     if policy.lora_cfg.enabled and policy.lora_cfg.dropout:
@@ -205,7 +262,7 @@ def checked_plan(spec: RunSpec) -> RunSpec:
     """
     shape = read_shape(spec.policy.model_name)
     if shape is None:
-        return spec  # the coordinator, which may have it, decides
+        return with_engine(spec)[0]  # the coordinator, which may have it, decides on the rest
     spec, chosen = planned(spec, shape, Room())
     for line in chosen:
         log.info("%s", line)
@@ -319,7 +376,7 @@ def _offers(spec: RunSpec) -> Iterator[tuple[str, Any]]:
         if set(cluster.learner_gpus) & set(cluster.rollout_gpus):
             for share in (0.6, 0.5, 0.4, 0.3, 0.2):
                 if share < (generation.vllm_cfg.gpu_memory_utilization or VLLM_SHARE):
-                    yield "policy.generation.vllm_cfg.gpu_memory_utilization", share
+                    yield SHARE_KEY, share
     elif spec.samples:
         size = generation.max_batch_size // 2
         while size >= 1:

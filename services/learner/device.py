@@ -40,6 +40,9 @@ def set_up_device(device: str, host: str) -> torch.device:
         log.warning("%s", idle)
     if cuda:
         reserve_workspace()
+        os.environ.setdefault(
+            "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+        )  # rows of ever new lengths leave holes
         torch.cuda.set_device(rank)
     form_rank_group(host, cuda=cuda)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

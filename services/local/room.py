@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from paceline.errors import SpecError
 from paceline.host.memory import available_bytes
 from paceline.models.memory_plan import Room, planned, refusal
@@ -32,7 +34,7 @@ def planned_here(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     warned of (`paceline.models.memory_estimate.shortage`).
     """
     room, shape = room_here(), read_shape(spec.policy.model_name)
-    spec, chosen = planned(spec, shape, room)
+    spec, chosen = planned(spec, shape, room, has_vllm=importlib.util.find_spec("vllm") is not None)
     if shape is not None and (why_not := refusal(spec, shape, Room(gpu_bytes=room.gpu_bytes))):
         raise SpecError(why_not)
     return spec, chosen

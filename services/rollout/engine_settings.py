@@ -43,7 +43,7 @@ def with_engine_settings(spec: RunSpec, settings: Sequence[str]) -> RunSpec:
         for setting in settings:
             apply_override(tree, f"policy.generation.{setting}")
         generation = tree["policy"]["generation"]
-        if generation["backend"] != "vllm" and not any(setting.startswith(OF_VLLM) for setting in settings):
+        if generation["backend"] == "native" and not any(setting.startswith(OF_VLLM) for setting in settings):
             for name in OF_VLLM:
                 generation.pop(name, None)
         return parse_spec(tree, stored=True)

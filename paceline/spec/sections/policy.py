@@ -155,8 +155,9 @@ class LoraSection(Section):
 class GenerationSection(Section):
     """Sampling of completions, and the engine."""
 
-    backend: Literal["native", "vllm"] = "native"
-    """`native` is embedded (any machine), `vllm` needs the extra of that name."""
+    backend: Literal["auto", "native", "vllm"] = "auto"
+    """`native` is embedded (any machine), `vllm` needs the extra of that name. auto: vllm where the rollout workers have GPUs, and
+    where vllm_cfg or vllm_kwargs is set, else native; chosen when the run is submitted."""
     max_new_tokens: PositiveInt = 256
     """Longest completion, in tokens."""
     min_new_tokens: NonNegativeInt = 0
@@ -198,7 +199,7 @@ class GenerationSection(Section):
                 f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
             )
         check_vllm_kwargs(self.vllm_kwargs)
-        if self.backend != "vllm" and (self.vllm_cfg != VllmSection() or self.vllm_kwargs):
+        if self.backend == "native" and (self.vllm_cfg != VllmSection() or self.vllm_kwargs):
             given = "vllm_kwargs" if self.vllm_kwargs else "vllm_cfg"
             raise ValueError(
                 f"{given} is set, but backend is {self.backend!r}, which would ignore it; remove it"

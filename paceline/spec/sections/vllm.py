@@ -21,7 +21,8 @@ class VllmSection(Section):
     enforce_eager: bool | None = None
     """Run without graph capture and compilation; unset: true on a CPU, false on GPUs."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Fraction of a GPU's memory for weights and KV cache; unset: vLLM's default. Lower it where the learner shares the GPU."""
+    """Fraction of a GPU's memory for weights and KV cache; unset: what the learner leaves on a GPU that both share, by the memory
+    plan when the run is submitted, else vLLM's default."""
     kv_cache_memory_bytes: PositiveInt | None = None
     """Memory of each worker's KV cache; unset: 1 GiB on a CPU, what gpu_memory_utilization leaves on GPUs."""
 

@@ -19,6 +19,7 @@ from paceline.models.memory_plan import (
     planned,
     refusal,
     remedies,
+    with_engine,
     with_keys,
 )
 from paceline.models.shape import ModelShape, shape_of
@@ -223,6 +224,46 @@ def test_a_spec_is_checked_where_the_models_sizes_are_known(tmp_path: Path) -> N
     assert not is_open(checked_plan(spec_on_gpus(model=str(tmp_path), **AUTO)))
     unknown = spec_on_gpus(1, model="nowhere", **AUTO)
     assert checked_plan(unknown) is unknown
+
+
+def test_the_engine_follows_the_device() -> None:
+    on_cpus, said = with_engine(spec_of())
+    assert (on_cpus.policy.generation.backend, said) == ("native", [])
+    cluster = {"learner_gpus": [0], "rollout_gpus": [1], "rollout_workers": 1}
+    on_gpus, said = with_engine(spec_of(cluster=cluster))
+    assert on_gpus.policy.generation.backend == "vllm"
+    assert said == ["policy.generation.backend is vllm: auto, on GPUs"]
+    without, said = with_engine(spec_of(cluster=cluster), has_vllm=False)
+    assert without.policy.generation.backend == "native"
+    assert said[0].endswith("vLLM is not installed here; pip install 'paceline[vllm]'")
+    elsewhere = with_engine(spec_of(cluster={"gpu_gb": 80}))[0]
+    assert elsewhere.policy.generation.backend == "vllm"
+    generation = {"vllm_cfg": {"tensor_parallel_size": 2}, "max_new_tokens": 32}
+    by_setting = with_engine(spec_of(policy={"generation": generation}))[0]
+    assert by_setting.policy.generation.backend == "vllm"
+    named = spec_of(policy={"generation": {"backend": "native", "max_new_tokens": 32}}, cluster=cluster)
+    assert with_engine(named) == (named, [])
+
+
+def test_vllm_takes_what_the_learner_leaves_on_a_gpu_for_both() -> None:
+    cluster = {"learner_gpus": [0], "rollout_gpus": [0], "rollout_workers": 1}
+    half = shape_of(HALF_BILLION)
+    assert half is not None
+    room = Room(gpu_bytes=80 * GB)
+    spec, said = planned(spec_of(policy=AUTO, cluster=cluster), half, room)
+    config = spec.policy.generation.vllm_cfg
+    assert config.gpu_memory_utilization is not None
+    assert 0.5 < config.gpu_memory_utilization < 0.92
+    assert said[-1].startswith(
+        f"policy.generation.vllm_cfg.gpu_memory_utilization is {config.gpu_memory_utilization}: "
+    )
+    made = plan(spec, half, room)
+    assert made.fits
+    assert made.loads[0].bytes > 0.9 * 80 * GB
+    assert not is_open(spec)
+    small, _ = planned(spec_of(policy=AUTO, cluster=cluster), half, Room(gpu_bytes=16 * GB))
+    assert small.policy.activation_checkpointing == "selective"
+    assert plan(small, half, Room(gpu_bytes=16 * GB)).fits
 
 
 def test_a_mesh_that_the_ranks_do_not_make_is_refused() -> None:

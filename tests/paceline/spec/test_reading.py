@@ -268,7 +268,8 @@ def test_a_spec_does_not_change_once_it_is_checked() -> None:
 
 
 def test_settings_of_an_engine_that_does_not_run_are_refused(spec_path: Path) -> None:
-    message = refusal(spec_path, "policy.generation.vllm_cfg={tensor_parallel_size: 2}")
+    settings = ("policy.generation.backend=native", "policy.generation.vllm_cfg={tensor_parallel_size: 2}")
+    message = refusal(spec_path, *settings)
     assert "vllm_cfg is set, but backend is 'native'" in message
 
 
@@ -282,7 +283,8 @@ def test_nccl_links_are_refused_with_what_to_use_and_pass_where_they_were_accept
     message = refusal(spec_path, "weights.backend=nccl")
     assert message.startswith("weights.backend: 'nccl' cannot be chosen: ")
     assert "leave it out (auto), or use 'shared' on one host and 'gloo' between hosts" in message
-    stored = spec_to_yaml(load_spec(spec_path)).replace("backend: auto", "backend: nccl")
+    chosen = load_spec(spec_path, ["policy.generation.backend=native"])
+    stored = spec_to_yaml(chosen).replace("backend: auto", "backend: nccl")
     with pytest.raises(SpecError, match="'nccl' cannot be chosen"):
         submitted_spec(stored)
     assert spec_from_yaml(stored).weights.backend == "nccl"

@@ -18,6 +18,7 @@ from paused_runs import state_of
 from paceline.bundle.collecting import Bundle, collect, collect_again
 from paceline.bundle_transfer import send
 from paceline.errors import Unreadable
+from paceline.models.memory_plan import with_engine
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec, spec_to_yaml
 from protos.paceline.v1 import run_pb2, worker_pb2
@@ -73,7 +74,7 @@ def local_spec(plane: Plane, assignment: worker_pb2.RunAssignment, spec: RunSpec
 
 
 async def test_a_run_starts_without_the_submitters_files(plane: Plane, tmp_path: Path) -> None:
-    spec = spec_in(tmp_path / "mine")
+    spec, _ = with_engine(spec_in(tmp_path / "mine"))
     run = await submitted(plane, spec, await sent(plane, collect(spec)))
     assert (run.bundle, plane.ledger.bundles()) == (collect(spec).manifest.digest, [run.bundle])
     shutil.rmtree(tmp_path / "mine")
