@@ -21,7 +21,7 @@ class TimedTrainer(Trainer):
         """As `Trainer.train_step`; loss and gradient norm are 0."""
         started_s = time.perf_counter()
         updates = plan_updates(batch, step, self.spec, self.objective, self.device, 1)
-        metrics = batch_metrics(batch, updates, step, self.spec, self.device)
+        metrics = batch_metrics(batch, updates, step, self.spec, self._shape, self.device)
         time.sleep(metrics["tokens"] / float(os.environ[VARIABLE]))
         self.skipped = []
         return {"loss": 0.0, "grad_norm": 0.0, **metrics, "step_s": time.perf_counter() - started_s}
