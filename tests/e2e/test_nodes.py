@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -76,7 +77,8 @@ def start(cluster: LocalCluster, tmp_path: Path) -> Iterator[Start]:
 def kill_node(process: subprocess.Popen[bytes]) -> None:
     """Kill a node's processes at once, as the loss of its host does."""
     for victim in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
-        victim.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
     process.wait()
 
 

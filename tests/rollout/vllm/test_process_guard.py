@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from process_ends import has_ended
 
 from rollout.vllm.process_guard import SHARED_MEMORY, ProcessGuard, watch_folder
 
@@ -66,30 +68,24 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], Any]]:
     process.communicate()
 
 
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.mark.parametrize("how", ["killed", "terminated", "killed with everything that it started"])
 def test_nothing_is_left_of_an_engine_whose_owner_was(
     owner: tuple[subprocess.Popen[str], Any], how: str
 ) -> None:
     process, (pids, names, directory) = owner
     paths = [Path("/dev/shm") / name.lstrip("/") for name in names]
-    assert all(alive(pid) for pid in pids)
+    assert not any(has_ended(pid) for pid in pids)
     assert all(path.exists() for path in [*paths, Path(directory)])
     if how == "killed with everything that it started":
         started = psutil.Process(process.pid).children(recursive=True)
         for child in started:  # the resource trackers too, which would have removed the shared memory
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         os.killpg(process.pid, signal.SIGKILL)
     else:
         process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGTERM)
     wait_for(lambda: not any(path.exists() for path in [*paths, Path(directory)]))
-    assert not any(alive(pid) for pid in pids)
+    assert all(has_ended(pid) for pid in pids)
 
 
 def test_what_is_not_the_engines_stays() -> None:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from process_ends import has_ended
 
 from services.learner.rank_group import interface_of
 
@@ -57,7 +57,7 @@ def pid_of(tmp_path: Path, rank: int) -> int:
 def await_gone(pid: int) -> None:
     """Until a process is gone that nobody here reaps."""
     deadline_s = time.monotonic() + DEADLINE_S
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while not has_ended(pid):
         assert time.monotonic() < deadline_s, f"process {pid} is still there"
         time.sleep(0.01)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from process_ends import has_ended
 
 from paceline.client import Client
 from paceline.errors import Conflict, NotFound, PacelineError
@@ -75,14 +75,6 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "waited too long"
         time.sleep(0.01)
-
-
-def gone(pid: int) -> bool:
-    """Return whether a process has ended, reaped or not."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_a_child_that_dies_is_started_again_and_the_death_is_said(
@@ -170,7 +162,7 @@ def test_what_a_dead_child_left_in_its_group_dies_too(start: Callable[..., Servi
     )
     until(pid_file.exists)
     grandchild = int(pid_file.read_text())
-    until(lambda: gone(grandchild))
+    until(lambda: has_ended(grandchild))
 
 
 def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(
@@ -186,7 +178,7 @@ def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(
     assert pid is not None
     service.terminate()
     service.wait_ended(0.2)
-    assert gone(pid)
+    assert has_ended(pid)
     assert reports.said == ["child-0 did not stop within 0 s and is killed"]
 
 
@@ -201,9 +193,9 @@ def test_children_die_with_their_supervisor(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         child = int(supervisor.stdout.readline())
-        assert not gone(child)
+        assert not has_ended(child)
         supervisor.kill()
-    until(lambda: gone(child))
+    until(lambda: has_ended(child))
 
 
 def test_the_coordinator_keeps_its_address_over_a_death(tmp_path: Path) -> None:
@@ -224,7 +216,7 @@ def test_the_coordinator_keeps_its_address_over_a_death(tmp_path: Path) -> None:
         last = cluster.pids("coordinator")[0]
     finally:
         cluster.stop()
-    assert gone(last)
+    assert has_ended(last)
     assert len(said) == 1
     assert "coordinator was killed by SIGKILL" in said[0]
 
@@ -316,7 +308,7 @@ def test_a_frozen_child_is_killed_like_any_other(start: Callable[..., Service]) 
     assert service.kill(signal.SIGSTOP)
     service.terminate()
     service.wait_ended(0.2)
-    assert gone(pid)
+    assert has_ended(pid)
     assert not service.deaths
 
 
@@ -339,7 +331,7 @@ def test_a_worker_dies_with_a_killed_supervisor_whatever_its_grace(tmp_path: Pat
             os.kill(pid, signal.SIGSTOP)  # so that nothing less than SIGKILL ends it
         supervisor.kill()
     for pid in pids:
-        until(lambda pid=pid: gone(pid))  # type: ignore[misc]
+        until(lambda pid=pid: has_ended(pid))  # type: ignore[misc]
 
 
 def test_a_service_that_takes_long_to_end_is_named_with_the_time_it_has(
