@@ -22,7 +22,7 @@ from paceline.spec import RunSpec
 if TYPE_CHECKING:
     import grpc
 
-    from paceline.bundle.cache import Unpacked
+    from paceline.files.bounded_cache import HeldFolder
     from protos.paceline.v1.bundle_pb2 import PutRequest
 
 PART_BYTES = 1 << 20
@@ -162,7 +162,7 @@ def fetch_manifest(channel: grpc.Channel, digest: str) -> Manifest:
 
 def unpacked_spec(
     channel: grpc.Channel, spec: RunSpec, digest: str, *kinds: Kind, allowed: Sequence[Path] = ()
-) -> tuple[RunSpec, Unpacked]:
+) -> tuple[RunSpec, HeldFolder]:
     """Return the spec with the paths of the bundle's files of some kinds in this user's cache, and the folder, which has to be
     closed when they are no longer needed. `allowed` are the folders of `--functions-from`.
 

@@ -1,30 +1,31 @@
 """The one place that decides where a model comes from: a local folder, a folder at an fsspec URL, or the Hugging Face hub.
 
 Promise: `model_source` returns what transformers' `from_pretrained` takes. Files of a URL are copied into this machine's
-cache, each whole or not at all, and again once they have changed at the URL. Weights stay where they are unless asked for:
-the learner reads its rows of them by ranges (`learner/model/weight_files.py`).
+cache, each version of them into a folder of its own. Weights stay where they are unless asked for: the learner reads its rows
+of them by ranges (`learner/model/weight_files.py`).
 
-The cache is `$XDG_CACHE_HOME/paceline/models` (default `~/.cache/paceline/models`).
+The cache is `PACELINE_MODEL_CACHE` (default `~/.cache/paceline/models`), bounded by `PACELINE_MODEL_CACHE_MB`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fsspec import AbstractFileSystem
-
-from paceline.errors import InvalidInput, SpecError, Unreadable
+from paceline.errors import InvalidInput, PacelineError, SpecError, Unreadable
+from paceline.files.bounded_cache import CacheKind, HeldFolder
 from paceline.files.storage import is_url, open_url
+from paceline.files.url_copies import open_copies
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
-LISTING = ".listing.json"
-"""File of the cache with size and tag of each copied file, as the URL had them."""
+KIND = CacheKind("model", default_mb=1 << 20, wait_s=7200.0)
+HELD_FOLDERS = 16
+"""Folders of the cache that a process keeps from removal: those that it asked for last."""
+
+_held: OrderedDict[Path, HeldFolder] = OrderedDict()
+_held_lock = threading.Lock()
 
 
 def tokenizer_source(name: str) -> str:
@@ -51,69 +52,36 @@ def model_source(
 
 
 def _copied(url: str, field: str, weights: bool, config: bool) -> Path:
-    """Return the cache's folder of a URL, brought up to date."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "paceline" / "models"
-    folder = cache / hashlib.sha256(url.encode()).hexdigest()[:24]
+    """Return the cache's folder with the files of a URL as they are now."""
+    cache = KIND.of_user("models")
     try:
         store, path = open_url(url.rstrip("/"), field)
         entries: list[dict[str, Any]] = store.ls(path, detail=True)
         present = {PurePosixPath(entry["name"]).name: entry for entry in entries if entry["type"] == "file"}
         if "config.json" in present or (present and not config):
             wanted = {name: entry for name, entry in present.items() if weights or not _is_weight(name)}
-            _bring_up_to_date(folder, wanted, set(present), store)
-            return folder
+            return _hold(open_copies(cache, store, url.rstrip("/"), wanted))
     except SpecError as error:
         raise InvalidInput(str(error)) from error
     except FileNotFoundError:
         pass
+    except PacelineError as error:
+        raise type(error)(f"{field} {url!r}: {error}") from error
     except Exception as error:  # the clients of object stores raise errors without a common base
         raise Unreadable(f"{field} {url!r} cannot be read: {type(error).__name__}: {error}") from error
     raise Unreadable(f"{field} {url!r}: no such folder with a config.json in it")
 
 
-def _bring_up_to_date(
-    folder: Path, wanted: dict[str, dict[str, Any]], present: set[str], store: AbstractFileSystem
-) -> None:
-    """Copy those of the `wanted` files that have changed, and remove those that are no longer `present` at the URL."""
-    folder.mkdir(parents=True, exist_ok=True)
-    known = _listing(folder)
-    tags = {name: _tag(entry) for name, entry in wanted.items()}
-    for name, tag in sorted(tags.items()):
-        if known.get(name) != tag or not (folder / name).is_file():
-            with _replaced(folder / name) as partial:
-                store.get_file(wanted[name]["name"], str(partial))
-    for name in known.keys() - present:
-        (folder / name).unlink(missing_ok=True)
-    listing = {name: tag for name, tag in (known | tags).items() if name in present}
-    if listing != known:
-        with _replaced(folder / LISTING) as partial:
-            partial.write_text(json.dumps(listing))
-
-
-@contextlib.contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """Yield a path of this process alone, which becomes `path` at the end: ranks of one host copy at the same time."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+def _hold(folder: HeldFolder) -> Path:
+    """Return the folder's path, which stays while this process asks for fewer than HELD_FOLDERS others."""
+    with _held_lock:
+        if earlier := _held.pop(folder.root, None):
+            earlier.close()
+        _held[folder.root] = folder
+        while len(_held) > HELD_FOLDERS:
+            _held.popitem(last=False)[1].close()
+    return folder.root
 
 
 def _is_weight(name: str) -> bool:
     return PurePosixPath(name).suffix in WEIGHT_SUFFIXES
-
-
-def _tag(entry: dict[str, Any]) -> list[Any]:
-    """Return what changes when a file does: its size and whatever the store gives of tag and time."""
-    marks = (entry.get(key) for key in ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created"))
-    return [entry["size"], next((str(mark) for mark in marks if mark is not None), "")]
-
-
-def _listing(folder: Path) -> dict[str, Any]:
-    try:
-        listing = json.loads((folder / LISTING).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return listing if isinstance(listing, dict) else {}

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bundle.cache import FOLDER_VARIABLE, SIZE_VARIABLE, BundleCache
+from paceline.bundle.cache import KIND, BundleCache
 from paceline.bundle.manifest import BundledFile, Manifest
 from paceline.errors import InvalidInput, Unavailable, Unreadable
+from paceline.files.bounded_cache import BoundedCache
 
 
 class Source:
@@ -37,13 +38,17 @@ class Source:
         yield data[3:]
 
 
+def cache_in(folder: Path, max_bytes: int) -> BundleCache:
+    return BundleCache(BoundedCache(folder, max_bytes, KIND))
+
+
 @pytest.fixture
 def source() -> Source:
     return Source()
 
 
 def test_files_are_fetched_once_and_checked_each_time(tmp_path: Path, source: Source) -> None:
-    cache, manifest = BundleCache(tmp_path, 1000), source.manifest(a=b"abcdef", b=b"")
+    cache, manifest = cache_in(tmp_path, 1000), source.manifest(a=b"abcdef", b=b"")
     with cache.open(manifest, source) as one, cache.open(manifest, source) as other:
         assert one.root == other.root
         assert (one.root / "folder/a").read_bytes() == b"abcdef"
@@ -65,12 +70,12 @@ def test_content_without_its_digest_is_refused_and_leaves_nothing(
     manifest = source.manifest(a=b"abcdef")
     source.content[manifest.files[0].sha256] = data
     with pytest.raises(Unreadable, match=r"'folder/a' of the run's bundle came with"):
-        BundleCache(tmp_path, 1000).open(manifest, source)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+        cache_in(tmp_path, 1000).open(manifest, source)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".lock", ".filling"}
 
 
 def test_the_bundle_of_longest_ago_is_removed_first(tmp_path: Path, source: Source) -> None:
-    cache = BundleCache(tmp_path, 250)
+    cache = cache_in(tmp_path, 250)
     one, two, three = (source.manifest(a=bytes([number]) * 100) for number in range(3))
     for time_s, manifest in ((100, one), (50, two)):
         cache.open(manifest, source).close()
@@ -81,10 +86,10 @@ def test_the_bundle_of_longest_ago_is_removed_first(tmp_path: Path, source: Sour
 
 
 def test_bundles_in_use_stay(tmp_path: Path, source: Source) -> None:
-    cache = BundleCache(tmp_path, 250)
+    cache = cache_in(tmp_path, 250)
     one, two, three = (source.manifest(a=bytes([number]) * 100) for number in range(3))
     with cache.open(one, source) as first, cache.open(two, source):
-        with pytest.raises(Unavailable, match=SIZE_VARIABLE):
+        with pytest.raises(Unavailable, match=KIND.size_variable):
             cache.open(three, source)
         assert first.root.is_dir()
     cache.open(three, source).close()
@@ -93,7 +98,7 @@ def test_bundles_in_use_stay(tmp_path: Path, source: Source) -> None:
 
 
 def test_a_bundle_is_unpacked_by_one_and_used_by_all(tmp_path: Path, source: Source) -> None:
-    cache, manifest = BundleCache(tmp_path, 1000), source.manifest(a=b"abcdef")
+    cache, manifest = cache_in(tmp_path, 1000), source.manifest(a=b"abcdef")
     roots: list[Path] = []
 
     def open_it() -> None:
@@ -112,14 +117,14 @@ def test_a_bundle_is_unpacked_by_one_and_used_by_all(tmp_path: Path, source: Sou
 def test_the_environment_names_folder_and_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source
 ) -> None:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "here"))
+    monkeypatch.setenv(KIND.folder_variable, str(tmp_path / "here"))
     with BundleCache.of_user().open(source.manifest(a=b"abc"), source) as unpacked:
         assert unpacked.root.parent == tmp_path / "here"
-    monkeypatch.setenv(SIZE_VARIABLE, "much")
+    monkeypatch.setenv(KIND.size_variable, "much")
     with pytest.raises(InvalidInput, match=r"PACELINE_BUNDLE_CACHE_MB is 'much'"):
         BundleCache.of_user()
-    monkeypatch.setenv(SIZE_VARIABLE, "1")
+    monkeypatch.setenv(KIND.size_variable, "1")
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(KIND.folder_variable, str(tmp_path / "file"))
     with pytest.raises(Unreadable, match="set PACELINE_BUNDLE_CACHE to a folder"):
         BundleCache.of_user().open(source.manifest(a=b"abc"), source)

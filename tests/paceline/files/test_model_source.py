@@ -10,6 +10,7 @@ import fsspec
 import pytest
 
 from paceline.errors import InvalidInput, Unreadable
+from paceline.files import model_source as module
 from paceline.files.model_source import model_source
 
 
@@ -45,28 +46,51 @@ def test_folders_and_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_urls_small_files_are_copied_and_its_weights_when_they_are_wanted(url: str) -> None:
     folder = model_source(url)
     assert names(folder) == {"config.json", "vocab.txt", "model.safetensors.index.json"}
-    assert model_source(f"{url}/", weights=True) != folder  # another name is another copy
-    assert model_source(url, weights=True) == folder
-    assert Path(folder, "model.safetensors").read_bytes() == b"weights"
+    assert model_source(f"{url}/") == folder
+    whole = model_source(url, weights=True)
+    assert names(whole) == names(folder) | {"model.safetensors"}
+    assert Path(whole, "model.safetensors").read_bytes() == b"weights"
 
 
-def test_the_copy_follows_the_url(url: str) -> None:
+def test_another_version_at_the_url_is_another_folder(url: str) -> None:
     folder = model_source(url)
     before = Path(folder, "config.json").stat().st_ino
     assert model_source(url) == folder
     assert Path(folder, "config.json").stat().st_ino == before  # not copied again
     put(url, "vocab.txt", b"b")
     fsspec.filesystem("memory").rm_file(f"{url}/model.safetensors.index.json")
-    model_source(url)
-    assert Path(folder, "vocab.txt").read_bytes() == b"b"
-    assert names(folder) == {"config.json", "vocab.txt"}
+    changed = model_source(url)
+    assert Path(changed, "vocab.txt").read_bytes() == b"b"
+    assert names(changed) == {"config.json", "vocab.txt"}
+    assert Path(folder, "vocab.txt").read_bytes() == b"a"  # who reads the old one goes on
 
 
-def test_a_cache_that_is_damaged_is_filled_again(url: str) -> None:
+def test_a_copy_that_is_damaged_is_made_again(url: str) -> None:
     folder = Path(model_source(url))
-    (folder / ".listing.json").write_text("[")
+    (folder / ".copies.json").write_text("[")
     (folder / "config.json").unlink()
     assert (Path(model_source(url)) / "config.json").read_bytes() == b"{}"
+    (folder / "vocab.txt").write_bytes(b"x")
+    assert (Path(model_source(url)) / "vocab.txt").read_bytes() == b"a"
+
+
+def test_the_folder_asked_for_last_stays_and_others_make_room(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HELD_FOLDERS", 1)
+    monkeypatch.setenv("PACELINE_MODEL_CACHE", str(tmp_path / "models"))
+    monkeypatch.setenv("PACELINE_MODEL_CACHE_MB", "1")
+    folders = []
+    for letter in b"abc":
+        put(url, "vocab.txt", bytes([letter]) * 400_000)
+        folders.append(Path(model_source(url)))
+    assert [folder.is_dir() for folder in folders] == [False, True, True]
+    put(url, "vocab.txt", b"d" * 1_100_000)
+    with pytest.raises(
+        Unreadable,
+        match=r"model_name 'memory:.*: the model's files are 1 MB, and .* raise PACELINE_MODEL_CACHE_MB",
+    ):
+        model_source(url)
 
 
 def test_urls_without_a_model(url: str) -> None:

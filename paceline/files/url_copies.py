@@ -1,0 +1,73 @@
+"""Copies of a store's files on this machine, in a bounded cache: one folder for each version of a set of files.
+
+Promise: a copy has the size that the store gives for the file, and is checked whenever its folder is opened: by content up to
+HASHED_BYTES, by size and time of the last change beyond, because hashing the weights of a large model takes minutes. A copy
+that is damaged is fetched again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+from paceline.errors import Unavailable
+from paceline.files.bounded_cache import BoundedCache, HeldFolder
+
+HASHED_BYTES = 64 << 20
+RECORD = ".copies.json"
+"""File of a folder with the mark of each copy."""
+_TAGS = ("version", "ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
+
+Entries = Mapping[str, Mapping[str, Any]]
+"""Files by the name of their copy, each as the store's `ls` or `info` describes it: `name`, `size` and a tag or time."""
+
+
+def open_copies(cache: BoundedCache, store: AbstractFileSystem, url: str, entries: Entries) -> HeldFolder:
+    """Return the folder with the copies of `entries`, which are files of `url`, as they are in the store now.
+
+    Raises Unavailable for a file that changes while it is copied, errors of the store's client, and as `BoundedCache.open`.
+    """
+    version = [url, *((name, *_version(entry)) for name, entry in sorted(entries.items()))]
+    digest = hashlib.sha256(json.dumps(version).encode()).hexdigest()[:32]
+    size = sum(entry.get("size") or 0 for entry in entries.values())
+
+    def fill(folder: Path) -> None:
+        for name, entry in sorted(entries.items()):
+            store.get_file(entry["name"], str(folder / name))
+            copied, expected = (folder / name).stat().st_size, entry.get("size")
+            if expected is not None and copied != expected:
+                raise Unavailable(
+                    f"{url}: {copied} bytes of {name} came, and the store said {expected}; somebody writes there now, or the "
+                    "connection broke: trying again may help"
+                )
+        (folder / RECORD).write_text(json.dumps({name: _mark(folder / name) for name in entries}))
+
+    return cache.open(digest, size, lambda folder: _is_whole(folder, set(entries)), fill)
+
+
+def _version(entry: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return what changes when a file does: its size and whatever the store gives of tag and time."""
+    marks = (entry.get(key) for key in _TAGS)
+    return entry.get("size"), next((str(mark) for mark in marks if mark is not None), "")
+
+
+def _mark(path: Path) -> list[int | str]:
+    """Return what shows that a copy is as it was made."""
+    status = path.stat()
+    if status.st_size > HASHED_BYTES:
+        return [status.st_size, status.st_mtime_ns]
+    with path.open("rb") as file:
+        return [status.st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _is_whole(folder: Path, names: set[str]) -> bool:
+    try:
+        record = json.loads((folder / RECORD).read_bytes())
+        return record.keys() == names and all(record[name] == _mark(folder / name) for name in names)
+    except (OSError, ValueError, AttributeError):
+        return False

@@ -1,0 +1,68 @@
+"""Copies of a store's files: whole, checked, one folder for each version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import fsspec
+import pytest
+
+from paceline.errors import Unavailable
+from paceline.files import url_copies
+from paceline.files.bounded_cache import BoundedCache, CacheKind
+from paceline.files.url_copies import open_copies
+
+
+class Copies:
+    """Copies of two files in memory, in a cache of the test's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = fsspec.filesystem("memory")
+        self.folder = f"/{uuid4().hex}"
+        self.cache = BoundedCache(folder, 1 << 20, CacheKind("data", 1, 1))
+        self.put("a", b"first")
+        self.put("b", b"second")
+
+    def put(self, name: str, data: bytes) -> None:
+        self.store.pipe_file(f"{self.folder}/{name}", data)
+
+    def open(self, **wrong: Any) -> Path:
+        entries = {name: self.store.info(f"{self.folder}/{name}") | wrong for name in ("a", "b")}
+        with open_copies(self.cache, self.store, f"memory:/{self.folder}", entries) as held:
+            return held.root
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> Copies:
+    return Copies(tmp_path)
+
+
+def test_a_version_is_copied_once(copies: Copies) -> None:
+    root = copies.open()
+    times = [(root / name).stat().st_ctime_ns for name in ("a", "b")]
+    assert copies.open() == root
+    assert [(root / name).stat().st_ctime_ns for name in ("a", "b")] == times
+    copies.put("b", b"changed")
+    assert (copies.open() / "b").read_bytes() == b"changed"
+    assert (root / "b").read_bytes() == b"second"
+
+
+@pytest.mark.parametrize("hashed_bytes", [0, 1 << 20])
+def test_a_damaged_copy_is_made_again(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch, hashed_bytes: int
+) -> None:
+    monkeypatch.setattr(url_copies, "HASHED_BYTES", hashed_bytes)
+    root = copies.open()
+    (root / "a").write_bytes(b"f1rst")
+    assert (copies.open() / "a").read_bytes() == b"first"
+    (root / "b").unlink()
+    assert (copies.open() / "b").read_bytes() == b"second"
+
+
+def test_a_file_of_another_size_than_the_store_said_is_refused(copies: Copies, tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"5 bytes of a came, and the store said 3;"):
+        copies.open(size=3)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert (copies.open(size=None) / "a").read_bytes() == b"first"  # a store that gives no size
