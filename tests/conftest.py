@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from paceline.host.cores import usable_cores
+
 HERE = Path(__file__).parent
 MAX_WORKERS = 4
 LONG = ("weights", "e2e", "chaos")
@@ -69,8 +71,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     files = {str(argument).partition("::")[0] for argument in config.args}
     if len(files) == 1 and all(name.endswith(".py") for name in files):
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores * 3 // 2, MAX_WORKERS)
+    return min(usable_cores() * 3 // 2, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

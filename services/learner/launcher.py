@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from paceline.host.cores import thread_variables
 from services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
 from services.common.processes.restart_policy import FROM_OUTSIDE
 from services.common.processes.supervisor import ending
@@ -90,9 +91,10 @@ class Ranks:
         ranks: int,
         pass_fds: tuple[int, ...] = (),
     ) -> None:
-        """Start the processes with environment variables that say where their group meets, and how large it is."""
+        """Start the processes with environment variables that say where their group meets, and how large it is. They share
+        this host's cores unless OMP_NUM_THREADS is set."""
         environment = {name: value for name, value in os.environ.items() if name != STARTER_VARIABLE}
-        environment |= {**variables, "LOCAL_WORLD_SIZE": str(ranks)}
+        environment |= {**variables, "LOCAL_WORLD_SIZE": str(ranks), **thread_variables(ranks, environment)}
         command = tethered([sys.executable, "-m", module, *options])
         for place in range(ranks):
             own = environment | {"RANK": str(self.first_rank + place), "LOCAL_RANK": str(place)}

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from paceline.errors import NotFound, PacelineError
+from paceline.host.cores import THREADS_VARIABLE, threads_beside
 from paceline.spec import ClusterSection
 from paceline.token import TOKEN_NAME, VARIABLE, token_path
 from services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
@@ -105,6 +106,7 @@ class LocalCluster:
             "reward": share_gpus(cluster.reward_gpus, cluster.reward_workers, "reward"),
             "learner": [learner_gpus(cluster)],
         }
+        self._gpu_uses = sum(len(share) for shares in self._gpus.values() for share in shares)
         self._visible = gpus if gpus is not None else visible_gpus()
         self._services: dict[str, list[Service]] = {role: [] for role in ROLES}
 
@@ -258,8 +260,10 @@ class LocalCluster:
         return [*self._launchers.get(role, ()), sys.executable, "-m", *arguments]
 
     def _environment(self, gpus: tuple[int, ...]) -> dict[str, str]:
+        # Beside a GPU, threads copy and convert tensors; more processes than GPUs share these alone.
+        threads = threads_beside(self._gpu_uses) if gpus else 1
         return os.environ | {
-            "OMP_NUM_THREADS": str(self.cluster.threads_per_process),
+            THREADS_VARIABLE: str(max(self.cluster.threads_per_process, threads)),
             "CUDA_VISIBLE_DEVICES": for_cuda(gpus, self._visible),
             "PYTHONUNBUFFERED": "1",
             "PYTHONSAFEPATH": "1",  # a user's learner.py in the working directory must not shadow ours

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import shutil
 import socket
 import sys
@@ -14,6 +13,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from paceline.host.cores import usable_cores
 
 MIN_PYTHON = (3, 11)
 MIN_FREE_BYTES = 5 << 30
@@ -58,8 +59,7 @@ def _python() -> Finding:
 
 
 def _processor() -> Finding:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Finding("CPU", "ok", f"{usable} cores usable")
+    return Finding("CPU", "ok", f"{usable_cores()} cores usable")
 
 
 def _memory() -> Finding:

@@ -126,7 +126,7 @@ class ClusterSection(Section):
     """Memory of one GPU in GB (10⁹ bytes), for the memory plan of a run that computes elsewhere on GPUs; unset: the GPUs of
     the host that plans."""
     threads_per_process: PositiveInt = 1
-    """Compute threads of each process on a CPU."""
+    """Compute threads of each process on a CPU. A process with a GPU has its share of the host's cores, where that is more."""
 
     @model_validator(mode="after")
     def _check(self) -> ClusterSection:

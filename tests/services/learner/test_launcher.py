@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from process_ends import has_ended
 
+from paceline.host.cores import threads_beside
 from services.learner.rank_group import interface_of
 
 DEADLINE_S = 60.0
@@ -25,13 +26,15 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     """Starts two ranks of a module with this code; whatever happens, the launcher ends with the test."""
     launchers = []
 
-    def launch(code: str, grace_s: float = 30.0) -> subprocess.Popen[str]:
+    def launch(code: str, grace_s: float = 30.0, threads: str = "1") -> subprocess.Popen[str]:
         (tmp_path / "toy_rank.py").write_text(READY + code)
         path = os.pathsep.join([str(Path(__file__).parents[3]), str(tmp_path)])
+        environment = os.environ | {"PYTHONPATH": path}
+        environment.pop("OMP_NUM_THREADS", None)
         process = subprocess.Popen(
             [sys.executable, "-m", "services.learner.launcher", "2", str(grace_s), "toy_rank"],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env=environment | ({"OMP_NUM_THREADS": threads} if threads else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -78,6 +81,13 @@ def test_ranks_meet_in_a_file_that_no_folder_has_and_listen_on_loopback(launch: 
     out, errors = process.communicate(timeout=DEADLINE_S)
     assert out.splitlines() == ["3 2 ['127.0.0.1']"] * 2, errors
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("given", "expected"), [("", threads_beside(2)), ("3", 3)])
+def test_ranks_share_the_cores_unless_threads_are_set(launch: Launch, given: str, expected: int) -> None:
+    process = launch("print(os.environ['OMP_NUM_THREADS'])\n", threads=given)
+    out, errors = process.communicate(timeout=DEADLINE_S)
+    assert out.split() == [str(expected)] * 2, errors
 
 
 def test_one_rank_that_fails_ends_the_others_and_its_status_is_the_launchers(

@@ -354,3 +354,13 @@ def test_a_service_that_takes_long_to_end_is_named_with_the_time_it_has(
         "and one that is cut off is not used: training goes on from the one before; Ctrl-C ends at once"
     ]
     assert not service.ends
+
+
+def test_processes_with_gpus_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.host.cores.usable_cores", lambda: 96)
+    sizes = ClusterSection(
+        learner_ranks=2, learner_gpus=(0, 1), rollout_workers=2, rollout_gpus=(2, 3), threads_per_process=4
+    )
+    cluster = LocalCluster(tmp_path / "runs", sizes, gpus=("0", "1", "2", "3"))
+    assert cluster._environment((0, 1))["OMP_NUM_THREADS"] == "24"
+    assert cluster._environment(())["OMP_NUM_THREADS"] == "4"
