@@ -24,7 +24,6 @@ COVERED_BY = {
     "learner/collectives.py": "tests/services/learner/training/test_run.py",
     "paceline/models/mesh_shape.py": "tests/learner/model/test_mesh.py",
     "services/local/room.py": "tests/services/cli/test_plan.py",
-    "learner/model/attention.py": "test_policy.py",
     "learner/model/cpu_linear.py": "test_policy.py",
     "learner/objectives/completions.py": "test_kto.py",
     "learner/objectives/grpo.py": "test_policy.py",

@@ -5,7 +5,8 @@ across a sequence's border. Registered with transformers as the implementation `
 row comes with each call as the keyword argument `layout`, which transformers hands through to every layer (so it is
 there again when activation checkpointing recomputes a layer).
 
-Two paths. CUDA in bfloat16 or float16: `torch.nn.attention.varlen` (flash attention, one kernel for the row).
+Two paths. CUDA in bfloat16 or float16: `torch.nn.attention.varlen` (flash attention, one kernel for the row; FlashAttention-3
+where its package is installed and the GPU is a Hopper).
 Otherwise: runs of sequences of equal length are views [n, H, L, D] of the row, each one scaled_dot_product_attention
 with is_causal. Packing puts equal lengths side by side, so this needs neither padding nor gathering; measured on
 a CPU, one more SDPA call costs 0.02 ms forward and 0.07 ms with backward, less than copying q, k and v. Attention sinks
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from transformers import AttentionInterface
 from learner.batch.layout import SequenceLayout
 
 IMPLEMENTATION = "paceline_packed"
+HOPPER = (9, 0)
+"""Compute capability of the GPUs that FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) has kernels for."""
+log = logging.getLogger(__name__)
 
 UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias", "sinks")
 """Arguments that some architectures pass to attention, and neither path supports."""
@@ -90,6 +95,23 @@ def _flash(
     )
     assert isinstance(out_THD, Tensor)
     return out_THD.unsqueeze(0)
+
+
+@functools.cache
+def prefer_flash_attention_3(device: torch.device) -> bool:
+    """Let PyTorch's flash attention take FlashAttention-3 from now on, where the package `flash_attn_interface` is installed and
+    the GPU has its kernels; return whether it does. Releases of PyTorch that cannot keep FlashAttention-2."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+        return False
+    try:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, ValueError) as error:
+        log.info("attention runs with FlashAttention-2: %s", error)
+        return False
+    log.info("attention runs with FlashAttention-3")
+    return True
 
 
 @functools.cache

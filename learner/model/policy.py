@@ -28,7 +28,7 @@ from learner.batch.samples import PackedBatch
 from learner.collectives import world_size
 from learner.model.activation_checkpointing import recompute_activations
 from learner.model.adapter import add_adapter
-from learner.model.attention import IMPLEMENTATION
+from learner.model.attention import IMPLEMENTATION, prefer_flash_attention_3
 from learner.model.compiled_layers import compile_layers, padded_row
 from learner.model.cpu_linear import use_onednn_linear
 from learner.model.loading import fill, skeleton
@@ -201,6 +201,7 @@ def _placed(
     model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device, resharded: bool
 ) -> PreTrainedModel:
     """Return the model on the device, with its weights; sharded where sharding has an effect."""
+    prefer_flash_attention_3(device)
     if not policy.compile:
         use_onednn_linear(model, device, compute_dtype(policy, device))
     sharded = _needs_sharding(policy, device)

@@ -1,0 +1,46 @@
+"""The choice of the flash attention's kernels. What attention computes is in test_policy.py, and on GPUs in tests/gpu."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import attention as torch_attention
+
+from learner.model.attention import prefer_flash_attention_3
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def forget_choices() -> Iterator[None]:
+    prefer_flash_attention_3.cache_clear()
+    yield
+    prefer_flash_attention_3.cache_clear()
+
+
+def test_a_cpu_and_another_gpu_than_a_hopper_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert not prefer_flash_attention_3(torch.device("cpu"))
+    assert not prefer_flash_attention_3(GPU)
+
+
+def test_a_hopper_without_the_package_keeps_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    with caplog.at_level("INFO"):
+        assert not prefer_flash_attention_3(GPU)
+    assert "attention runs with FlashAttention-2: " in caplog.text
+
+
+def test_a_hopper_with_the_package_takes_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", chosen.append)
+    assert prefer_flash_attention_3(GPU)
+    assert prefer_flash_attention_3(GPU)
+    assert chosen == ["FA3"]
