@@ -49,7 +49,7 @@ class TimedEngine:
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False):
         self.version: Version | None = Version(0, 0) if load_weights else None
-        self.max_batch_size = spec.policy.generation.max_batch_size
+        self.max_batch_size = spec.policy.generation.batch_size(on_gpu=False)
         self.capacity = self.max_batch_size
         self._running: dict[str, _Sequence] = {}
         self._began_s = time.monotonic()

@@ -122,7 +122,7 @@ def estimate(
             "process": CONTEXT_BYTES if sampler_on_gpu else SAMPLER_BYTES,
             "weights": generation * shape.parameters,
             "incoming": 0 if sampler_on_gpu else generation * trained,
-            "key-value cache": policy.generation.max_batch_size
+            "key-value cache": policy.generation.batch_size(on_gpu=sampler_on_gpu)
             * policy.max_total_sequence_length
             * key_value_bytes(shape, generation),
         }

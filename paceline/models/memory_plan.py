@@ -168,7 +168,7 @@ def is_open(spec: RunSpec) -> bool:
 def planned(
     spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bool = True
 ) -> tuple[RunSpec, list[str]]:
-    """Return the spec without `auto` in policy.generation.backend, policy.activation_checkpointing and
+    """Return the spec without `auto` in policy.generation.backend and max_batch_size, policy.activation_checkpointing and
     policy.train_mb_tokens, and with vLLM's share of a GPU that it has together with the learner; and a sentence for each key
     that was replaced.
 
@@ -193,7 +193,17 @@ def planned(
 
 
 def with_engine(spec: RunSpec, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
-    """Return the spec with an engine in the place of `auto`, and a sentence where it computes on GPUs."""
+    """Return the spec with an engine and its number of sequences in the place of `auto`, and a sentence where it was chosen for
+    GPUs."""
+    spec, said = _with_backend(spec, has_vllm)
+    generation = spec.policy.generation
+    if generation.max_batch_size == "auto":
+        size = generation.batch_size(on_gpu=on_gpus(spec)[1])
+        spec = with_keys(spec, {"policy.generation.max_batch_size": size})
+    return spec, said
+
+
+def _with_backend(spec: RunSpec, has_vllm: bool) -> tuple[RunSpec, list[str]]:
     generation = spec.policy.generation
     if generation.backend != "auto":
         return spec, []
@@ -378,7 +388,7 @@ def _offers(spec: RunSpec) -> Iterator[tuple[str, Any]]:
                 if share < (generation.vllm_cfg.gpu_memory_utilization or VLLM_SHARE):
                     yield SHARE_KEY, share
     elif spec.samples:
-        size = generation.max_batch_size // 2
+        size = generation.batch_size(on_gpu=on_gpus(spec)[1]) // 2
         while size >= 1:
             yield "policy.generation.max_batch_size", size
             size //= 2

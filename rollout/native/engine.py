@@ -49,7 +49,7 @@ class NativeEngine:
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
         self._model = load_native_model(spec.policy, device, load_weights)
-        self.max_batch_size = spec.policy.generation.max_batch_size
+        self.max_batch_size = spec.policy.generation.batch_size(on_gpu=device.startswith("cuda"))
         self.version: Version | None = None
         self._batch = DecodeBatch(self._model, self.max_batch_size)
         self._in_flight = spec.async_grpo.in_flight_weight_updates

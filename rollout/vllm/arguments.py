@@ -55,7 +55,7 @@ def engine_arguments(
         "load_format": "auto" if load_weights else "dummy",
         "dtype": str(generation_dtype(policy, device)).removeprefix("torch."),
         "max_model_len": longest_sequence(policy, config),
-        "max_num_seqs": generation.max_batch_size,
+        "max_num_seqs": generation.batch_size(on_gpu=not on_cpu),
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # sampling defaults come with each request
         "enable_prefix_caching": True,  # each request salts it with the version of the weights

@@ -21,6 +21,7 @@ SchedulerName = Literal[
     "inverse_sqrt",
     "wsd",
 ]
+USUAL_BATCH_SIZE, GPU_BATCH_SIZE = 64, 256
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 FALLING_SCHEDULES = ("linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "polynomial", "wsd")
 
@@ -185,8 +186,9 @@ class GenerationSection(Section):
     allow_biased_sampling: bool = False
     """Accept top_p, top_k, min_p, min_new_tokens and repetition_penalty although the learner's log-probabilities do not
     repeat them."""
-    max_batch_size: PositiveInt = 64
-    """Sequences that one engine decodes at a time at most; with vLLM the KV cache may hold fewer."""
+    max_batch_size: PositiveInt | Literal["auto"] = "auto"
+    """Sequences that one engine decodes at a time at most; with vLLM the KV cache may hold fewer. auto: 256 for vllm on GPUs, else
+    64; chosen when the run is submitted."""
     vllm_cfg: VllmSection = VllmSection()
     """The vLLM engine: parallelism and memory."""
     vllm_kwargs: dict[str, Any] = {}
@@ -222,6 +224,13 @@ class GenerationSection(Section):
                 "allow_biased_sampling=true to accept that"
             )
         return self
+
+    def batch_size(self, *, on_gpu: bool) -> int:
+        """Return max_batch_size as a number, also where nobody has chosen: a GPU decodes more sequences in the same time until
+        arithmetic, not the reading of the weights, takes it up."""
+        if self.max_batch_size == "auto":
+            return GPU_BATCH_SIZE if on_gpu and self.backend == "vllm" else USUAL_BATCH_SIZE
+        return self.max_batch_size
 
 
 DEFAULT_ROW_TOKENS = 8192

@@ -190,7 +190,7 @@ def test_auto_without_sizes_is_the_safe_choice() -> None:
         assert (spec.policy.activation_checkpointing, spec.policy.train_mb_tokens) == ("full", 8192)
         assert all(text.endswith(f"auto, for {why}") for text in said)
     fixed = spec_on_gpus()
-    assert planned(fixed, None, Room()) == (fixed, [])
+    assert planned(fixed, None, Room()) == (with_engine(fixed)[0], [])
     assert not is_open(fixed)
 
 
@@ -223,7 +223,7 @@ def test_a_spec_is_checked_where_the_models_sizes_are_known(tmp_path: Path) -> N
         checked_plan(spec_on_gpus(1, model=str(tmp_path), activation_checkpointing="full"))
     assert not is_open(checked_plan(spec_on_gpus(model=str(tmp_path), **AUTO)))
     unknown = spec_on_gpus(1, model="nowhere", **AUTO)
-    assert checked_plan(unknown) is unknown
+    assert checked_plan(unknown) == with_engine(unknown)[0]
 
 
 def test_the_engine_follows_the_device() -> None:
@@ -241,8 +241,22 @@ def test_the_engine_follows_the_device() -> None:
     generation = {"vllm_cfg": {"tensor_parallel_size": 2}, "max_new_tokens": 32}
     by_setting = with_engine(spec_of(policy={"generation": generation}))[0]
     assert by_setting.policy.generation.backend == "vllm"
-    named = spec_of(policy={"generation": {"backend": "native", "max_new_tokens": 32}}, cluster=cluster)
+    generation = {"backend": "native", "max_batch_size": 5, "max_new_tokens": 32}
+    named = spec_of(policy={"generation": generation}, cluster=cluster)
     assert with_engine(named) == (named, [])
+
+
+def test_the_sequences_at_a_time_follow_engine_and_device() -> None:
+    cluster = {"learner_gpus": [0], "rollout_gpus": [1], "rollout_workers": 1}
+    sizes = {
+        (backend, bool(on)): with_engine(
+            spec_of(policy={"generation": {"backend": backend, "max_new_tokens": 32}}, cluster=on)
+        )[0].policy.generation.max_batch_size
+        for backend in ("auto", "native", "vllm")
+        for on in ({}, cluster)
+    }
+    assert [size for size in sizes.values() if size != 64] == [256, 256]
+    assert sizes["auto", True] == sizes["vllm", True] == 256
 
 
 def test_vllm_takes_what_the_learner_leaves_on_a_gpu_for_both() -> None:
