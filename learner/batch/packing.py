@@ -1,6 +1,6 @@
 """Packing sequences of unequal length into micro-batches of a token budget.
 
-Promise: every sequence is in exactly one micro-batch, whole; the result depends on the lengths alone, so a replayed
+Promise: every sequence is in exactly one micro-batch, whole; the result depends on lengths (and costs) alone, so a replayed
 step is packed as it was the first time.
 """
 
@@ -48,3 +48,27 @@ def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
             bins.append([index])
             room_tokens.append(budget_tokens - length)
     return bins
+
+
+def pack_evenly(
+    lengths: Sequence[int], costs: Sequence[float], budget_tokens: int, num_micro_batches: int
+) -> list[list[int]]:
+    """Return index lists as `pack`, at most `num_micro_batches`, of about equal cost, from the highest to the lowest.
+
+    Longest processing time first (Graham 1969): the costliest sequence that is left goes to the micro-batch of the lowest cost
+    that has room. Where that finds no room for one, the lists are those of `pack`, which need not be as even.
+    """
+    longest_first = sorted((i for i, n in enumerate(lengths) if n > 0), key=lambda i: (-lengths[i], i))
+    bins: list[list[int]] = [[] for _ in range(num_micro_batches)]
+    room_tokens, cost_of = [budget_tokens] * num_micro_batches, [0.0] * num_micro_batches
+    for index in longest_first:
+        fitting = [b for b in range(num_micro_batches) if room_tokens[b] >= lengths[index] or not bins[b]]
+        if not fitting:
+            bins = pack(lengths, budget_tokens)
+            break
+        chosen = min(fitting, key=lambda b: (cost_of[b], b))
+        bins[chosen].append(index)
+        room_tokens[chosen] -= lengths[index]
+        cost_of[chosen] += costs[index]
+    filled = [indices for indices in bins if indices]
+    return sorted(filled, key=lambda indices: (-sum(costs[i] for i in indices), indices))

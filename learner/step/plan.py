@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from learner.batch.packing import pack, pack_whole
+from learner.batch.packing import pack, pack_evenly, pack_whole
 from learner.batch.samples import TrainingSample, pack_samples
 from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
 from learner.objectives.base import Denominators, Objective
@@ -23,6 +23,11 @@ from paceline.models.shape import ModelShape
 from paceline.models.work import training_flops
 from paceline.spec import RunSpec
 
+EVEN_COST_TOKENS = 32_768
+"""Length from which sequences are packed by cost too: attention's part of it is about two fifths there for 8B parameters."""
+ROOM_FOR_EVEN_COST = 1.5
+"""Budget of a micro-batch by the longest sequence from which there is room to choose; with less, first fit is as good
+(docs/performance.md)."""
 NO_ADVANTAGE = 1e-8
 """Largest absolute advantage that counts as 0: rounding leaves as much in a group of equal rewards."""
 
@@ -34,8 +39,10 @@ def plan_updates(
     objective: Objective,
     device: torch.device,
     num_updates: int,
+    shape: ModelShape | None = None,
 ) -> list[Update]:
-    """Return the batch of `step` as `num_updates` updates of whole groups, in order of their id."""
+    """Return the batch of `step` as `num_updates` updates of whole groups, in order of their id. With the model's `shape`, an
+    update with a sequence of EVEN_COST_TOKENS on some rank gets micro-batches of about equal cost, if they have room for more."""
     parts: Sequence[Sequence[int]]
     parts = [range(len(batch))] if num_updates == 1 else _update_indices(batch, num_updates, device)
     indices_UM: list[list[tuple[int, ...]]] = []
@@ -46,6 +53,18 @@ def plan_updates(
         else:
             packed = pack(lengths, budget_tokens)
         indices_UM.append([tuple(part[i] for i in indices) for indices in packed])
+    sizes_U2 = torch.tensor(
+        [
+            (len(m), max((batch[i].num_row_tokens for i in p), default=0))
+            for p, m in zip(parts, indices_UM, strict=True)
+        ],
+        device=device,
+    )
+    passes_U, longest_U = max_over_ranks(sizes_U2).T.tolist()
+    if shape is not None and not objective.keeps_prompts_whole:
+        for u, (part, passes, longest) in enumerate(zip(parts, passes_U, longest_U, strict=True)):
+            if EVEN_COST_TOKENS <= longest <= spec.policy.row_tokens / ROOM_FOR_EVEN_COST:
+                indices_UM[u] = _of_even_cost([(i, batch[i]) for i in part], spec, shape, passes)
     counts_U4 = torch.tensor(
         [
             (sum(batch[i].num_trained_tokens for i in p), len(p), len(m), len({batch[i].group_id for i in p}))
@@ -53,7 +72,6 @@ def plan_updates(
         ],
         device=device,
     )
-    passes_U = max_over_ranks(counts_U4[:, 2].clone()).tolist()
     updates = []
     for indices_M, passes, (tokens, sequences, num_micro_batches, prompts) in zip(
         indices_UM, passes_U, sum_over_ranks(counts_U4).tolist(), strict=True
@@ -116,6 +134,17 @@ def batch_metrics(
     if has_advantages:
         metrics["zero_advantage_fraction"] = zeros / with_advantage if with_advantage else 1.0
     return metrics
+
+
+def _of_even_cost(
+    part: Sequence[tuple[int, TrainingSample]], spec: RunSpec, shape: ModelShape, passes: int
+) -> list[tuple[int, ...]]:
+    """Return the indices of `part` in micro-batches whose passes take about as long, as many as any rank needs: each pass
+    gathers and reduces over all ranks, so all wait for the one whose sequences are longest."""
+    lengths = [sample.num_row_tokens for _, sample in part]
+    costs = [training_flops(shape, [(1, length)], length) for length in lengths]
+    packed = pack_evenly(lengths, costs, spec.policy.row_tokens, passes)
+    return [tuple(part[i][0] for i in indices) for indices in packed]
 
 
 def _flops(micro: MicroBatch, spec: RunSpec, shape: ModelShape | None) -> float:

@@ -78,7 +78,9 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         trained = [sample for sample in batch if not sample.is_mismatched]
         num_updates = self.spec.policy.num_updates_per_step
-        updates = plan_updates(trained, step, self.spec, self.objective, self.device, num_updates)
+        updates = plan_updates(
+            trained, step, self.spec, self.objective, self.device, num_updates, self._shape
+        )
         with watch.measure(
             "frozen_s"
         ):  # the metric has all of it: frozen policies, advantages, the value model, limit and KL

@@ -14,6 +14,7 @@ from transformers import Qwen3ForCausalLM
 
 from learner.advantages.group import advantages
 from learner.batch.samples import TrainingSample
+from learner.step import plan
 from learner.step.trainer import Trainer
 from paceline.errors import NonFiniteLoss
 
@@ -38,6 +39,22 @@ def test_any_split_into_micro_batches_gives_the_same_step(name: str, model: Path
         for key, tensor in tensors.items():
             if key.startswith("grad."):
                 torch.testing.assert_close(split_tensors[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dapo", "sft"])
+def test_micro_batches_of_even_cost_give_the_same_step(
+    name: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = batch_of(name)
+    metrics, tensors = run_case(model, CASES[name], batch, budget=25)
+    monkeypatch.setattr(plan, "EVEN_COST_TOKENS", 1)
+    monkeypatch.setattr(plan, "max_over_ranks", lambda sizes_U2: sizes_U2 + torch.tensor([2, 0]))
+    split_metrics, split_tensors = run_case(model, CASES[name], batch, budget=25)
+    assert split_metrics["micro_batches"] == metrics["micro_batches"] + 2
+    assert split_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-5)
+    for key, tensor in tensors.items():
+        if key.startswith("grad."):
+            torch.testing.assert_close(split_tensors[key], tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_bnpo_depends_on_the_split_and_agrees_with_dapo_without_one(model: Path) -> None:
