@@ -140,7 +140,8 @@ def _forward(
 
 def _score(model: Any, packed: PackedBatch, *, policy: PolicySection, **_: Any) -> tuple[Tensor, Tensor]:
     """Return the scores at the positions where a policy predicts."""
-    scores_N = model.score(_predicting_states(model, packed, policy)).float()[:, 0]
+    # A copy, because FSDP's hooks on a view would be lost with the first operation in place.
+    scores_N = model.score(_predicting_states(model, packed, policy)).float()[:, 0].clone()
     return scores_N, torch.zeros_like(scores_N)
 
 

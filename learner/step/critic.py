@@ -41,7 +41,9 @@ class Critic:
         self.model: PreTrainedModel = load_reward_model(spec.value_policy, device)
         self.optimizer = make_optimizer(self.model, spec.value.optimizer)
         self._sums: dict[str, float] = {}
+        self._update_sums: dict[str, float] = {}
         self._norms: list[float] = []
+        self._norm = 0.0
 
     @torch.no_grad()
     def with_states(self, batch: Sequence[TrainingSample], updates: Sequence[Update]) -> list[Update]:
@@ -58,8 +60,9 @@ class Critic:
             for update in updates
         ]
 
-    def accumulate(self, update: Update, micro: MicroBatch, world_size: int, *, is_last: bool) -> None:
-        """Run one micro-batch forward and backward; the value loss is the mean over the update's scored tokens."""
+    def accumulate(self, update: Update, micro: MicroBatch, scale: float, *, is_last: bool) -> None:
+        """Run one micro-batch forward and backward; the value loss is the mean over the update's scored tokens, times `scale`
+        in its gradients."""
         states = micro.states
         assert states is not None, "`with_states` was not called"
         set_gradient_sync(self.model, self._device, is_last)
@@ -72,7 +75,7 @@ class Critic:
         losses_N, clipped_N = value_losses(values_N, old_N, returns_N, self._spec.value.cliprange)
         losses_N = losses_N.masked_fill(~scored_N, 0.0)
         loss = losses_N.sum() / max(update.num_scored_tokens, 1.0)
-        (loss * world_size).backward()  # type: ignore[no-untyped-call]
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
         scored_returns = returns_N[scored_N].double()
         for name, value in (
             ("value_loss", loss),
@@ -83,24 +86,27 @@ class Critic:
             ("error_squared", (scored_returns - old_N[scored_N]).square().sum()),
             ("error", (scored_returns - old_N[scored_N]).sum()),
         ):
-            self._sums[name] = self._sums.get(name, 0.0) + value.item()
+            self._update_sums[name] = self._update_sums.get(name, 0.0) + value.item()
 
     def gradient_norm(self) -> float:
         """Return the global norm of the gradients, the same number on every rank."""
-        norm = gradient_norm(self.model)
-        self._norms.append(norm)
-        return norm
+        self._norm = gradient_norm(self.model)
+        return self._norm
 
     def step(self, factor: float) -> None:
         """Step the optimizer at this fraction of the peak rate, with the last measured norm."""
-        clip_gradients(self.model, self._spec.value.max_grad_norm, self._norms[-1])
+        clip_gradients(self.model, self._spec.value.max_grad_norm, self._norm)
         set_learning_rate(self.optimizer, self._spec.value.optimizer.lr * factor)
         self.optimizer.step()
+        self._norms.append(self._norm)
+        for name, value in self._update_sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradients."""
+        """Drop the gradients and the metrics of an update."""
         self.optimizer.zero_grad(set_to_none=True)
+        self._update_sums = {}
 
     def metrics(self, num_updates: int) -> dict[str, float]:
         """Return the metrics of the step, equal on all ranks: `value_loss`, `value_clip_fraction`, `value_grad_norm`, `return` (mean) and

@@ -24,13 +24,14 @@ from transformers import PreTrainedModel
 from learner.batch.samples import PackedBatch, TrainingSample
 from learner.collectives import sum_over_ranks, union_over_ranks, world_size
 from learner.model.determinism import use_deterministic_operations
-from learner.model.policy import packed_logprobs
+from learner.model.policy import compute_dtype, packed_logprobs
 from learner.objectives import objective_of
 from learner.objectives.base import LossResult, TokenArrays
 from learner.step.assign_advantages import with_advantages
 from learner.step.critic import Critic
 from learner.step.frozen import with_frozen_logprobs, with_m2_limit
 from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
+from learner.step.loss_scale import LossScale
 from learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
 from learner.step.plan import batch_metrics, plan_updates
 from learner.step.reference import LocalReference, reference_of
@@ -59,6 +60,7 @@ class Trainer:
         self._shape = shape_of(self.model.config.to_dict())
         self.reference = reference_of(spec, self.model, device, self.objective.temperature)
         self.optimizer = make_optimizer(self.model, spec.policy.optimizer)
+        self._loss_scale = LossScale(self.optimizer, compute_dtype(spec.policy, device))
         self.critic = Critic(spec, device) if spec.uses_value_model else None
         self.skipped: list[NonFiniteLoss] = []
         """Updates of the last step that were left out."""
@@ -93,15 +95,14 @@ class Trainer:
         grad_norms = []
         self.skipped = []
         for update in updates:
-            results = self._accumulate_gradients(update, watch)
-            update_sums = self._sum_metrics(results)
             try:
-                grad_norms.append(self._clip_gradients(update, results, update_sums["loss"]))
+                update_sums, norm = self._gradients(update, watch)
             except NonFiniteLoss as error:
                 if not self.spec.policy.skip_non_finite_updates:
                     raise
                 self.skipped.append(error)
                 continue
+            grad_norms.append(norm)
             with watch.measure("optimizer_s"):
                 if self.critic is not None:
                     self.critic.step(factor)
@@ -115,6 +116,7 @@ class Trainer:
         return {
             "lr": lr,
             **learnt,
+            **({"loss_scale": self._loss_scale.factor} if self._loss_scale.is_dynamic else {}),
             **({"skipped_updates": float(len(self.skipped))} if self.skipped else {}),
             **batch_metrics(trained, updates, step, self.spec, self._shape, self.device),
             **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
@@ -193,21 +195,42 @@ class Trainer:
         kl = updates[0].batch_kl
         return {} if kl is None else {"batch_kl": kl}
 
+    def _gradients(self, update: Update, watch: Stopwatch) -> tuple[dict[str, float], float]:
+        """Leave the clipped gradients of an update in the models; return its metric sums and the policy's gradient norm before.
+        Loss and norms are the same on every rank, so every rank takes the same branch. Raises NonFiniteLoss."""
+        while True:
+            results = self._accumulate_gradients(update, watch)
+            sums = self._sum_metrics(results)
+            self._loss_scale.divide([self.model] if self.critic is None else [self.model, self.critic.model])
+            norm = gradient_norm(self.model)
+            value_norm = 0.0 if self.critic is None else self.critic.gradient_norm()
+            if all(map(math.isfinite, (sums["loss"], norm, value_norm))):
+                self._loss_scale.note_update()
+                clip_gradients(self.model, self.spec.policy.max_grad_norm, norm)
+                return sums, norm
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.critic is not None:
+                self.critic.discard()
+            if not math.isfinite(sums["loss"]) or not self._loss_scale.lower():
+                raise self._non_finite(update, results, sums["loss"], norm, value_norm)
+
     def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> list[LossResult]:
-        """Run every micro-batch forward and backward; afterwards the gradients are those of the global batch."""
+        """Run every micro-batch forward and backward; afterwards the gradients are those of the global batch, times the scale."""
         results = []
+        scale = (
+            self.world_size * self._loss_scale.factor
+        )  # FSDP averages gradients over ranks, the loss is a sum
         for i, micro in enumerate(update.micro_batches):
             is_last = i == len(update.micro_batches) - 1
             set_gradient_sync(self.model, self.device, is_last)
             with watch.measure("forward_s"):
                 result = self._loss(micro, update)
             with watch.measure("backward_s"):
-                # FSDP averages gradients over ranks, the loss is a sum over them.
-                (result.loss * self.world_size).backward()  # type: ignore[no-untyped-call]
+                (result.loss * scale).backward()  # type: ignore[no-untyped-call]
             results.append(replace(result, loss=result.loss.detach()))
             if self.critic is not None:
                 with watch.measure("value_s"):
-                    self.critic.accumulate(update, micro, self.world_size, is_last=is_last)
+                    self.critic.accumulate(update, micro, scale, is_last=is_last)
         return results
 
     def _loss(self, micro: MicroBatch, update: Update) -> LossResult:
@@ -253,19 +276,6 @@ class Trainer:
             [torch.stack([result.sums[name].double() for name in names]) for result in results]
         ).sum(0)
         return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
-
-    def _clip_gradients(self, update: Update, results: Sequence[LossResult], loss: float) -> float:
-        """Clip the gradients by their global norm, and return the norm before. Loss and norms are the same on every rank,
-        so every rank takes the same branch."""
-        norm = gradient_norm(self.model)
-        value_norm = 0.0 if self.critic is None else self.critic.gradient_norm()
-        if not all(map(math.isfinite, (loss, norm, value_norm))):
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.critic is not None:
-                self.critic.discard()
-            raise self._non_finite(update, results, loss, norm, value_norm)
-        clip_gradients(self.model, self.spec.policy.max_grad_norm, norm)
-        return norm
 
     def _non_finite(
         self,

@@ -15,7 +15,7 @@ from paceline.models.loading import resolved_dtype
 from paceline.models.shape import ModelShape, read_shape
 from paceline.spec import PolicySection, RunSpec
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 300_000_000
 """A process on CPUs with torch and transformers, before it loads a model."""
 CONTEXT_BYTES = 1_000_000_000

@@ -252,6 +252,13 @@ Checkpointing = Annotated[
 ]
 
 
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def _not_auto(given: Any) -> Any:
+    return "float16" if given in (None, "auto") else given
+
+
 class PolicySection(Section):
     """The model, its training and its generation."""
 
@@ -260,10 +267,12 @@ class PolicySection(Section):
     export: `run:ID`, or `run:ID/NAME` for one that was ordered by name."""
     tokenizer_name: str | None = None
     """Folder, fsspec URL, hub name or `run:ID` of the tokenizer, when it is not with the model."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type of the learner's forward and backward; masters stay float32. auto: bfloat16 on CUDA."""
-    generation_precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the rollout engine's weights, and of the weights on the wire. auto: bfloat16 on CUDA."""
+    precision: Precision = "auto"
+    """Compute type of the learner's forward and backward; masters stay float32. auto: bfloat16 on CUDA, else float32. float16
+    scales the loss; docs/objectives.md."""
+    generation_precision: Precision = "auto"
+    """Type of the rollout engine's weights, and of the weights on the wire. auto: float16 where precision is, else bfloat16 on
+    CUDA and float32 elsewhere."""
     max_total_sequence_length: PositiveInt = 2048
     """Prompt and completion together, in tokens; longer prompts are refused."""
     train_mb_tokens: PositiveInt | Literal["auto"] = DEFAULT_ROW_TOKENS
@@ -308,6 +317,22 @@ class PolicySection(Section):
         if self.train_mb_tokens == "auto":
             return max(DEFAULT_ROW_TOKENS, self.max_total_sequence_length)
         return self.train_mb_tokens
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sample_in_float16_too(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("precision") == "float16":
+            return {**given, "generation_precision": _not_auto(given.get("generation_precision"))}
+        return given
+
+    @model_validator(mode="after")
+    def _check_precision(self) -> PolicySection:
+        if self.precision == "float16" and self.generation_precision == "bfloat16":
+            raise ValueError(
+                "precision 'float16' with generation_precision 'bfloat16': the sampler would round weights otherwise than the "
+                "learner; leave generation_precision out, or set it to float16"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_checkpointing(self) -> PolicySection:

@@ -116,6 +116,8 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
            "0.3 to 0.5 for large models; absent on CPUs and unknown GPUs"),
     Metric("learner/peak_gpu_memory_gb", "GB", "most memory that tensors of rank 0 have taken on its GPU so far",
            "`paceline plan` predicts it; absent without GPUs"),
+    Metric("loss_scale", "", "scale of the loss with `policy.precision: float16`, after the step",
+           "constant or growing; one that keeps falling means gradients near float16's largest number"),
     Metric("step_s", "s", "time of the step"),
     Metric("frozen_s", "s", "of it: log-probabilities of frozen policies, and advantages"),
     Metric("forward_s", "s", "of it: forward passes"),

@@ -19,7 +19,7 @@ def test_types_are_words() -> None:
         "policy.generation.top_p": "number > 0, ≤ 1",
         "cluster.learner_gpus": "list (integer ≥ 0)",
         "data.validation": "text or list (text) or null",
-        "policy.precision": "`auto`, `float32`, `bfloat16`",
+        "policy.precision": "`auto`, `float32`, `bfloat16`, `float16`",
         "loss_fn.geometric_mask": "2 values (number > 0) or null",
         "rewards": "list of sections",
         "rewards.N.kwargs": "mapping",

@@ -36,11 +36,11 @@ def refusal(override: str) -> str:
         ("data.prompt_key=3", "data.prompt_key: has to be a text (got 3)"),
         (
             "policy.precision=bf16",
-            "policy.precision: has to be one of 'auto', 'float32', 'bfloat16'; write bfloat16 (got 'bf16')",
+            "policy.precision: has to be one of 'auto', 'float32', 'bfloat16', 'float16'; write bfloat16 (got 'bf16')",
         ),
         (
             "policy.precision=bfloat-16",
-            "policy.precision: has to be one of 'auto', 'float32', 'bfloat16'; did you mean 'bfloat16'? (got 'bfloat-16')",
+            "policy.precision: has to be one of 'auto', 'float32', 'bfloat16', 'float16'; did you mean 'bfloat16'? (got 'bfloat-16')",
         ),
         ("policy.generation.top_k=null", "policy.generation.top_k: has to be an integer; write 0 (got None)"),
         (
