@@ -269,7 +269,7 @@ class PolicySection(Section):
     """Folder, fsspec URL, hub name or `run:ID` of the tokenizer, when it is not with the model."""
     precision: Precision = "auto"
     """Compute type of the learner's forward and backward; masters stay float32. auto: bfloat16 on CUDA, else float32. float16
-    scales the loss; docs/objectives.md."""
+    scales the loss; docs/models.md."""
     generation_precision: Precision = "auto"
     """Type of the rollout engine's weights, and of the weights on the wire. auto: float16 where precision is, else bfloat16 on
     CUDA and float32 elsewhere."""
