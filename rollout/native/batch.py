@@ -14,6 +14,7 @@ Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -47,6 +48,8 @@ class RunningSequence:
     spans: list[VersionSpan] = field(default_factory=list)
     birth: int = 0
     """Decode step at which it would have had 0 tokens: its `total` is the batch's step minus this."""
+    computed_at: int = 0
+    """Changes of weights that the batch had seen when the oldest keys and values of it were computed."""
     scanner: StopScanner | None = None
     """Search for the request's stop strings."""
 
@@ -100,7 +103,7 @@ class DecodeBatch:
         """Prompt tokens that were not computed, because another sequence's were the same."""
         self._cache = SlotCache(num_slots)
         self._prompts = prompts if prompts is not None else PromptCache()
-        self._step = 0
+        self._step = self._changes = 0
         self._masks_top = self._masks_stop = self._masks_min_p = self._penalises = False
         self._longest = 0
         device = model.device
@@ -158,15 +161,19 @@ class DecodeBatch:
         ]
         return self._read(watched, "abort") if watched else []
 
-    def change_version(self, version: Version, recompute: bool) -> None:
-        """Assign tokens from now on to `version`, whose weights the model has; with `recompute` renew keys and values."""
+    def change_version(self, version: Version, recompute_after: int | None) -> None:
+        """Assign tokens from now on to `version`, whose weights the model has; renew keys and values that are from
+        `recompute_after` or more changes before (None: none)."""
         if self.version is not None:
             for sequence in self.sequences:
                 sequence.add_span(self.version, self._step - sequence.birth - sequence.prompt_length)
         self.version = version
+        self._changes += 1
         self._prompts.clear()
-        if recompute and self.sequences:
-            self._recompute()
+        if recompute_after is not None:
+            oldest = self._changes - recompute_after
+            for first, end in _runs([sequence.computed_at <= oldest for sequence in self.sequences]):
+                self._recompute(first, end)
 
     def _prefill(self, shared: list[list[RunningSequence]]) -> None:
         """Add sequences whose tokens have to be computed; those in one list of `shared` have the same tokens."""
@@ -210,6 +217,7 @@ class DecodeBatch:
             if sequence.request.prefix is not None:
                 logprobs_RL[index, sequence.prompt_length : len(ids)] = sequence.request.prefix.logprobs
             sequence.birth = self._step - len(ids) - 1
+            sequence.computed_at = self._changes
         device = self.model.device
         self._tokens_SL[first:end, :longest] = torch.from_numpy(ids_RL).to(device)
         self._logprobs_SL[first:end, :longest] = torch.from_numpy(logprobs_RL).to(device)
@@ -349,16 +357,27 @@ class DecodeBatch:
         self._masks_min_p |= any(one.min_p > 0 for one in params)
         self._penalises |= any(one.repetition_penalty != 1 for one in params)
 
-    def _recompute(self) -> None:
-        """Compute keys and values of all but each sequence's last token again, with the current weights."""
+    def _recompute(self, start: int, stop: int) -> None:
+        """Compute keys and values of all but the last token of the sequences [start, stop) again, with the current weights."""
+        for sequence in self.sequences[start:stop]:
+            sequence.computed_at = self._changes
         longest = self._longest - 1
         rows_per_pass = max(1, PREFILL_TOKENS // longest)
-        for first in range(0, len(self.sequences), rows_per_pass):
-            end = min(first + rows_per_pass, len(self.sequences))
+        for first in range(start, stop, rows_per_pass):
+            end = min(first + rows_per_pass, stop)
             self._cache.begin_prefill(first, end - first, longest, None)
             self.model.prefill(
                 self._tokens_SL[first:end, :longest], self._counts[first:end, TOTAL] - 1, self._cache
             )
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of the neighbours that are true."""
+    place = 0
+    for is_true, run in itertools.groupby(flags):
+        start, place = place, place + len(list(run))
+        if is_true:
+            yield start, place
 
 
 def _chunks(groups: list[list[RunningSequence]]) -> Iterator[list[list[RunningSequence]]]:

@@ -53,10 +53,10 @@ class NativeEngine:
         self.version: Version | None = None
         self._batch = DecodeBatch(self._model, self.max_batch_size)
         self._in_flight = spec.async_grpo.in_flight_weight_updates
-        self._recompute = spec.async_grpo.recompute_kv_cache_after_weight_updates
+        self._recompute_after = spec.async_grpo.recompute_after_updates
         if load_weights:
             self.version = Version(0, 0)
-            self._batch.change_version(self.version, recompute=False)
+            self._batch.change_version(self.version, None)
 
         self._wake = threading.Condition()
         self._answers: dict[RunningSequence, asyncio.Future[Completion]] = {}
@@ -236,7 +236,7 @@ class NativeEngine:
     def _apply(self, update: _Update) -> None:
         start = time.perf_counter()
         self._model.replace(update.weights)
-        self._batch.change_version(update.version, self._recompute)
+        self._batch.change_version(update.version, self._recompute_after)
         self._model.synchronize()
         self.version = update.version
         _resolve([(update.answer, time.perf_counter() - start)])

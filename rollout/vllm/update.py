@@ -41,7 +41,9 @@ class WeightUpdates:
         self._concurrency = concurrency
         self._num_readers = replicas(spec.policy)
         self._in_flight = spec.async_grpo.in_flight_weight_updates
-        self._recompute = spec.async_grpo.recompute_kv_cache_after_weight_updates
+        self._recompute_after = spec.async_grpo.recompute_after_updates
+        self._kept_updates = 0
+        """Updates since keys and values of running sequences were computed again."""
         self.label = ""
         """Label of the version that the model has, with which requests salt the prefix cache: it changes while generation is
         paused, so that no keys and values of other weights are found under it."""
@@ -71,15 +73,18 @@ class WeightUpdates:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         started_s = time.monotonic()
+        self._kept_updates += 1
+        recompute = self._recompute_after is not None and self._kept_updates >= self._recompute_after
         # Not `AsyncLLM.pause_generation`, which sleeps 20 ms afterwards for callers that need the last outputs first. Here
         # the engine core assigns the versions, so it does not matter when outputs arrive.
         await self._llm.engine_core.pause_scheduler_async(
-            mode="keep" if self._in_flight else "wait", clear_cache=self._recompute
+            mode="keep" if self._in_flight else "wait", clear_cache=recompute
         )
         running = min(sum(report.latest.running for report in self._reports), in_hand())
         if not self._in_flight:
             started_s, running = time.monotonic(), 0
-        if self._recompute:
+        if recompute:
+            self._kept_updates = 0
             self._concurrency.ignore_preemptions(running)
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info={}))

@@ -390,9 +390,9 @@ async def test_close_returns_what_exists_and_refuses_more(engine: Engine, until:
     await engine.close()
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [True, False, 2])
 async def test_equal_prompts_share_their_computation_within_a_version_only(
-    recompute: bool,
+    recompute: bool | int,
     start_engine: Callable[[RunSpec], Engine],
     make_spec: Callable[..., RunSpec],
     make_model: Callable[..., Any],

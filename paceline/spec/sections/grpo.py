@@ -115,8 +115,15 @@ class AsyncGrpoSection(Section):
     """A late group still trains up to this age, else it is dropped as stale; default 2·η + 2."""
     in_flight_weight_updates: bool = True
     """Change weights between two decode steps of running sequences; false waits for them to finish."""
-    recompute_kv_cache_after_weight_updates: bool = True
-    """Recompute the KV cache of running sequences with the new weights."""
+    recompute_kv_cache_after_weight_updates: bool | PositiveInt = True
+    """Recompute the KV cache of running sequences with the new weights: true at every update of an engine, a number once keys and
+    values are from so many updates before, false never."""
+
+    @property
+    def recompute_after_updates(self) -> int | None:
+        """Return the updates after which keys and values of running sequences are computed again; None: never."""
+        after = self.recompute_kv_cache_after_weight_updates
+        return int(after) or None
 
     @property
     def hard_max_age_steps(self) -> int:

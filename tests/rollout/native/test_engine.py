@@ -38,7 +38,7 @@ def batch(make_model: Callable[..., Any]) -> DecodeBatch:
     import copy
 
     batch = DecodeBatch(NativeModel(copy.deepcopy(make_model()), (), 256), 8)
-    batch.change_version(FIRST, recompute=False)
+    batch.change_version(FIRST, None)
     return batch
 
 
@@ -202,7 +202,7 @@ def test_without_recomputation_new_weights_see_the_old_keys_and_values(
     for _ in range(7):
         batch.step()
     batch.model.replace(new.state_dict())
-    batch.change_version(Version(1, 1), recompute=False)
+    batch.change_version(Version(1, 1), None)
     completion = finish(batch)["a"]
     assert [(span.step, span.start, span.end) for span in completion.spans] == [(0, 0, 8), (1, 8, 20)]
     ids = torch.from_numpy(np.concatenate([PROMPT, completion.token_ids]).astype(np.int64))[None]
@@ -228,10 +228,40 @@ def test_recomputation_in_several_passes(
     for _ in range(7):
         batch.step()
     batch.model.replace(new.state_dict())
-    batch.change_version(Version(1, 1), recompute=True)
+    batch.change_version(Version(1, 1), 1)
     for name, completion in finish(batch).items():
         expected = reference_logprobs(new, prompts[name], completion)
         np.testing.assert_allclose(completion.logprobs[8:], expected[8:], atol=1e-4)
+
+
+@torch.inference_mode()
+def test_keys_and_values_are_renewed_when_they_are_old_enough(
+    batch: DecodeBatch, make_model: Callable[..., Any], reference_logprobs: Any
+) -> None:
+    models = [make_model(seed=seed) for seed in (1, 2, 3)]
+    prompts = {"early": PROMPT, "late": PROMPT[:3]}
+    batch.add([sequence("early", 40, 1, prompts["early"])])
+    for step, model in enumerate(models, start=1):
+        for _ in range(4):
+            batch.step()
+        if step == 2:
+            batch.add([sequence("late", 40, 2, prompts["late"])])
+        batch.model.replace(model.state_dict())
+        batch.change_version(Version(1, step), 2)
+    for name, renewed_at in (("early", 2), ("late", 3)):
+        assert {each.request.request_id: each.computed_at for each in batch.sequences}[name] == renewed_at + 1
+    completions = finish(batch)
+    # Renewed at the second change, kept at the third; joined before the second, renewed at the third.
+    for name, step, is_exact in (
+        ("early", 2, True),
+        ("early", 3, False),
+        ("late", 2, False),
+        ("late", 3, True),
+    ):
+        completion, model = completions[name], models[step - 1]
+        (span,) = [span for span in completion.spans if span.step == step]
+        off = np.abs(completion.logprobs - reference_logprobs(model, prompts[name], completion))
+        assert (off[span.start : span.end].max() < 1e-4) == is_exact, (name, step)
 
 
 @pytest.mark.parametrize("recompute", [True, False])

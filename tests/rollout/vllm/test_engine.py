@@ -193,14 +193,16 @@ def mixed_logprobs(model: Any, cache: Any, ids_1L: torch.Tensor, start: int) -> 
     return logits_LV.log_softmax(-1).gather(1, ids_1L[0, start + 1 :, None])[:, 0].numpy()
 
 
+@pytest.mark.parametrize("after", [False, 3])
 async def test_keys_and_values_that_are_kept_are_the_old_weights_and_the_label_is_exact(
+    after: bool | int,
     start_engine: Callable[[RunSpec], Engine],
     make_spec: Callable[..., RunSpec],
     make_model: Callable[..., Any],
     reference_logprobs: Any,
 ) -> None:
     old, new = (make_model(seed=seed) for seed in (0, 1))
-    kept = {"recompute_kv_cache_after_weight_updates": False}
+    kept = {"recompute_kv_cache_after_weight_updates": after}
     engine = start_engine(make_spec(old, backend="vllm", async_grpo=kept))
     await engine.update_weights(Version(1, 0), old.state_dict())
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests(600)[:8]]

@@ -85,7 +85,7 @@ def test_ranks_meet_in_a_file_that_no_folder_has_and_listen_on_loopback(launch: 
 
 @pytest.mark.parametrize(("given", "expected"), [("", threads_beside(2)), ("3", 3)])
 def test_ranks_share_the_cores_unless_threads_are_set(launch: Launch, given: str, expected: int) -> None:
-    process = launch("print(os.environ['OMP_NUM_THREADS'])\n", threads=given)
+    process = launch("os.write(1, os.environ['OMP_NUM_THREADS'].encode() + b'\\n')\n", threads=given)
     out, errors = process.communicate(timeout=DEADLINE_S)
     assert out.split() == [str(expected)] * 2, errors
 
