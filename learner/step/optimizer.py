@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from learner.step.bfloat16_adamw import Bfloat16AdamW
+from learner.step.partwise_adamw import PartwiseAdamW
 from paceline.spec import OptimizerSection, SchedulerSection
 
 INVERSE_SQRT_TIMESCALE = 10_000
@@ -19,7 +19,7 @@ INVERSE_SQRT_TIMESCALE = 10_000
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
     """Return AdamW (Loshchilov and Hutter 2019) with weight decay on matrices, none on norms and biases: torch's fused one,
-    or one with moments in bfloat16."""
+    or one with moments in bfloat16 or in the host's memory."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -27,8 +27,9 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.op
     ]
     filled = [group for group in groups if group["params"]]
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    if config.state_dtype == "bfloat16":
-        return Bfloat16AdamW(filled, foreach=False, **options)
+    if config.state_dtype == "bfloat16" or config.offload:
+        dtype = getattr(torch, config.state_dtype)
+        return PartwiseAdamW(filled, moment_dtype=dtype, on_host=config.offload, **options)
     return torch.optim.AdamW(filled, fused=True, **options)
 
 

@@ -56,7 +56,7 @@ class Estimate:
     learner_on_gpu: bool = False
     sampler_on_gpu: bool = False
     offloaded: int = 0
-    """Of the host's memory, for a rank on a GPU with `policy.cpu_offload`."""
+    """Of the host's memory, for a rank on a GPU with `policy.cpu_offload` or `policy.optimizer.offload`."""
 
     @property
     def learner_bytes(self) -> int:
@@ -104,6 +104,8 @@ def estimate(
     offloaded = sum(learner.values()) if on_gpu and policy.cpu_offload else 0
     if offloaded:
         learner = {}
+    elif on_gpu and policy.optimizer.offload:
+        offloaded = learner.pop("moments")
     if spec.frozen_policy is not None and not spec.pool_serves_reference and not lora.enabled:
         learner["reference"] = compute * shape.parameters // shards
     is_sharded = shards > 1 or compute < DTYPE_BYTES["float32"]

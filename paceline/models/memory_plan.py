@@ -408,6 +408,8 @@ def _offers(spec: RunSpec) -> Iterator[tuple[str, Any]]:
         while ranks <= MOST_RANKS and not cluster.learner_gpus:
             yield "cluster.learner_ranks", ranks
             ranks *= 2
+        if not policy.optimizer.offload and not policy.cpu_offload:
+            yield "policy.optimizer.offload", True
         if not policy.cpu_offload:
             yield "policy.cpu_offload", True
     if not policy.lora_cfg.enabled:

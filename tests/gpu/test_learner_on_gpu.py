@@ -30,6 +30,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float32 head": {"float32_head": True},
     "offloaded": {"cpu_offload": True},
     "bfloat16 moments": {"optimizer": {"lr": 1e-3, "weight_decay": 0.1, "state_dtype": "bfloat16"}},
+    "offloaded moments": {"optimizer": {"lr": 1e-3, "weight_decay": 0.1, "offload": True}},
+    "float16": {"precision": "float16"},
     "deterministic": {"deterministic": True},
 }
 
@@ -62,7 +64,7 @@ def test_an_objective_in_float32_computes_what_a_cpu_does(
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("model", ["dense", "window"])
-def test_a_setting_in_bfloat16_stays_near(name: str, model: str, models: Path, device: torch.device) -> None:
+def test_a_setting_in_16_bits_stays_near(name: str, model: str, models: Path, device: torch.device) -> None:
     optimizer = {"optimizer": {"lr": 1e-3, "weight_decay": 0.1}}
     expected, _ = run_case(models / model, optimizer, make_batch(), ROW_TOKENS)
     settings = {"train_mb_tokens": ROW_TOKENS, "precision": "bfloat16", **optimizer, **SETTINGS[name]}

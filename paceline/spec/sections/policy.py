@@ -40,6 +40,9 @@ class OptimizerSection(Section):
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the two moments in memory and in checkpoints. bfloat16 takes half of their memory, and rounds them
     stochastically after every update, by numbers that follow from the update and the parameter alone."""
+    offload: bool = False
+    """Keep the two moments in the host's memory; a part at a time comes to the GPU for its update. Parameters stay there, which
+    policy.cpu_offload moves too."""
 
 
 class SchedulerSection(Section):

@@ -40,6 +40,8 @@ def describe(error: Exception, spec: RunSpec, device: torch.device, longest: int
         remedies.append("lower policy.train_mb_tokens")
     if spec.policy.activation_checkpointing in ("none", "selective"):
         remedies.append("set policy.activation_checkpointing to full")
+    if device.type == "cuda" and not spec.policy.cpu_offload and not spec.policy.optimizer.offload:
+        remedies.append("set policy.optimizer.offload to true")
     if not spec.policy.cpu_offload:
         remedies.append("set policy.cpu_offload to true")
     remedies.append("generate shorter completions (policy.generation.max_new_tokens)")

@@ -137,6 +137,15 @@ def test_what_does_not_fit_names_the_key_that_makes_it_fit(
     assert text.endswith(f"; set {key}={value}")
 
 
+def test_offloaded_moments_are_the_hosts() -> None:
+    usual = plan(spec_on_gpus(), shape(), Room())
+    offloaded = plan(spec_on_gpus(optimizer={"lr": 1e-6, "offload": True}), shape(), Room())
+    moments = usual.estimate.learner["moments"]
+    assert usual.estimate.learner_bytes - offloaded.estimate.learner_bytes == moments
+    (host,) = [load for load in offloaded.loads if load.parts.get("offloaded state of 8 ranks")]
+    assert host.parts["offloaded state of 8 ranks"] == 8 * moments
+
+
 def test_an_engine_that_does_not_fit_is_divided() -> None:
     large = shape_of(
         {**EIGHT_BILLION, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80}

@@ -1,4 +1,4 @@
-"""AdamW with moments in bfloat16: its rounding, its likeness to torch's, and its state in checkpoints."""
+"""AdamW by parts, with moments in bfloat16 or offloaded: its rounding, its likeness to torch's, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
 from learner.checkpoints import checkpoint
-from learner.step import bfloat16_adamw
-from learner.step.bfloat16_adamw import MOMENTS, Bfloat16AdamW, rounded
+from learner.step import partwise_adamw
 from learner.step.optimizer import make_optimizer
+from learner.step.partwise_adamw import MOMENTS, PartwiseAdamW, rounded
 from learner.step.trainer import Trainer
 from paceline.spec import OptimizerSection
 
@@ -21,9 +21,12 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
-def trained(policy: Path, steps: int, state_dtype: str = "bfloat16") -> tuple[Trainer, list[float]]:
+def trained(
+    policy: Path, steps: int, state_dtype: str = "bfloat16", *, offload: bool = False
+) -> tuple[Trainer, list[float]]:
     spec = make_spec(policy)
-    optimizer = spec.policy.optimizer.model_copy(update={"state_dtype": state_dtype, "lr": 1e-3})
+    update = {"state_dtype": state_dtype, "offload": offload, "lr": 1e-3}
+    optimizer = spec.policy.optimizer.model_copy(update=update)
     spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"optimizer": optimizer})})
     trainer = Trainer(spec, CPU)
     return trainer, [trainer.train_step(make_batch(), step)["loss"] for step in range(steps)]
@@ -57,13 +60,13 @@ def test_a_first_update_is_that_of_adamw_and_parts_make_no_difference(
 
     whole = updated("bfloat16")
     torch.testing.assert_close(whole, updated("float32"))  # the moments are rounded after the update
-    monkeypatch.setattr(bfloat16_adamw, "PART_NUMEL", 16)
+    monkeypatch.setattr(partwise_adamw, "PART_NUMEL", 16)
     torch.testing.assert_close(updated("bfloat16"), whole)
 
 
 def test_a_second_moment_falls_although_a_step_is_below_its_last_place() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4096))
-    optimizer = Bfloat16AdamW([parameter], lr=0.0, betas=(0.9, 0.999))
+    optimizer = PartwiseAdamW([parameter], moment_dtype=torch.bfloat16, lr=0.0, betas=(0.9, 0.999))
     for step in range(200):
         parameter.grad = torch.full_like(parameter, 1.0 if step == 0 else 0.0)
         optimizer.step()
@@ -77,6 +80,21 @@ def test_losses_are_close_to_those_of_float32_moments(policy: Path) -> None:
     _, expected = trained(policy, 4, "float32")
     assert losses == pytest.approx(expected, rel=1e-2)
     assert losses[-1] != losses[0]
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "float32"])
+def test_moments_on_the_host_are_the_same(policy: Path, state_dtype: str) -> None:
+    offloaded, losses = trained(policy, 4, state_dtype, offload=True)
+    stayed, expected = trained(policy, 4, state_dtype)
+    if state_dtype == "bfloat16":
+        assert losses == expected
+    else:  # torch's own arithmetic there, in another order
+        assert losses == pytest.approx(expected, rel=1e-5)
+    for one, other in zip(offloaded.model.parameters(), stayed.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert {
+        tensor.device.type for state in offloaded.optimizer.state.values() for tensor in state.values()
+    } == {"cpu"}
 
 
 def test_the_same_run_again_is_bit_identical_also_from_a_checkpoint(policy: Path, tmp_path: Path) -> None:
