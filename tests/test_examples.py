@@ -249,6 +249,25 @@ async def test_the_readmes_first_reward_function_scores(tmp_path: Path) -> None:
     assert [row[0] for row in rewards] == pytest.approx([1.0, 2 / 3, 0.0])
 
 
+async def test_the_tutorials_files_make_both_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = ROOT / "docs" / "tutorial.md"
+    for block in [*code_blocks(page, "python"), *code_blocks(page, "yaml")]:
+        (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("make_data.py")
+    commands = [shlex.split(line) for block in code_blocks(page, "bash") for line in block.splitlines()]
+    runs = [words[2:] for words in commands if words[:2] == ["paceline", "up"]]
+    (tmp_path / "runs" / "sft-1" / "export").mkdir(parents=True)
+    for (file, *overrides), expected in zip(runs, ([2 / 3, 0.0], [2 / 3, 0.0]), strict=True):
+        spec = load_spec(tmp_path / file, overrides)
+        assert open_data(spec).num_rows == 1500
+        rewards = await score(spec, "57+68=", ["521", "520"], {"answer": "521"})
+        assert rewards == [pytest.approx([1.0, 1.0]), pytest.approx(expected)]
+    assert [(spec.name, [each.weight for each in spec.rewards])] == [("exact", [0.0, 1.0])]
+
+
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
