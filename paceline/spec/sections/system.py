@@ -100,6 +100,9 @@ class LoggerSection(Section):
     keep_evaluations: NonNegativeInt = 8
     """Newest evaluations whose completions are kept beside those of the first (`paceline samples RUN --eval`); 0, or
     `keep_samples: false`, keeps none."""
+    profile_period: NonNegativeInt = 0
+    """Every so many steps rank 0 of the learner runs torch's profiler, for the metrics of the time in collectives; the step is
+    slower by it. 0: never."""
     stall_warning_s: PositiveFloat = 60.0
     """Seconds that the learner waits before a warning names the reason; again at twice the time, and so on."""
 

@@ -44,6 +44,7 @@ from services.learner.rank_group import (
 from services.learner.training.agreement import StepAgreement
 from services.learner.training.batches import BatchClient, RankBatch
 from services.learner.training.checkpoints import NotShared, SessionCheckpoints
+from services.learner.training.collective_time import collective_time
 from services.learner.training.exports import Rank0RunExports, RunExports
 from services.learner.training.pace import pace
 from services.learner.training.publishing import Publishing
@@ -294,7 +295,9 @@ class LearnerRun:
                 samples = sequences_from_groups(batch.groups, self._spec)
             self._longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in samples), default=0)
             before = self._validate() if self.step == 0 else {}
-            metrics = self._trainer.train_step(samples, self.step)
+            with collective_time(self._is_profiled(), self._rank.device) as in_collectives:
+                metrics = self._trainer.train_step(samples, self.step)
+            metrics |= in_collectives
             if self._spec.samples:
                 metrics |= completion_metrics(batch.groups, self._rank.device)
         for skipped in self._trainer.skipped:
@@ -317,6 +320,10 @@ class LearnerRun:
             last or self.step % self._spec.checkpointing.save_period == 0
         ):
             self._begin_save(unchanged=last)
+
+    def _is_profiled(self) -> bool:
+        period = self._spec.logger.profile_period
+        return self._rank.rank == 0 and period > 0 and self.step % period == period - 1
 
     def _log_progress(self, metrics: dict[str, float]) -> None:
         if self._rank.rank != 0:

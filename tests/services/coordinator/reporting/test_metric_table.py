@@ -29,6 +29,7 @@ PRODUCERS = {
         "learner/objectives/kto.py": ("metrics",),
         "learner/objectives/distillation.py": ("metrics",),
         "services/learner/training/run.py": ("_train_step",),
+        "services/learner/training/collective_time.py": ("collective_time",),
         "services/coordinator/reporting/run_log.py": (
             "note_staged", "note_pause", "note_publish", "_pool_gauges", "_on_step",
         ),
