@@ -114,7 +114,8 @@ class BoundedCache:
 
     def _fill(self, root: Path, fill: Callable[[Path], None], lock: int) -> None:
         partial, damaged = root.with_suffix(".partial"), root.with_suffix(".damaged")
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in (partial, damaged):  # by a process that has ended in the middle
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir()
         try:
             fill(partial)

@@ -7,6 +7,7 @@ that is damaged is fetched again.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Mapping
@@ -15,10 +16,11 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from paceline.errors import Unavailable
+from paceline.errors import Unavailable, Unreadable
 from paceline.files.bounded_cache import BoundedCache, HeldFolder
 
 HASHED_BYTES = 64 << 20
+OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 RECORD = ".copies.json"
 """File of a folder with the mark of each copy."""
 _TAGS = ("version", "ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
@@ -30,7 +32,8 @@ Entries = Mapping[str, Mapping[str, Any]]
 def open_copies(cache: BoundedCache, store: AbstractFileSystem, url: str, entries: Entries) -> HeldFolder:
     """Return the folder with the copies of `entries`, which are files of `url`, as they are in the store now.
 
-    Raises Unavailable for a file that changes while it is copied, errors of the store's client, and as `BoundedCache.open`.
+    Raises Unavailable for a file that changes while it is copied, Unreadable for one that cannot be fetched, errors of the
+    store's client that are no OSError, and as `BoundedCache.open`.
     """
     version = [url, *((name, *_version(entry)) for name, entry in sorted(entries.items()))]
     digest = hashlib.sha256(json.dumps(version).encode()).hexdigest()[:32]
@@ -38,16 +41,26 @@ def open_copies(cache: BoundedCache, store: AbstractFileSystem, url: str, entrie
 
     def fill(folder: Path) -> None:
         for name, entry in sorted(entries.items()):
-            store.get_file(entry["name"], str(folder / name))
+            _fetch(store, entry["name"], folder / name)
             copied, expected = (folder / name).stat().st_size, entry.get("size")
             if expected is not None and copied != expected:
                 raise Unavailable(
-                    f"{url}: {copied} bytes of {name} came, and the store said {expected}; somebody writes there now, or the "
+                    f"{copied} bytes of {name} came, and the store said {expected}; somebody writes there now, or the "
                     "connection broke: trying again may help"
                 )
         (folder / RECORD).write_text(json.dumps({name: _mark(folder / name) for name in entries}))
 
     return cache.open(digest, size, lambda folder: _is_whole(folder, set(entries)), fill)
+
+
+def _fetch(store: AbstractFileSystem, path: str, copy: Path) -> None:
+    """Copy a file. Raises OSError where this machine's disk refuses, Unreadable for the store's errors, which are OSErrors too."""
+    try:
+        store.get_file(path, str(copy))
+    except OSError as error:
+        if error.errno in OF_THE_DISK:
+            raise
+        raise Unreadable(f"{copy.name} cannot be fetched: {type(error).__name__}: {error}") from error
 
 
 def _version(entry: Mapping[str, Any]) -> tuple[Any, str]:

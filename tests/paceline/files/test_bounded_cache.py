@@ -77,6 +77,17 @@ def test_a_damaged_entry_is_made_again_while_it_is_read(tmp_path: Path) -> None:
         assert reader.read() == b"xxx"
 
 
+def test_what_an_interrupted_replacement_left_is_no_hindrance(tmp_path: Path) -> None:
+    cache = BoundedCache(tmp_path, 1000, KIND)
+    opened(cache, "a", 3).close()
+    (tmp_path / "a" / "damage").touch()
+    (tmp_path / "a.damaged").mkdir()
+    (tmp_path / "a.damaged" / "old").touch()
+    with cache.open("a", 3, lambda root: not (root / "damage").exists(), written(3)) as again:
+        assert sorted(path.name for path in again.root.iterdir()) == ["data"]
+    assert not (tmp_path / "a.damaged").exists()
+
+
 def test_one_fills_while_others_wait_and_a_waiter_gives_up(tmp_path: Path) -> None:
     cache = BoundedCache(tmp_path, 1000, KIND)
     begun, go_on = threading.Event(), threading.Event()

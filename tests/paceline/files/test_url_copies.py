@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -9,7 +10,7 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from paceline.errors import Unavailable
+from paceline.errors import Unavailable, Unreadable
 from paceline.files import url_copies
 from paceline.files.bounded_cache import BoundedCache, CacheKind
 from paceline.files.url_copies import open_copies
@@ -66,3 +67,25 @@ def test_a_file_of_another_size_than_the_store_said_is_refused(copies: Copies, t
         copies.open(size=3)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     assert (copies.open(size=None) / "a").read_bytes() == b"first"  # a store that gives no size
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            PermissionError("Access Denied"),
+            r"^a cannot be fetched: PermissionError: Access Denied",
+        ),
+        (TimeoutError("slow"), r"^a cannot be fetched: TimeoutError: slow"),
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot be kept in .*No space left on device"),
+    ],
+)
+def test_a_fault_of_the_store_is_told_from_one_of_the_disk(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch, error: OSError, message: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(copies.store, "get_file", fail)
+    with pytest.raises(Unreadable, match=message):
+        copies.open()
