@@ -43,7 +43,7 @@ class PartwiseAdamW(torch.optim.AdamW):
                 index += 1
                 if parameter.grad is not None:
                     self._update(parameter, group, index)
-        if self._on_host and torch.cuda.is_available():
+        if self._on_host and any(parameter.is_cuda for parameter in self.state):
             torch.cuda.current_stream().synchronize()  # until then the moments are on their way to the host
         return None
 
@@ -82,11 +82,9 @@ class PartwiseAdamW(torch.optim.AdamW):
 
     def _placed(self, moment: Tensor) -> Tensor:
         """Return a moment where it is kept between updates; on the host in memory from which a GPU copies by itself."""
-        if not self._on_host:
+        if not self._on_host or not moment.is_cuda:
             return moment
         moment = moment.to("cpu")
-        if not torch.cuda.is_available():
-            return moment
         if isinstance(moment, DTensor):
             moment._local_tensor = moment._local_tensor.pin_memory()
             return moment

@@ -37,6 +37,8 @@ def collective_time(wanted: bool, device: torch.device) -> Iterator[dict[str, fl
         metrics["learner/collectives_s"] = covered(collectives) / 1e6
         return
     kernels = [(name, interval) for name, is_kernel, interval in events if is_kernel]
+    if not kernels:  # the driver does not let this user profile; nothing is known then
+        return
     collectives = [interval for name, interval in kernels if name.startswith("nccl")]
     arithmetic = [interval for name, interval in kernels if not name.startswith("nccl")]
     everything = covered(collectives + arithmetic)

@@ -25,7 +25,7 @@ def main(out: Path) -> None:
     with collective_time(is_first, CPU) as waiting:
         dist.barrier()  # the profiler takes its time to begin
         if not is_first:
-            time.sleep(0.5)
+            time.sleep(1.5)
         dist.all_reduce(values)
     with collective_time(is_first, CPU) as alone:
         values @ values

@@ -52,6 +52,14 @@ def test_a_gpus_collectives_are_exposed_where_nothing_else_runs(monkeypatch: pyt
     assert metrics == {"learner/collectives_s": 5.0, "learner/exposed_collectives_s": 3.5}
 
 
+def test_a_gpu_that_may_not_be_profiled_has_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "profile", lambda **_: nullcontext(SimpleNamespace(events=list)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with collective_time(True, torch.device("cuda", 0)) as metrics:
+        pass
+    assert metrics == {}
+
+
 def test_overlaps_count_once() -> None:
     assert covered([]) == 0
     assert covered([(5, 7), (0, 2), (1, 3), (1.5, 2.5), (6, 6.5)]) == 5
