@@ -148,7 +148,7 @@ class Client:
         InvalidInput (SpecError for faults that the client itself finds) for a misspelt or contradictory spec, or bad data.
         """
         from paceline.bundle.collecting import collect
-        from paceline.models.memory_plan import checked_plan
+        from paceline.models.auto_settings import checked_plan
         from paceline.spec.reading import load_spec, portable_yaml
         from protos.paceline.v1.run_pb2 import SubmitRequest
 

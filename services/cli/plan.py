@@ -23,9 +23,10 @@ def plan(spec: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     For GPUs that are not here say their size: cluster.gpu_gb=80. Only the model's config.json is read.
     """
+    from paceline.models.auto_settings import planned
     from paceline.models.memory_estimate import gigabytes
     from paceline.models.memory_plan import plan as plan_of
-    from paceline.models.memory_plan import planned, refusal
+    from paceline.models.memory_remedies import refusal
     from paceline.models.shape import read_shape
     from paceline.spec.reading import load_spec
     from services.local.room import cluster_here, room_here

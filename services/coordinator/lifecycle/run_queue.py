@@ -14,7 +14,8 @@ from typing import Any
 from paceline.errors import Busy, InvalidInput
 from paceline.files.storage import Folder
 from paceline.files.store_root import refusal as refusal_of_store
-from paceline.models.memory_plan import Room, is_open, planned
+from paceline.models.auto_settings import is_open, planned
+from paceline.models.memory_plan import Room
 from paceline.models.shape import read_shape
 from paceline.spec import RunSpec
 from paceline.spec.reading import portable_yaml, submitted_spec

@@ -10,21 +10,13 @@ import pytest
 from model_shapes import HALF_BILLION, spec_of
 
 from paceline.errors import InvalidInput, SpecError
-from paceline.models.memory_plan import (
-    Room,
-    checked_plan,
-    is_open,
-    on_gpus,
-    plan,
-    planned,
-    refusal,
-    remedies,
-    with_engine,
-    with_keys,
-)
+from paceline.models.auto_settings import checked_plan, is_open, planned, with_engine
+from paceline.models.memory_plan import Room, on_gpus, plan
+from paceline.models.memory_remedies import refusal, remedies
 from paceline.models.shape import ModelShape, shape_of
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec, portable_yaml, submitted_spec
+from paceline.spec.with_keys import with_keys
 
 EIGHT_BILLION: dict[str, Any] = {
     "vocab_size": 128_256,

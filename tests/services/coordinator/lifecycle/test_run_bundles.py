@@ -18,7 +18,7 @@ from paused_runs import state_of
 from paceline.bundle.collecting import Bundle, collect, collect_again
 from paceline.bundle_transfer import send
 from paceline.errors import Unreadable
-from paceline.models.memory_plan import with_engine
+from paceline.models.auto_settings import with_engine
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec, spec_to_yaml
 from protos.paceline.v1 import run_pb2, worker_pb2
