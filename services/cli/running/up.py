@@ -7,7 +7,7 @@ import functools
 import math
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -151,29 +151,8 @@ def run_here(
             f"one{', or a failed run with --resume' if left.failed else ''}"
         )
     specs = [*([spec] if spec else []), *going_on.values()]
-    sizes = next((open_spec.cluster for open_spec in specs if open_spec.samples), specs[0].cluster)
-    if not any(open_spec.samples for open_spec in specs):
-        sizes = sizes.model_copy(
-            update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
-        )
     gpus = visible_gpus()
-    named = sizes
-    sizes, division = divide(sizes, len(gpus), rollout=sizes.rollout_workers > 0)
-    if division:
-        say(division)
-    if named_in(sizes) and torch_is_for_cpus():
-        raise SpecError(
-            f"this host shows GPUs ({len(gpus)}), and the installed torch is a build for CPUs; install a CUDA build (see "
-            "`paceline doctor`), or set cluster.device=cpu and empty cluster.*_gpus"
-        )
-    if spec is not None and sizes is not named:
-        spec = _with_division(spec, sizes)
-    if spec is not None:
-        spec, chosen = planned_here(spec)
-        for line in chosen:
-            say(line)
-    if spec is not None and (warning := shortage(spec, available_bytes())):
-        say(f"warning: {warning}")
+    spec, sizes = _placed(spec, specs, len(gpus), say)
     allowed = _function_folders(functions_from, specs)
     stored = ["--store", store] if store else []
     options = {
@@ -215,6 +194,37 @@ def run_here(
         cluster.check()
         if not all(succeeded):
             raise click.exceptions.Exit(1)
+
+
+def _placed(
+    spec: RunSpec | None, specs: Sequence[RunSpec], num_gpus: int, say: Callable[[str], None]
+) -> tuple[RunSpec | None, ClusterSection]:
+    """Return the spec as it runs on this host, with what it leaves open chosen, and the services that `specs` need here. Says
+    what was chosen. Raises SpecError for what does not fit."""
+    sizes = next((each.cluster for each in specs if each.samples), specs[0].cluster)
+    if not any(each.samples for each in specs):
+        sizes = sizes.model_copy(
+            update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
+        )
+    named = sizes
+    sizes, division = divide(sizes, num_gpus, rollout=sizes.rollout_workers > 0)
+    if division:
+        say(division)
+    if named_in(sizes) and torch_is_for_cpus():
+        raise SpecError(
+            f"this host shows GPUs ({num_gpus}), and the installed torch is a build for CPUs; install a CUDA build (see "
+            "`paceline doctor`), or set cluster.device=cpu and empty cluster.*_gpus"
+        )
+    if spec is None:
+        return None, sizes
+    if sizes is not named:
+        spec = _with_division(spec, sizes)
+    spec, chosen = planned_here(spec)
+    for line in chosen:
+        say(line)
+    if warning := shortage(spec, available_bytes()):
+        say(f"warning: {warning}")
+    return spec, sizes
 
 
 def _wait_until_interrupted(cluster: LocalCluster, say: Callable[[str], None]) -> None:
