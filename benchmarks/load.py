@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import socket
 import subprocess
@@ -34,10 +33,10 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import torch
 import xxhash
+from random_model import write_random_model
 
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED_BYTES = 2_000_000_000
-CHUNK = 1 << 22
 SHAPE: dict[str, Any] = {
     "vocab_size": 151_936,
     "hidden_size": 1536,
@@ -76,33 +75,6 @@ def anonymous_bytes() -> int:
     """RssAnon of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
-
-
-def write_model(folder: Path, layers: int) -> int:
-    """Write the model's files without holding the model, and return the number of its parameters."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from learner.checkpoints.model_folder import own_names
-    from learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
-
-    folder.mkdir()
-    config = Qwen2Config(**SHAPE, num_hidden_layers=layers, dtype="bfloat16")
-    with torch.device("meta"):
-        model = Qwen2ForCausalLM(config)
-    model.tie_weights()
-    config.architectures = ["Qwen2ForCausalLM"]
-    config.save_pretrained(folder)
-    state = model.state_dict()
-    headers = [TensorHeader(name, torch.bfloat16, tuple(state[name].shape)) for name in own_names(model)]
-    block = torch.randn(CHUNK, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
-    with SafetensorsWriter(folder, headers, 1 << 28) as writer:
-        for number, header in enumerate(headers):
-            numel = math.prod(header.shape)
-            for begin in range(0, numel, CHUNK):
-                values = block.roll(977 * number + begin // CHUNK)[: numel - begin]
-                writer.write(header.name, begin, values)
-        writer.finish()
-    return sum(math.prod(header.shape) for header in headers)
 
 
 def as_rank(source: str, out: Path) -> None:
@@ -250,8 +222,11 @@ def main() -> None:
     if arguments.compare:
         return compare(*map(Path, arguments.compare))
     with tempfile.TemporaryDirectory(prefix="paceline-load-") as scratch:
+        from transformers import Qwen2Config
+
         folder = Path(scratch) / "model"
-        result: dict[str, Any] = {"parameters": write_model(folder, arguments.layers)}
+        config = Qwen2Config(**SHAPE, num_hidden_layers=arguments.layers, dtype="bfloat16")
+        result: dict[str, Any] = {"parameters": write_random_model(folder, config, 1 << 28)}
         result |= measure(str(folder), folder, Path(scratch) / "local", arguments.ranks)
         if arguments.s3:
             with s3_server() as bucket:

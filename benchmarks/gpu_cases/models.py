@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
+
+from benchmarks.random_model import write_random_model
 
 VOCABULARY = 151_936
 
@@ -33,7 +34,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8B": _shape(36, 4_096, 12_288, 32, False),
 }
 """Sizes of Qwen3's dense models, by name; `tiny` checks the benchmark itself."""
-BLOCK = 1 << 22
 
 
 def model_folder(name: str, root: Path) -> Path:
@@ -41,28 +41,8 @@ def model_folder(name: str, root: Path) -> Path:
     folder = root / name
     if (folder / "written").exists():
         return folder
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config
 
-    from learner.checkpoints.model_folder import own_names
-    from learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
-
-    folder.mkdir(parents=True, exist_ok=True)
-    config = Qwen3Config(**SHAPES[name], dtype="bfloat16")
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(config)
-    model.tie_weights()
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(folder)
-    state = model.state_dict()
-    headers = [TensorHeader(each, torch.bfloat16, tuple(state[each].shape)) for each in own_names(model)]
-    block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
-    with SafetensorsWriter(folder, headers, 1 << 30) as writer:
-        for number, header in enumerate(headers):
-            numel, norm = math.prod(header.shape), header.name.endswith("norm.weight")
-            for begin in range(0, numel, BLOCK):
-                part = block.roll(977 * number + begin // BLOCK)[: numel - begin]
-                writer.write(header.name, begin, torch.ones_like(part) if norm else part)
-        writer.finish()
+    write_random_model(folder, Qwen3Config(**SHAPES[name], dtype="bfloat16"), 1 << 30)
     (folder / "written").touch()
     return folder

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from model_shapes import HALF_BILLION, spec_of
+from public_configs import PUBLIC_CONFIGS
 
 from paceline.errors import InvalidInput, SpecError
 from paceline.models.auto_settings import checked_plan, is_open, planned, with_engine
@@ -18,15 +19,7 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec, portable_yaml, submitted_spec
 from paceline.spec.with_keys import with_keys
 
-EIGHT_BILLION: dict[str, Any] = {
-    "vocab_size": 128_256,
-    "hidden_size": 4_096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-}
+EIGHT_BILLION = PUBLIC_CONFIGS["meta-llama/Llama-3.1-8B-Instruct"]
 GB = 10**9
 AUTO = {"activation_checkpointing": "auto", "train_mb_tokens": "auto"}
 

@@ -8,21 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
+from public_configs import PUBLIC_CONFIGS
 
 from paceline.errors import SpecError
 from paceline.spec.reading import load_spec
 from services.cli.main import main
 from services.local import room
 
-CONFIG = {
-    "vocab_size": 128_256,
-    "hidden_size": 4_096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-}
+CONFIG = PUBLIC_CONFIGS["meta-llama/Llama-3.1-8B-Instruct"]
 GB = 10**9
 
 
