@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.address import checked_address
 from paceline.backoff import ExponentialBackoff
-from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.rpc_errors import LASTING, status_name, translated
 from paceline.token import open_channel
 
 if TYPE_CHECKING:
@@ -68,19 +69,6 @@ OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # the keepalive's time-out alone ends nothing
 )
-ERRORS = {
-    "INVALID_ARGUMENT": InvalidInput,
-    "NOT_FOUND": NotFound,
-    "FAILED_PRECONDITION": Conflict,
-    "UNAVAILABLE": Unavailable,
-    "DEADLINE_EXCEEDED": Unavailable,
-    "CANCELLED": Unavailable,
-}
-"""Errors by status name; every other status is a PacelineError."""
-
-LASTING = ("NOT_FOUND", "INVALID_ARGUMENT", "UNIMPLEMENTED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
-"""Statuses that a repeated call does not change."""
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -481,27 +469,11 @@ class Client:
 
     def _translated(self, error: grpc.RpcError, other: str | None = None) -> PacelineError:
         """Return the error that the caller should see in place of a gRPC one."""
-        name = status_name(error)
-        details = str(getattr(error, "details", lambda: error)() or error)
-        kind = ERRORS.get(name, PacelineError)
         if self._closed.is_set():
             return Unavailable(f"the client of {self.address} is closed")
-        if name == "UNAVAILABLE" and other is None:
-            return Unavailable(
-                f"no coordinator answers at {self.address}; start one with `paceline serve coordinator` or name "
-                "another with --coordinator"
-            )
-        if name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-            return Unavailable(f"the {other or f'coordinator at {self.address}'} does not answer: {details}")
-        return kind(details)
+        return translated(error, self.address, other)
 
 
 def state_name(run: Run) -> str:
     """Return a run's state in lower case: queued, running, paused, succeeded, failed or cancelled."""
     return RunState.of(run).value
-
-
-def status_name(error: grpc.RpcError) -> str:
-    """Return the name of a gRPC error's status, such as UNAVAILABLE."""
-    code = getattr(error, "code", lambda: None)()
-    return str(code.name) if code is not None else "UNKNOWN"

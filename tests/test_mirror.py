@@ -25,6 +25,7 @@ COVERED_BY = {
     "paceline/models/mesh_shape.py": "tests/learner/model/test_mesh.py",
     "paceline/models/auto_settings.py": "test_memory_plan.py",
     "paceline/models/memory_remedies.py": "test_memory_plan.py",
+    "paceline/rpc_errors.py": "test_client.py",
     "paceline/spec/with_keys.py": "tests/paceline/models/test_memory_plan.py",
     "services/local/room.py": "tests/services/cli/test_plan.py",
     "learner/model/cpu_linear.py": "test_policy.py",
