@@ -46,6 +46,7 @@ def is_open(spec: RunSpec) -> bool:
         spec.policy.activation_checkpointing,
         spec.policy.train_mb_tokens,
         generation.backend,
+        generation.max_batch_size,
     )
 
 
