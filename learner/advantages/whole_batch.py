@@ -25,6 +25,7 @@ from learner.advantages.group import (
     weighted_rewards,
 )
 from learner.collectives import sum_over_ranks
+from paceline.rewards import gated, weights_at
 from paceline.spec import RunSpec
 
 TOKEN_WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
@@ -42,9 +43,9 @@ class ScoredBatch:
     """β · the sum of the sequence's KL estimates, in units of the reward; 0 without KL in the reward."""
 
 
-def batch_advantages(batch: ScoredBatch, spec: RunSpec) -> Float64Array:
+def batch_advantages(batch: ScoredBatch, spec: RunSpec, step: int = 0) -> Float64Array:
     """Return [S] advantages, before clipping; for REINFORCE++ the base that `whitened_token_advantages` takes, NaN where
-    there is no reward.
+    there is no reward. Gates act on the rewards first, and the weights are those of `step`.
 
     - group presets: as `advantages`, of reward - β·ΣKL (RLOO in TRL).
     - `trl_batch`: (r - group mean) / (std of the batch's r + 1e-4) (TRL's `scale_rewards="batch"`, Liu et al. 2025,
@@ -53,16 +54,15 @@ def batch_advantages(batch: ScoredBatch, spec: RunSpec) -> Float64Array:
       mean, over the batch's std + 1e-4 (arXiv 2601.05242; TRL's `normalize_then_sum`).
     - `reinforce_pp`: r. `reinforce_pp_baseline`: r - group mean (Hu et al. 2025, arXiv 2501.03262).
     """
-    weights_F = [reward.weight for reward in spec.rewards]
-    totals_S = weighted_rewards(batch.rewards_SF, weights_F)
+    weights_F = weights_at(spec.rewards, step)
+    rewards_SF = np.asarray(gated(batch.rewards_SF, spec.rewards), np.float64)
+    totals_S = weighted_rewards(rewards_SF, weights_F)
     name = spec.grpo.advantage
     if name == "reinforce_pp":
         return totals_S
     if name == "gdpo":
-        scores_SF = np.stack(
-            [_by_group(batch.group_ids_S, column, "trl") for column in batch.rewards_SF.T], 1
-        )
-        scores_SF[np.isnan(batch.rewards_SF)] = np.nan
+        scores_SF = np.stack([_by_group(batch.group_ids_S, column, "trl") for column in rewards_SF.T], 1)
+        scores_SF[np.isnan(rewards_SF)] = np.nan
         scores_S = weighted_rewards(scores_SF, weights_F)
         mean = np.nanmean(scores_S) if (~np.isnan(scores_S)).any() else 0.0
         return np.nan_to_num((scores_S - mean) / (_sample_std(scores_S) + TRL_STD_EPSILON), nan=0.0)

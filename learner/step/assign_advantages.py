@@ -36,6 +36,7 @@ from learner.step.critic import Critic
 from learner.step.frozen import given
 from learner.step.update import MicroBatch, States, Update
 from paceline.errors import InvalidInput
+from paceline.rewards import gated, weights_at
 from paceline.spec import RunSpec
 
 
@@ -45,21 +46,22 @@ def with_advantages(
     spec: RunSpec,
     device: torch.device,
     critic: Critic | None,
+    step: int = 0,
 ) -> list[Update]:
-    """Return the updates with an advantage for each token; dummies get 0.
+    """Return the updates with an advantage for each token; dummies get 0. The weights of the rewards are those of `step`.
 
     All ranks call it together, after `with_frozen_logprobs`. Examples and the rollouts of a distillation get none.
     """
     if not spec.samples or spec.has_teacher:
         return list(updates)
     if critic is not None:
-        return _by_value_model(batch, updates, spec, device, critic)
+        return _by_value_model(batch, updates, spec, device, critic, step)
     micro_batches = _real(updates)
     penalties = [_kl_penalties(micro, spec) for micro in micro_batches]
     rows, first = rows_of_all_ranks(_scores(batch, micro_batches, penalties, spec).to(device))
     table = rows.double().cpu().numpy()
     scored = ScoredBatch(table[:, 0].astype(np.int64), table[:, 2:], table[:, 1])
-    advantages_S = batch_advantages(scored, spec)[first : first + len(batch)]
+    advantages_S = batch_advantages(scored, spec, step)[first : first + len(batch)]
     token_wise = spec.grpo.advantage in TOKEN_WHITENED
     by_sample = torch.from_numpy(advantages_S if token_wise else clip_advantages(advantages_S, spec))
     advantages = [
@@ -82,13 +84,14 @@ def _by_value_model(
     spec: RunSpec,
     device: torch.device,
     critic: Critic,
+    step: int,
 ) -> list[Update]:
     """Return the updates with GAE, whitened over the batch, and with the returns that the value model trains on."""
     updates = critic.with_states(batch, updates)
     real = _real(updates)
     raw, with_returns = [], []
     for micro in real:
-        advantages_N, states = _gae(batch, micro, spec, device)
+        advantages_N, states = _gae(batch, micro, spec, device, step)
         raw.append(advantages_N)
         with_returns.append(states)
     advantages = _clipped(whitened(raw, [given(states.scored_N) for states in with_returns], device), spec)
@@ -112,7 +115,7 @@ def _by_value_model(
 
 
 def _gae(
-    batch: Sequence[TrainingSample], micro: MicroBatch, spec: RunSpec, device: torch.device
+    batch: Sequence[TrainingSample], micro: MicroBatch, spec: RunSpec, device: torch.device, step: int
 ) -> tuple[Tensor, States]:
     """Return ([N] advantages before whitening, the states with their returns)."""
     states = _states(micro)
@@ -120,7 +123,7 @@ def _gae(
     lengths_S = np.array([len(s.completion_ids) for s in sequences])
     ends_S = lengths_S.cumsum() - 1
     rewards_SF = np.stack([_rewards(s, spec) for s in sequences])
-    totals_S = weighted_rewards(rewards_SF, [reward.weight for reward in spec.rewards])
+    totals_S = weighted_rewards(gated(rewards_SF, spec.rewards), weights_at(spec.rewards, step))
     rewards_N = np.zeros(int(lengths_S.sum()))
     penalty_N = _kl_penalties(micro, spec)
     if penalty_N is not None:

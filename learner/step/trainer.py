@@ -87,7 +87,7 @@ class Trainer:
             "frozen_s"
         ):  # the metric has all of it: frozen policies, advantages, the value model, limit and KL
             updates = with_frozen_logprobs(updates, self.spec, self._logprobs, self.reference)
-            updates = with_advantages(trained, updates, self.spec, self.device, self.critic)
+            updates = with_advantages(trained, updates, self.spec, self.device, self.critic, step)
             updates = with_m2_limit(updates, self.spec, self.device)
             if self.objective.measures_mismatched:
                 updates = self._with_batch_kl(updates, batch)

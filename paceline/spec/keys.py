@@ -107,8 +107,10 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
     if origin is Literal:
         return ", ".join(f"`{each}`" for each in arguments)
     if origin is tuple:
-        inner = _words(arguments[0], [])
-        return f"list ({inner})" if arguments[-1] is ... else f"{len(arguments)} values ({inner})"
+        if arguments[-1] is ...:
+            return f"list ({_words(arguments[0], [])})"
+        inner = ", ".join(dict.fromkeys(_words(each, []) for each in arguments))
+        return f"{len(arguments)} values ({inner})"
     if origin is dict:
         return "mapping"
     bounds = _bounds(metadata) if annotation in (int, float) else ""

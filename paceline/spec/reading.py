@@ -22,6 +22,7 @@ from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.explaining.faults import explain, unknown_key
 from paceline.spec.foreign.names import look_up
 from paceline.spec.foreign.whole_files import hint_by_suffix, import_hint
+from paceline.spec.keys import ITEM
 from paceline.spec.sections.base import STORED
 from paceline.spec.sections.bundle import BundleSection
 from paceline.spec.sections.policy import ParallelSection
@@ -51,9 +52,11 @@ NEWER_KEYS: dict[str, Any] = {
     "policy.parallel": ParallelSection().model_dump(mode="json"),
     "priority": 0,
     "max_hours": None,
+    "rewards.N.weight_schedule": [],
+    "rewards.N.gate_min": None,
 }
-"""Keys that services of the version before do not know, with the defaults that stand for their absence. docs/compatibility.md
-has the rule."""
+"""Keys that services of the version before do not know, with the defaults that stand for their absence; N is any item of a
+list. docs/compatibility.md has the rule."""
 
 
 def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
@@ -202,11 +205,12 @@ def portable_yaml(spec: RunSpec) -> str:
     tree = spec.model_dump(mode="json")
     for dotted, default in NEWER_KEYS.items():
         *sections, key = dotted.split(".")
-        node: Any = tree
+        nodes: list[Any] = [tree]
         for section in sections:
-            node = node[section]
-        if isinstance(node, dict) and node.get(key) == default:
-            del node[key]
+            nodes = [item for node in nodes for item in (node if section == ITEM else [node[section]])]
+        for node in nodes:
+            if isinstance(node, dict) and node.get(key) == default:
+                del node[key]
     return _dumped(tree)
 
 

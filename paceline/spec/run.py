@@ -270,8 +270,12 @@ class RunSpec(Section):
                 raise ValueError(
                     f"rewards has the name {label!r} {labels.count(label)} times; give each its own name"
                 )
-        if all(reward.weight == 0 for reward in self.rewards):
+        if not any(reward.weight_schedule or reward.weight for reward in self.rewards):
             raise ValueError("every reward has weight 0, so nothing could be learnt")
+        if all(reward.gate_min is not None for reward in self.rewards):
+            raise ValueError(
+                "every reward has gate_min: a gate acts on the other functions, and there is none"
+            )
         if self.weights.publish_interval > age + 1:
             raise ValueError(
                 f"weights.publish_interval {self.weights.publish_interval} exceeds "

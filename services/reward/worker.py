@@ -32,6 +32,7 @@ from reward.results import RewardResult
 from reward.runner import RewardRunner
 from services.common.assigned_run import AssignedRun
 from services.common.bundled_spec import BundledSpec
+from services.common.function_sums import FunctionSums
 from services.common.gpus import refuse_cpu, usable_gpus
 from services.common.logged_extra import extra_json
 from services.common.logged_metrics import LoggedMetrics
@@ -84,6 +85,8 @@ class RewardWorker:
         self._progress = ProgressLog(log)
         self._logged = LoggedMetrics()
         """Values that reward functions logged since the last heartbeat."""
+        self._functions = FunctionSums()
+        """Calls of the reward functions since the last heartbeat."""
         self._unavailable = 0
         """Tasks in a row that were returned through no fault of theirs."""
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
@@ -288,6 +291,7 @@ class RewardWorker:
             lists = {name: [value] * count for name, value in columns.items()}
             result = await runner.score([prompt] * count, texts, ids, lists, state)
             self._logged.add(result.metrics)
+            self._functions.add_result(self.functions, result)
             return result
         finally:
             self._turns.release()
@@ -339,7 +343,8 @@ class RewardWorker:
 
     def _gauges(self) -> dict[str, float]:
         scored, self._scored = self._scored, 0
-        return {"groups_since_report": float(scored), **self._logged.take_gauges()}
+        sums = self._logged.take_gauges() | self._functions.take_gauges()
+        return {"groups_since_report": float(scored), **sums}
 
 
 def _code_of(spec: RunSpec) -> tuple[Stamp, ...]:

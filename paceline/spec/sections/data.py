@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
-from paceline.spec.sections.base import PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -97,6 +100,11 @@ class RewardFunctionSection(Section):
     """Name in metrics and samples; default the function's own."""
     weight: float = 1.0
     """Factor in the sum of rewards."""
+    weight_schedule: tuple[tuple[NonNegativeInt, float], ...] = ()
+    """Factors by step in place of `weight`, as pairs of step and factor (`[[0, 1.0], [200, 0.1]]`): linear in between, constant
+    before the first and after the last."""
+    gate_min: float | None = None
+    """Makes the function a gate: where it gives less than this, all functions that are no gates count as 0."""
     kwargs: dict[str, Any] = {}
     """Fixed keyword arguments for the function."""
     timeout_s: PositiveFloat = 30.0
@@ -108,3 +116,36 @@ class RewardFunctionSection(Section):
     def label(self) -> str:
         """The name that metrics use."""
         return self.name or self.function.rsplit(":", 1)[-1]
+
+    def weight_at(self, step: int) -> float:
+        """Return the factor of the function in the rewards of a step's batch."""
+        points = self.weight_schedule
+        if not points:
+            return self.weight
+        after = bisect.bisect_right(points, step, key=lambda point: point[0])
+        if after in (0, len(points)):
+            return points[max(0, after - 1)][1]
+        (start, low), (end, high) = points[after - 1], points[after]
+        return low + (high - low) * (step - start) / (end - start)
+
+    @field_validator("weight_schedule")
+    @classmethod
+    def _check_schedule(cls, points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        for (before, _), (step, _) in itertools.pairwise(points):
+            if step <= before:
+                raise ValueError(f"step {step} comes after step {before}; write the steps in rising order")
+        if any(not math.isfinite(factor) for _, factor in points):
+            raise ValueError("a factor is not finite; write numbers")
+        return points
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> RewardFunctionSection:
+        if self.weight_schedule and self.weight != 1.0:
+            raise ValueError(
+                f"weight {self.weight:g} with weight_schedule: the schedule takes the place of weight; remove one of them"
+            )
+        if self.gate_min is not None and not math.isfinite(self.gate_min):
+            raise ValueError(
+                f"gate_min {self.gate_min} is not finite; write the least reward that opens the gate"
+            )
+        return self

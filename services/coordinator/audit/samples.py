@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.errors import NotFound
+from paceline.rewards import gated, weights_at
+from paceline.spec import RewardFunctionSection
 from paceline.wire import Buffer, decode_result, decode_rewards
 from services.common.logged_extra import read_extra
 
@@ -75,8 +78,9 @@ def samples_of_evaluation(ledger: Ledger, run_id: str, version: int | None = Non
             f"the samples of version {chosen['pinned_step']} were not kept (logger.keep_evaluations); kept are "
             f"those of {kept or 'none'}"
         )
-    groups = _groups(ledger, run_id, rows, f"the samples of version {chosen['pinned_step']}")
-    return [group | {"step": chosen["pinned_step"]} for group in groups]
+    version = chosen["pinned_step"]
+    groups = _groups(ledger, run_id, rows, f"the samples of version {version}", version)
+    return [group | {"step": version} for group in groups]
 
 
 def by_reward(groups: list[dict[str, Any]], *, best: bool) -> list[dict[str, Any]]:
@@ -110,11 +114,13 @@ def _is_kept(ledger: Ledger, run_id: str, step: int) -> bool:
     return row is not None
 
 
-def _groups(ledger: Ledger, run_id: str, rows: list[sqlite3.Row], what: str) -> list[dict[str, Any]]:
+def _groups(
+    ledger: Ledger, run_id: str, rows: list[sqlite3.Row], what: str, step: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the groups of `rows`, with the totals of `step`, else of each row's step."""
     from paceline.spec.reading import spec_of_run
 
     spec = spec_of_run(run_id, ledger.run(run_id)["spec_yaml"])[0]
-    weights = [reward.weight for reward in spec.rewards]
     extra = read_extra(ledger.run_directory(run_id), {row["digest"] for row in rows})
     groups = []
     for row in rows:
@@ -122,16 +128,23 @@ def _groups(ledger: Ledger, run_id: str, rows: list[sqlite3.Row], what: str) -> 
         if payload is None:
             raise NotFound(f"{what} were not kept: the run has logger.keep_samples false")
         texts, arrays = payload.read()
-        groups.append(_group(row, arrays, texts, weights, extra.get(row["digest"], {})))
+        at = row["step"] if step is None else step
+        groups.append(_group(row, arrays, texts, spec.rewards, at or 0, extra.get(row["digest"], {})))
     return groups
 
 
 def _group(
-    row: sqlite3.Row, arrays: Buffer, texts: Buffer, weights: list[float], extra: dict[str, list[Any]]
+    row: sqlite3.Row,
+    arrays: Buffer,
+    texts: Buffer,
+    rewards: Sequence[RewardFunctionSection],
+    step: int,
+    extra: dict[str, list[Any]],
 ) -> dict[str, Any]:
     prompt_ids, completions = decode_result(arrays, texts)
     functions = json.loads(row["functions"])
     rewards_CF = decode_rewards(np.frombuffer(row["rewards"], "<f4").tolist(), len(completions))
+    gated_CF, weights_F = gated(rewards_CF, rewards), weights_at(rewards, step)
     return {
         "group_id": row["group_id"],
         "step": row["step"],
@@ -152,7 +165,7 @@ def _group(
                     name: None if np.isnan(value) else float(value)
                     for name, value in zip(functions, rewards_F, strict=True)
                 },
-                "reward": _total(rewards_F.tolist(), weights),
+                "reward": _total(gated_CF[index].tolist(), weights_F),
                 "extra": {
                     name: values[index] for name, values in extra.items() if len(values) == len(completions)
                 },

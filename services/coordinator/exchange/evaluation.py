@@ -86,7 +86,8 @@ def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
     rows = exchange.group_queries.of_class(run.run_id, kind)
     evaluation = pending(exchange, run)
     assert evaluation is not None
-    result = {"step": evaluation["pinned_step"]} | evaluation_result(run.spec, run.weights_F, rows)
+    pinned_step = evaluation["pinned_step"]
+    result = {"step": pinned_step} | evaluation_result(run.spec, rows, pinned_step)
     exchange.ledger.evaluations.finish(run.run_id, step, result)
     _remove_surplus(exchange, run)
     exchange.notice("evaluated", requested_step=step, **result)

@@ -19,9 +19,9 @@ from services.coordinator.ledger.groups import State
 
 
 def evaluation_result(
-    spec: RunSpec, weights_F: FloatArray, rows: Sequence[sqlite3.Row | Mapping[str, Any]]
+    spec: RunSpec, rows: Sequence[sqlite3.Row | Mapping[str, Any]], step: int
 ) -> dict[str, Any]:
-    """Return the measurements over `rows`, the scored and the dropped groups of an evaluation.
+    """Return the measurements over `rows`, the scored and the dropped groups of an evaluation of version `step`.
 
     Rewards are means over prompts of the mean over a prompt's completions; None where no function gave a number. A
     standard error is the standard deviation of the prompts' means (n - 1) divided by sqrt(n), and is left out below two
@@ -32,9 +32,8 @@ def evaluation_result(
     k = spec.grpo.val_samples_per_prompt
     rewards_GCF = np.array([np.frombuffer(row["rewards"], "<f4") for row in scored], np.float32)
     rewards_GCF = rewards_GCF.reshape(len(scored), k, len(spec.rewards))
-    totals_GC = totals(rewards_GCF.reshape(len(scored) * k, len(spec.rewards)), weights_F).reshape(
-        len(scored), k
-    )
+    rewards_SF = rewards_GCF.reshape(len(scored) * k, len(spec.rewards))
+    totals_GC = totals(rewards_SF, spec.rewards, step).reshape(len(scored), k)
     mean, stderr = _mean(totals_GC)
     result: dict[str, Any] = {"reward": mean} | ({} if stderr is None else {"reward_stderr": stderr})
     for index, reward in enumerate(spec.rewards):

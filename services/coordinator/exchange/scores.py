@@ -112,7 +112,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         return exchange.refuse(
             request, f"rewards of shape {rewards_CF.shape} with {len(functions)} functions"
         )
-    totals_C = totals(rewards_CF, run.weights_F)
+    totals_C = totals(rewards_CF, run.spec.rewards, _step_of(exchange, run, row))
     valid_C = totals_C[~np.isnan(totals_C)]
     if np.isinf(valid_C).any():
         return exchange.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
@@ -152,6 +152,13 @@ def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
     overdue.note_submission(
         exchange, exchange.task_durations, request.member_id, score.group_id, score.attempt
     )
+
+
+def _step_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> int:
+    """Return the step whose weights count for a group: of the next batch, or of the evaluation."""
+    if row["class"] != "train":
+        return int(row["class"].partition(":")[2])
+    return int(exchange.ledger.run(run.run_id)["next_batch"])
 
 
 def _wants_reference(run: ActiveRun, row: sqlite3.Row) -> bool:

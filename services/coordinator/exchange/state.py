@@ -19,8 +19,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from paceline.data.rows import PromptSource
 from paceline.groups import Version
 from paceline.spec import RunSpec
@@ -106,11 +104,6 @@ class ActiveRun:
     def max_age(self) -> int:
         """η: bound of the age, in steps, at admission and at a lease; with `in_order` also of a trained token."""
         return self.spec.async_grpo.max_trajectory_age_steps
-
-    @property
-    def weights_F(self) -> np.ndarray:
-        """[F] weights of the reward functions."""
-        return np.array([reward.weight for reward in self.spec.rewards], np.float32)
 
 
 class Exchange:

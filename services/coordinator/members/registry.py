@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
+from services.common.function_sums import FunctionSums
 from services.common.logged_metrics import LoggedMetrics
 from services.coordinator.members.directive_queue import DirectiveQueue
 
@@ -87,6 +88,8 @@ class Member:
     gauges: dict[str, float] = field(default_factory=dict)
     logged: LoggedMetrics = field(default_factory=LoggedMetrics)
     """Values that its reward functions logged since the last step."""
+    functions: FunctionSums = field(default_factory=FunctionSums)
+    """Calls of its reward functions since the last step."""
     outbox: DirectiveQueue = field(default_factory=DirectiveQueue)
     """Directives to send."""
 

@@ -60,7 +60,8 @@ class Reports:
             return
         match kind:
             case "heartbeat":
-                member.gauges = member.logged.add_gauges(finite_gauges(request.heartbeat.gauges))
+                gauges = member.logged.add_gauges(finite_gauges(request.heartbeat.gauges))
+                member.gauges = member.functions.add_gauges(gauges)
                 member.draining = request.heartbeat.draining
             case "weight_offer":
                 receiver = self._members.get(request.weight_offer.member_id)

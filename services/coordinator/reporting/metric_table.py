@@ -44,9 +44,17 @@ REWARDS = Part("train", "Rewards of the batch", "By the coordinator, when it fix
            "below 0.5; near 1 the prompts are too hard or too easy, and `grpo.use_dynamic_sampling` helps"),
     Metric("unscored_fraction", "share", "completions for which every reward function returned None", "0, or as the data has it"),
     Metric("reward/<function>", "reward", "mean of one function, before its weight, over the completions that it scored"),
-    Metric("logged/<name>", "", "mean of the values that reward functions gave to `log_metric` since the step before"),
     Metric("reward_std/<function>", "reward", "standard deviation of one function over the completions that it scored",
            "0 means that the function tells no completions apart"),
+    Metric("reward_p<percentile>/<function>", "reward", "10th, 50th and 90th percentile of one function over the completions that it scored",
+           "the median at the largest value means that the function has nothing left to teach"),
+    Metric("unscored_fraction/<function>", "share", "completions for which the function returned None", "0, or as the data has it"),
+    Metric("reward_weight/<function>", "", "weight of the function in this step", "absent without `weight_schedule`"),
+    Metric("closed_fraction/<function>", "share", "completions for which the gate was closed: other functions count as 0",
+           "falls; absent without `gate_min`"),
+    Metric("score_s/<function>", "s", "mean time of a call on one group, over the calls that ended since the step before",
+           "far below `timeout_s`"),
+    Metric("failed_calls/<function>", "calls", "calls that failed since the step before, those for no fault of the function included", "0"),
     Metric("logged/<name>", "its own", "mean of the values that reward functions logged by `log_metric(name, value)` and that "
            "arrived since the step before", "absent where none arrived"),
 ))  # fmt: skip

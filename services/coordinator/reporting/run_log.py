@@ -19,6 +19,7 @@ from typing import Any
 from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import unforeseen
 from protos.paceline.v1 import worker_pb2
+from services.common.function_sums import FunctionSums
 from services.common.logged_metrics import LoggedMetrics
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
@@ -259,11 +260,13 @@ class RunLog:
         return totals
 
     def _logged(self) -> dict[str, float]:
-        """Return the mean of each metric that reward functions logged since the last step."""
-        logged = LoggedMetrics()
+        """Return the mean of each metric that reward functions logged since the last step, and the times and failures of
+        their calls."""
+        logged, functions = LoggedMetrics(), FunctionSums()
         for member in self._members.all():
             logged.add(member.logged.take())
-        return logged.means()
+            functions.add(member.functions.take())
+        return logged.means() | functions.metrics()
 
     def _write_text(self, run: ActiveRun, result: dict[str, Any]) -> None:
         """Write some completions of an evaluation for TensorBoard."""

@@ -23,9 +23,10 @@ from paceline.spec import RunSpec
 NAN = math.nan
 
 
-def spec_with(advantage: str, functions: int = 1, **loss_fn: Any) -> RunSpec:
+def spec_with(advantage: str, functions: int = 1, second: Any = None, **loss_fn: Any) -> RunSpec:
     spec = make_spec("nowhere", grpo={"advantage": advantage}, loss_fn=loss_fn)  # type: ignore[arg-type]
     rewards = [{"function": "length", "name": f"f{i}", "weight": 1.0 + i} for i in range(functions)]
+    rewards[1:] = [each | (second or {}) for each in rewards[1:]]
     return RunSpec.model_validate({**spec.model_dump(), "rewards": rewards})
 
 
@@ -128,3 +129,20 @@ def test_a_groups_preset_reads_that_group_alone(preset: str) -> None:
     got_S = batch_advantages(scored([7, 7, 7, 7, 9, 9], rewards), spec_with(preset))
     expected = [advantages(np.array(rewards[part]), group_preset(preset)) for part in (slice(4), slice(4, 6))]
     np.testing.assert_array_equal(got_S, np.concatenate(expected))
+
+
+def test_a_schedule_weighs_by_the_step() -> None:
+    schedule = {"weight": 1.0, "weight_schedule": [[0, 1.0], [10, 3.0]]}
+    spec = spec_with("reinforce_pp", functions=2, second=schedule)
+    batch = scored([7, 7], [[1, 1], [0, 1]])
+    assert batch_advantages(batch, spec, step=0).tolist() == [2, 1]
+    assert batch_advantages(batch, spec, step=5).tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("preset", ["reinforce_pp", "gdpo"])
+def test_a_closed_gate_takes_the_others_out_of_the_sum(preset: str) -> None:
+    spec = spec_with(preset, functions=2, second={"weight": 0.0, "gate_min": 1.0})
+    got = batch_advantages(scored([7, 7, 7], [[1, 1], [5, 0], [0, 1]]), spec)
+    open_gates = batch_advantages(scored([7, 7, 7], [[1, 1], [0, 1], [0, 1]]), spec)
+    np.testing.assert_allclose(got, open_gates)
+    assert got[0] > got[1]

@@ -338,6 +338,10 @@ def test_a_spec_travels_without_newer_keys_that_have_their_defaults(spec_path: P
     text = portable_yaml(spec)
     assert "bundle" not in text
     assert "train_config" not in text
+    assert "gate_min" not in text
+    assert "weight_schedule" not in text
     assert spec_from_yaml(text) == spec
-    changed = load_spec(spec_path, ["bundle.max_mb=7", "data.train_config=main"])
+    changed = load_spec(
+        spec_path, ["bundle.max_mb=7", "data.train_config=main", "rewards.0.weight_schedule=[[0, 2.0]]"]
+    )
     assert spec_from_yaml(portable_yaml(changed)) == changed

@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 
 from paceline.groups import FloatArray
-from paceline.spec import RunSpec
+from paceline.rewards import closed_gates
+from paceline.spec import RewardFunctionSection, RunSpec
 from services.coordinator.exchange.rewards import has_variance, totals
+
+PERCENTILES = (10, 50, 90)
+"""Percentiles of each function's rewards."""
 
 
 def batch_metrics(
-    spec: RunSpec, weights_F: FloatArray, groups: Sequence[sqlite3.Row | Mapping[str, Any]], step: int
+    spec: RunSpec, groups: Sequence[sqlite3.Row | Mapping[str, Any]], step: int
 ) -> dict[str, float]:
     """Return the metrics of the batch of `step`; not-a-number where no function gave a reward.
 
@@ -27,8 +31,10 @@ def batch_metrics(
     completions = spec.grpo.num_generations_per_prompt
     rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
     rewards_SF = rewards_GCF.reshape(len(groups) * completions, rewards_GCF.shape[2])
-    totals_GC = totals(rewards_SF, weights_F).reshape(len(groups), completions)
-    known = [g["reward"] for g in groups if g["reward"] is not None]
+    totals_GC = totals(rewards_SF, spec.rewards, step).reshape(len(groups), completions)
+    known = [
+        float(totals_C[~np.isnan(totals_C)].mean()) for totals_C in totals_GC if not np.isnan(totals_C).all()
+    ]
     ages = Counter(step - g["oldest_step"] for g in groups)
     spread = {
         "reward_std": _std(totals_GC),
@@ -38,18 +44,35 @@ def batch_metrics(
         equal = [not has_variance(totals_C) for totals_C in totals_GC]
         spread["reward_group_std"] = _mean([_std(totals_C) for totals_C in totals_GC])
         spread["zero_variance_fraction"] = float(np.mean(equal))
-    by_function: dict[str, float] = {}
-    for index, reward in enumerate(spec.rewards):
-        by_function[f"reward/{reward.label}"] = _mean(rewards_GCF[:, :, index])
-        by_function[f"reward_std/{reward.label}"] = _std(rewards_GCF[:, :, index])
     return {
         "reward": float(np.mean(known)) if known else float("nan"),
         "completion_length": sum(g["tokens"] for g in groups) / (len(groups) * completions),
         "trained_tokens": float(sum(g["tokens"] for g in groups)),
         **(spread if spec.rewards else {}),
-        **by_function,
+        **_by_function(spec.rewards, rewards_SF, step),
         **{f"age/{age}": float(number) for age, number in sorted(ages.items())},
     }
+
+
+def _by_function(
+    functions: Sequence[RewardFunctionSection], rewards_SF: FloatArray, step: int
+) -> dict[str, float]:
+    """Return the metrics of each function: its rewards before weight and gates, and how both apply to them."""
+    found: dict[str, float] = {}
+    closed_SF = closed_gates(rewards_SF, functions)
+    for index, function in enumerate(functions):
+        values_S, label = rewards_SF[:, index], function.label
+        found[f"reward/{label}"] = _mean(values_S)
+        found[f"reward_std/{label}"] = _std(values_S)
+        found[f"unscored_fraction/{label}"] = float(np.isnan(values_S).mean())
+        if len(known := _known(values_S)):
+            quantiles = np.quantile(known, [percentile / 100 for percentile in PERCENTILES])
+            found |= {f"reward_p{p}/{label}": float(q) for p, q in zip(PERCENTILES, quantiles, strict=True)}
+        if function.weight_schedule:
+            found[f"reward_weight/{label}"] = function.weight_at(step)
+        if function.gate_min is not None:
+            found[f"closed_fraction/{label}"] = float(closed_SF[:, index].mean())
+    return found
 
 
 def _mean(values: Any) -> float:

@@ -51,7 +51,7 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     with_scores = all(group["scores_digest"] for group in chosen)
     digest = batch_digest(chosen, with_scores=with_scores)
     wait_s = now_s - exchange.first_requested_s.get(step, now_s)
-    metrics = batch_metrics(run.spec, run.weights_F, chosen, step) | {"learner_wait_s": wait_s}
+    metrics = batch_metrics(run.spec, chosen, step) | {"learner_wait_s": wait_s}
     batch = NewBatch(digest, extend_chain(chain, step, digest), metrics, revision, with_scores)
     exchange.ledger.batches.add(run.run_id, step, batch)
     exchange.groups.batch(run.run_id, step, [group["group_id"] for group in chosen])

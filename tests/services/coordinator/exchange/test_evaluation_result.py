@@ -25,7 +25,7 @@ def a_row(rewards: list[list[float]] | None, tokens: int = 4) -> dict[str, Any]:
 def result_of(tmp_path: Path, k: int, *rows: dict[str, Any]) -> dict[str, Any]:
     functions = [{"function": "exact_match"}, {"function": "format_reward", "weight": 0.5}]
     spec = make_spec(tmp_path, rewards=functions, grpo={"val_samples_per_prompt": k})
-    return evaluation_result(spec, np.array([1.0, 0.5], np.float32), rows)
+    return evaluation_result(spec, rows, 3)
 
 
 def test_functions_apart_with_their_standard_errors(tmp_path: Path) -> None:

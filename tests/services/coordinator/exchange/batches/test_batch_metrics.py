@@ -22,11 +22,11 @@ def a_group(rewards: list[list[float]], tokens: int = 8, oldest_step: int = 3) -
     return {"rewards": rewards_CF.tobytes(), "reward": mean, "tokens": tokens, "oldest_step": oldest_step}
 
 
-def metrics_of(tmp_path: Any, *groups: dict[str, Any], functions: int = 1) -> dict[str, float]:
-    rewards = [{"function": "exact_match"}, {"function": "format_reward"}][:functions]
+def metrics_of(tmp_path: Any, *groups: dict[str, Any], functions: int = 1, **second: Any) -> dict[str, float]:
+    rewards = [{"function": "exact_match"}, {"function": "format_reward", **second}][:functions]
     spec = make_spec(tmp_path, rewards=rewards)
     assert spec.grpo.num_generations_per_prompt == 2
-    return batch_metrics(spec, np.ones(functions, np.float32), groups, 4)
+    return batch_metrics(spec, groups, 4)
 
 
 def test_spread_of_two_groups(tmp_path: Any) -> None:
@@ -55,3 +55,33 @@ def test_a_batch_without_any_reward(tmp_path: Any) -> None:
     assert math.isnan(metrics["reward"])
     assert metrics["unscored_fraction"] == 1.0
     assert metrics["zero_variance_fraction"] == 1.0
+
+
+def test_quantiles_of_a_function_and_the_share_that_it_left_out(tmp_path: Any) -> None:
+    groups = [a_group([[0.0], [1.0]]), a_group([[2.0], [4.0]]), a_group([[NAN], [8.0]])]
+    metrics = metrics_of(tmp_path, *groups)
+    percentiles = [metrics[f"reward_p{p}/exact_match"] for p in (10, 50, 90)]
+    assert percentiles == pytest.approx([0.4, 2.0, 6.4])  # of 0, 1, 2, 4, 8 at ranks 0.4, 2, 3.6
+    assert metrics["unscored_fraction/exact_match"] == pytest.approx(1 / 6)
+
+
+def test_a_function_that_left_everything_out_has_no_quantiles(tmp_path: Any) -> None:
+    metrics = metrics_of(tmp_path, a_group([[NAN], [NAN]]))
+    assert metrics["unscored_fraction/exact_match"] == 1.0
+    assert not [name for name in metrics if name.startswith("reward_p")]
+
+
+def test_a_schedule_weighs_by_the_step_of_the_batch(tmp_path: Any) -> None:
+    schedule = [[2, 1.0], [10, 5.0]]
+    metrics = metrics_of(tmp_path, a_group([[1.0, 1.0], [0.0, 0.0]]), functions=2, weight_schedule=schedule)
+    assert metrics["reward_weight/format_reward"] == 2.0  # at step 4, a quarter of the way from 1 to 5
+    assert metrics["reward"] == 1.5  # 1 + 2 · 1, and 0
+    assert "reward_weight/exact_match" not in metrics
+
+
+def test_a_closed_gate_leaves_only_its_own_reward(tmp_path: Any) -> None:
+    groups = [a_group([[1.0, 0.5], [1.0, 0.0]]), a_group([[NAN, 0.2], [1.0, NAN]])]
+    metrics = metrics_of(tmp_path, *groups, functions=2, gate_min=0.5)
+    assert metrics["closed_fraction/format_reward"] == 0.5
+    assert metrics["reward"] == pytest.approx((1.5 + 0.0 + 0.2 + 1.0) / 4)
+    assert metrics["unscored_fraction"] == 0.0

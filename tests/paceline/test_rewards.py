@@ -1,0 +1,66 @@
+"""Combination of several functions' rewards, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from paceline.rewards import closed_gates, gated, weights_at
+from paceline.spec import RewardFunctionSection
+
+NAN = math.nan
+
+
+def functions(*changes: dict[str, Any]) -> list[RewardFunctionSection]:
+    return [RewardFunctionSection(function=f"f{index}", **each) for index, each in enumerate(changes)]
+
+
+@pytest.mark.parametrize(
+    ("step", "weight"), [(0, 1.0), (10, 1.0), (15, 0.75), (20, 0.5), (30, 0.5), (60, 2.0), (1000, 2.0)]
+)
+def test_a_schedule_is_linear_between_its_points_and_constant_outside(step: int, weight: float) -> None:
+    schedule = [[10, 1.0], [20, 0.5], [40, 0.5], [60, 2.0]]
+    assert weights_at(functions({"weight_schedule": schedule}, {"weight": 3.0}), step) == [weight, 3.0]
+
+
+def test_one_point_is_a_constant() -> None:
+    assert weights_at(functions({"weight_schedule": [[5, 0.25]]}), 0) == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"weight_schedule": [[5, 1.0], [5, 2.0]]}, "step 5 comes after step 5"),
+        ({"weight_schedule": [[5, 1.0], [4, 2.0]]}, "step 4 comes after step 5"),
+        ({"weight_schedule": [[5, math.inf]]}, "not finite"),
+        ({"weight_schedule": [[0, 1.0]], "weight": 2.0}, "weight 2 with weight_schedule"),
+        ({"gate_min": math.nan}, "gate_min nan"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(change: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValidationError, match=match):
+        functions(change)
+
+
+def test_a_closed_gate_sets_the_others_to_zero_and_keeps_its_own_reward() -> None:
+    gates = functions({}, {"gate_min": 1.0}, {})
+    rewards_CF = np.array([[0.7, 1.0, NAN], [0.7, 0.9, NAN], [0.7, NAN, 2.0]])
+    np.testing.assert_array_equal(gated(rewards_CF, gates), [[0.7, 1, NAN], [0, 0.9, 0], [0.7, NAN, 2]])
+    assert closed_gates(rewards_CF, gates).tolist() == [[False] * 3, [False, True, False], [False] * 3]
+
+
+def test_gates_do_not_close_each_other() -> None:
+    gates = functions({"gate_min": 0.0}, {"gate_min": 1.0}, {})
+    rewards_CF = np.array([[-1.0, 1.0, 5.0], [-1.0, 0.5, 5.0]], np.float32)
+    got_CF = gated(rewards_CF, gates)
+    assert got_CF.tolist() == [[-1, 1, 0], [-1, 0.5, 0]]
+    assert got_CF.dtype == np.float32
+
+
+def test_without_gates_the_rewards_are_untouched() -> None:
+    rewards_CF = np.array([[1.0, NAN]])
+    assert gated(rewards_CF, functions({}, {})) is rewards_CF
