@@ -13,7 +13,7 @@ from typing import Any
 
 from reward.builtin.inputs import MissingColumn
 from reward.loading import RewardFunction
-from reward.trainer_view import TrainerView
+from reward.trainer_view import CallView, TrainerView
 
 TRAINER_ARGUMENTS = frozenset(TrainerView().arguments())
 WRONG_CALL = re.compile(
@@ -42,7 +42,7 @@ def call_function(
     """Return [C] rewards of `group` (prompts, completions, completion_ids, columns), None where the function does not apply.
 
     All arguments are passed by name; a function without `**` gets only those that it names; `kwargs` win over columns of the
-    same name, and columns over the arguments of `view`. `run` waits for the result of an async function. Raises
+    same name, and columns over the arguments of `view`. A built-in that names `settings` gets `kwargs` there. `run` waits for the result of an async function. Raises
     InvalidRewards, WrongArguments, and the function's own exceptions.
     """
     arguments = {
@@ -51,8 +51,11 @@ def call_function(
         "prompts": group["prompts"],
         "completions": group["completions"],
         "completion_ids": group["completion_ids"],
-        **kwargs,
     }
+    if takes_settings(function):
+        arguments |= {"settings": kwargs, "call": view if isinstance(view, CallView) else CallView()}
+    else:
+        arguments |= kwargs
     result = function(**_accepted(function, arguments))
     if inspect.isawaitable(result):
         result = run(result)
@@ -113,11 +116,20 @@ def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, 
             f"(given: {', '.join(name for name in arguments if name not in TRAINER_ARGUMENTS)})"
         )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        if not getattr(function, "__module__", "").startswith("reward.builtin"):
+        if not _is_builtin(function):
             return arguments
         # A built-in takes all of `**` for columns.
         return {name: value for name, value in arguments.items() if name not in TRAINER_ARGUMENTS}
     return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def takes_settings(function: RewardFunction) -> bool:
+    """Return whether the function is a built-in with its `kwargs` in one argument, `settings`, apart from the columns."""
+    return _is_builtin(function) and "settings" in inspect.signature(function).parameters
+
+
+def _is_builtin(function: RewardFunction) -> bool:
+    return getattr(function, "__module__", "").startswith("reward.builtin")
 
 
 def fails_always(error: BaseException, completions: list[Any]) -> bool:

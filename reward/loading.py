@@ -34,7 +34,11 @@ def load_function(function: str, kwargs: Mapping[str, Any] | None = None) -> Rew
     """
     path, colon, name = function.rpartition(":")
     loaded = _from_file(Path(path), name) if colon else _builtin(function)
-    _check_kwargs(function, loaded, dict(kwargs or {}), takes_columns_only=not colon)
+    if not colon and function in _settings():
+        settings = _settings()[function](dict(kwargs or {}))
+        settings.endpoint.key()  # a worker without the key cannot score, and another one may have it
+    else:
+        _check_kwargs(function, loaded, dict(kwargs or {}), takes_columns_only=not colon)
     return loaded
 
 
@@ -47,6 +51,12 @@ def _builtin(name: str) -> RewardFunction:
         f"reward function {name!r} is not built in{_nearest(name, BUILTIN_FUNCTIONS)}; built in are "
         f"{', '.join(sorted(BUILTIN_FUNCTIONS))}; your own is named path/to/file.py:function"
     )
+
+
+def _settings() -> Mapping[str, Callable[[object], Any]]:
+    from reward.builtin import SETTINGS
+
+    return SETTINGS
 
 
 def _from_file(path: Path, name: str) -> RewardFunction:

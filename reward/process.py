@@ -52,14 +52,24 @@ class ProcessDied(PacelineError):
 class RewardProcess:
     """One child process with all functions of a run loaded. Used by one caller at a time."""
 
-    def __init__(self, functions: Sequence[RewardFunctionSection], start_timeout_s: float) -> None:
-        """Set the functions; `start` starts the process. start_timeout_s: limit of the start with the functions' imports."""
+    def __init__(
+        self, functions: Sequence[RewardFunctionSection], start_timeout_s: float, num_processes: int = 1
+    ) -> None:
+        """Set the functions; `start` starts the process. start_timeout_s: limit of the start with the functions' imports.
+        num_processes: those of the runner, which share the limits of services."""
         self._load_frame = encode(
             {
                 "load": [
-                    {"function": f.function, "kwargs": f.kwargs, "memory_bytes": f.memory_mb << 20}
+                    {
+                        "function": f.function,
+                        "label": f.label,
+                        "kwargs": f.kwargs,
+                        "memory_bytes": f.memory_mb << 20,
+                        "timeout_s": f.timeout_s,
+                    }
                     for f in functions
-                ]
+                ],
+                "num_processes": num_processes,
             }
         )
         self._start_timeout_s = start_timeout_s

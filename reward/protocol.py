@@ -2,11 +2,12 @@
 
 JSON and not pickle, because a reply comes from a process that runs user code, and reading it must not run any.
 
-runner → process    {"load": [{function, kwargs, memory_bytes}]}   once, first
+runner → process    {"load": [{function, label, kwargs, memory_bytes, timeout_s}], "num_processes": P}   once, first
                     {"group": {prompts, completions, completion_ids, columns, trainer_state}}   no reply
                     {"call": i}   function i on the last group
 process → runner    {"loaded": F} | {"refused": text, "passing": bool}
                     {"rewards": [C], "metrics": {name: [sum, count]}} | {"raised": text, "out_of_memory": bool} | {"invalid": text}
+                    each with {"usage": {name: sum}}, of its requests to services
 
 A process that is `out_of_memory` should not be used again.
 """

@@ -40,3 +40,5 @@ class RewardResult:
     """Sum and number of the values that the functions logged, by name."""
     extra: Mapping[str, list[Any]] = field(default_factory=dict)
     """[C] values of each further column that the functions logged."""
+    usage: Mapping[str, float] = field(default_factory=dict)
+    """Sums of the functions' requests to services, under `NAME/LABEL`."""

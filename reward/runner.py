@@ -21,7 +21,7 @@ from paceline.spec import RewardFunctionSection
 from reward.process import ProcessDied, ProcessTimeout, RewardProcess
 from reward.protocol import encode
 from reward.results import FailureKind, RewardFailure, RewardResult
-from reward.trainer_view import MAX_COLUMNS, checked_extra, checked_metrics
+from reward.trainer_view import MAX_COLUMNS, checked_extra, checked_metrics, checked_usage
 
 
 class RewardRunner:
@@ -44,7 +44,9 @@ class RewardRunner:
         if num_processes < 1:
             raise InvalidInput(f"num_processes {num_processes} has to be at least 1")
         self._functions = tuple(functions)
-        self._processes = [RewardProcess(functions, start_timeout_s) for _ in range(num_processes)]
+        self._processes = [
+            RewardProcess(functions, start_timeout_s, num_processes) for _ in range(num_processes)
+        ]
         self._free: asyncio.Queue[RewardProcess] = asyncio.Queue()  # bounded by the processes that exist
         self._state = "new"
 
@@ -129,6 +131,7 @@ class RewardRunner:
         durations_s: list[float] = []
         metrics: dict[str, tuple[float, int]] = {}
         extra: dict[str, list[Any]] = {}
+        usage: dict[str, float] = {}
         failure = await self._revive(process)
         if self._state == "closed":  # meanwhile, and close() could not see the process that was being started
             await process.close()
@@ -149,6 +152,8 @@ class RewardRunner:
                 failure = _failure(function, "killed" if error.by_signal else "died", str(error))
             else:
                 failure = _failure_in(function, reply)
+                for name, value in checked_usage(reply.get("usage")).items():
+                    usage[f"{name}/{function.label}"] = value
                 if reply.get("out_of_memory"):
                     process.kill()
                 if failure is None:
@@ -160,7 +165,9 @@ class RewardRunner:
                         if name in extra or len(extra) < MAX_COLUMNS:
                             extra[name] = values
             durations_s.append(time.monotonic() - started_s)
-        return RewardResult(None if failure else rewards_CF, failure, tuple(durations_s), metrics, extra)
+        return RewardResult(
+            None if failure else rewards_CF, failure, tuple(durations_s), metrics, extra, usage
+        )
 
     async def _revive(self, process: RewardProcess) -> RewardFailure | None:
         """Start a process that an earlier failure ended; a file may have become unloadable, or be away, since."""

@@ -1,4 +1,6 @@
-"""A reward function's view of the training, and its calls to log: TRL's `trainer_state`, `log_metric`, `log_extra`."""
+"""A reward function's view of the training, and its calls to log: TRL's `trainer_state`, `log_metric`, `log_extra`. `CallView` is
+what the built-in functions get besides.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,14 @@ MAX_VALUES = 4096
 MAX_TEXT = 2000
 """Characters at which a value of such a column is cut off."""
 
+USAGE = (
+    "requests", "failed", "cached", "no_verdict", "prompt_tokens", "completion_tokens", "cost"
+)  # fmt: skip
+"""Sums that a call may report of its requests to a service."""
+
+POOL_WORKERS = "reward_workers"
+"""Key of the state with the number of the pool's workers, which no function sees."""
+
 NO_STATE: Mapping[str, float] = {"global_step": 0, "max_steps": 0, "epoch": 0.0}
 """State of a call without a run."""
 
@@ -25,7 +35,8 @@ class TrainerView:
     """The training as one call of a reward function sees it."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        self._state = SimpleNamespace(**{**NO_STATE, **(state or {})})
+        shown = {name: value for name, value in (state or {}).items() if name != POOL_WORKERS}
+        self._state = SimpleNamespace(**{**NO_STATE, **shown})
         self.metrics: dict[str, tuple[float, int]] = {}
         """Sum and number of the logged values by name."""
         self.extra: dict[str, list[Any]] = {}
@@ -35,11 +46,11 @@ class TrainerView:
         """Return the arguments that a function may name."""
         return {
             "trainer_state": self._state,
-            "log_metric": self._log_metric,
-            "log_extra": self._log_extra,
+            "log_metric": self.log_metric,
+            "log_extra": self.log_extra,
         }
 
-    def _log_metric(self, name: str, value: float) -> None:
+    def log_metric(self, name: str, value: float) -> None:
         """Add `value` to the metric's mean. A value that is not finite is left out."""
         number = float(value)
         known = name in self.metrics or len(self.metrics) < MAX_METRICS
@@ -47,10 +58,41 @@ class TrainerView:
             total, count = self.metrics.get(name, (0.0, 0))
             self.metrics[name] = (total + number, count + 1)
 
-    def _log_extra(self, column: str, values: Any) -> None:
+    def log_extra(self, column: str, values: Any) -> None:
         """Keep a value for each completion beside its reward; another call with the same name replaces them."""
         if is_metric_name(column) and (column in self.extra or len(self.extra) < MAX_COLUMNS):
             self.extra[column] = [_plain(value) for value in list(values)[:MAX_VALUES]]
+
+
+class CallView(TrainerView):
+    """View of a built-in function: also the limits of its call, and the sums of its requests to services."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Any] | None = None,
+        label: str = "",
+        timeout_s: float = 30.0,
+        num_processes: int = 1,
+    ) -> None:
+        """Set the function's label, the time limit of the call, and the processes of its worker."""
+        super().__init__(state)
+        self.label, self.timeout_s = label, timeout_s
+        workers = (state or {}).get(POOL_WORKERS, 1)
+        self.num_processes = num_processes * (workers if isinstance(workers, int) and workers > 0 else 1)
+        """Processes of the reward pool, which share the limits of a service."""
+        self.usage: dict[str, float] = {}
+        """Sums by name, of USAGE."""
+
+    def count(self, name: str, value: float) -> None:
+        """Add to one of the sums."""
+        self.usage[name] = self.usage.get(name, 0.0) + value
+
+
+def checked_usage(value: Any) -> dict[str, float]:
+    """Return the sums of a reply that a call may report: the reply comes from a process that runs user code."""
+    found = value if isinstance(value, dict) else {}
+    numbers = {name: found[name] for name in USAGE if isinstance(found.get(name), int | float)}
+    return {name: float(number) for name, number in numbers.items() if math.isfinite(number) and number >= 0}
 
 
 def is_metric_name(name: object) -> bool:

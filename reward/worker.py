@@ -28,7 +28,7 @@ from paceline.host.process import die_with_parent
 from reward.calling import InvalidRewards, call_function, fails_always, form_hint
 from reward.loading import RewardFunction, describe_error, load_function
 from reward.protocol import encode, receive
-from reward.trainer_view import TrainerView
+from reward.trainer_view import CallView
 
 MAX_LIMIT_BYTES = 2**62  # the most that setrlimit takes
 OOM_SCORE = 500  # of 1000: when the host runs out of memory, the kernel kills this process before the service
@@ -42,6 +42,8 @@ class LoadedFunction:
     path: Path | None
     kwargs: dict[str, Any]
     memory_bytes: int
+    label: str
+    timeout_s: float
     added_bytes: int = 0
 
 
@@ -61,7 +63,8 @@ def main() -> None:
 
 def _serve(connection: socket.socket, loop: asyncio.Runner) -> None:
     try:
-        functions = [_load(item) for item in receive(connection)["load"]]
+        load = receive(connection)
+        functions = [_load(item) for item in load["load"]]
     except InvalidInput as error:
         connection.sendall(encode({"refused": str(error), "passing": isinstance(error, Unreadable)}))
         return
@@ -72,21 +75,34 @@ def _serve(connection: socket.socket, loop: asyncio.Runner) -> None:
         if "group" in message:
             group = message["group"]
         else:
-            connection.sendall(encode(_answer(functions[message["call"]], group, loop)))
+            connection.sendall(
+                encode(_answer(functions[message["call"]], group, loop, load["num_processes"]))
+            )
 
 
 def _load(item: dict[str, Any]) -> LoadedFunction:
     function = load_function(item["function"], item["kwargs"])
     path, colon, _ = item["function"].rpartition(":")
     own_file = Path(path).expanduser().resolve() if colon else None
-    return LoadedFunction(function, own_file, item["kwargs"], item["memory_bytes"])
+    return LoadedFunction(
+        function, own_file, item["kwargs"], item["memory_bytes"], item["label"], item["timeout_s"]
+    )
 
 
-def _answer(loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner) -> dict[str, Any]:
+def _answer(
+    loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner, num_processes: int
+) -> dict[str, Any]:
+    """Return the reply to a call, with the sums of its requests to services also where it failed."""
+    view = CallView(group.get("trainer_state"), loaded.label, loaded.timeout_s, num_processes)
+    return {**_outcome(loaded, group, loop, view), "usage": view.usage}
+
+
+def _outcome(
+    loaded: LoadedFunction, group: dict[str, Any], loop: asyncio.Runner, view: CallView
+) -> dict[str, Any]:
     async def wait(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 
-    view = TrainerView(group.get("trainer_state"))
     copied = copy.deepcopy(group)  # a function may change its arguments, but not those of the next one
     try:
         with _memory_limit(loaded):

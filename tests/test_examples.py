@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
 
 from paceline.data.rows import open_prompts, open_rows
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
+from reward.builtin import SETTINGS
 from reward.runner import RewardRunner
 from services.cli.running.train import load_for
 from services.coordinator.lifecycle.run_data import open_data
@@ -179,6 +181,33 @@ def gsm8k(tmp_path: Path) -> Path:
     for name in ("train.jsonl", "test.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in GSM8K_ROWS))
     return folder
+
+
+async def test_the_judge_example_scores_by_its_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_ANSWER_CACHE", str(tmp_path))
+    app = web.Application()
+    app.router.add_post(
+        "/v1/chat/completions", runpy.run_path(str(EXAMPLES / "judge" / "stand_in.py"))["complete"]
+    )
+    server = web.AppRunner(app)
+    await server.setup()
+    await web.TCPSite(server, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{server.addresses[0][1]}/v1"
+    try:
+        spec = load_spec(EXAMPLES / "judge" / "grpo.yaml", [f"rewards.0.kwargs.endpoint.base_url={url}"])
+        rewards = await score(spec, "07+45=", ["250", "350", "999", "25"], {"answer": "250"})
+    finally:
+        await server.cleanup()
+    assert rewards == [[1.0, 1.0], [pytest.approx(2 / 3), 0.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def test_the_judges_spec_for_a_chat_model_loads() -> None:
+    spec = load_spec(EXAMPLES / "judge" / "chat.yaml")
+    assert [reward.gate_min for reward in spec.rewards] == [1.0, None, None]
+    settings = SETTINGS["judge_pairwise"](spec.rewards[1].kwargs)
+    assert settings.endpoint.api_key_env == "JUDGE_API_KEY"
 
 
 def test_gsm8k_rows_become_chats_and_keep_their_answers(gsm8k: Path) -> None:

@@ -74,6 +74,7 @@ COVERED_BY = {
     "reward/builtin/answers.py": "test_mathematics.py",
     "reward/builtin/inputs.py": "test_formats.py",
     "reward/builtin/reward_model.py": "tests/e2e/test_preference_runs.py",
+    "reward/judging/settings.py": "tests/reward/builtin/test_judges.py",
     "reward/process.py": "test_runner.py",
     "reward/protocol.py": "test_runner.py",
     "reward/results.py": "test_runner.py",

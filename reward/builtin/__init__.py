@@ -1,7 +1,7 @@
 """The built-in reward functions, by the name that a spec uses.
 
 All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`; a spec's
-`kwargs` are their keyword-only parameters. Importing this package stays cheap: no sympy, no numpy.
+`kwargs` are their keyword-only parameters, or the settings that SETTINGS reads. Importing this package stays cheap: no sympy, no numpy.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from reward.builtin import judges
 from reward.builtin.formats import exact_match, format_regex, think_answer_format
 from reward.builtin.lengths import length, soft_overlong
 from reward.builtin.mathematics import math_accuracy
@@ -17,6 +18,8 @@ from reward.builtin.reward_model import reward_model
 BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "format_regex": format_regex,
+    "judge": judges.judge,
+    "judge_pairwise": judges.judge_pairwise,
     "length": length,
     "math_accuracy": math_accuracy,
     "reward_model": reward_model,
@@ -24,3 +27,10 @@ BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "think_answer_format": think_answer_format,
 }
 """Functions by their name in `RewardFunctionSection.function`."""
+
+SETTINGS: dict[str, Callable[[object], Any]] = {
+    "judge": judges.score_settings,
+    "judge_pairwise": judges.pair_settings,
+}
+"""Readers of the `kwargs` of functions that get them as `settings`. They raise InvalidInput, and return the settings, whose
+`columns` the function reads."""

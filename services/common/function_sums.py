@@ -10,8 +10,18 @@ from collections.abc import Mapping, Sequence
 from paceline.spec import RewardFunctionSection
 from reward.results import RewardResult
 
-PREFIX = "function_sum/"
+PREFIX = "fn/"
 CALLS, SECONDS, FAILURES = "calls", "seconds", "failures"
+ENDPOINT_METRICS = {
+    "requests": "endpoint_requests",
+    "failed": "endpoint_failed",
+    "cached": "endpoint_cached",
+    "no_verdict": "endpoint_no_verdict",
+    "prompt_tokens": "endpoint_prompt_tokens",
+    "completion_tokens": "endpoint_completion_tokens",
+    "cost": "endpoint_cost",
+}
+"""Metrics of the sums of requests to services (`reward.trainer_view.USAGE`)."""
 MAX_SUMS = 256
 """Sums of one worker; further ones are left out."""
 
@@ -34,6 +44,7 @@ class FunctionSums:
             self.add({f"{CALLS}/{function.label}": 1.0, f"{SECONDS}/{function.label}": duration_s})
         if result.failure is not None:
             self.add({f"{FAILURES}/{result.failure.function}": 1.0})
+        self.add(result.usage)
 
     def take(self) -> dict[str, float]:
         """Return the sums by name, and begin anew."""
@@ -50,11 +61,14 @@ class FunctionSums:
         return {name: value for name, value in gauges.items() if not name.startswith(PREFIX)}
 
     def metrics(self) -> dict[str, float]:
-        """Return `score_s/LABEL`, the mean seconds of a call, and `failed_calls/LABEL`."""
+        """Return `score_s/LABEL`, the mean seconds of a call, `failed_calls/LABEL`, and the sums of requests to services:
+        `endpoint_requests/LABEL` and others."""
         found: dict[str, float] = {}
         for name, value in self._sums.items():
             kind, _, label = name.partition("/")
             if kind == CALLS and value > 0:
                 found[f"score_s/{label}"] = self._sums.get(f"{SECONDS}/{label}", 0.0) / value
                 found[f"failed_calls/{label}"] = self._sums.get(f"{FAILURES}/{label}", 0.0)
+            elif kind in ENDPOINT_METRICS:
+                found[f"{ENDPOINT_METRICS[kind]}/{label}"] = value
         return found

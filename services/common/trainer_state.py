@@ -9,17 +9,22 @@ import json
 from typing import Any
 
 from paceline.spec import RunSpec
+from reward.trainer_view import POOL_WORKERS
 
 TRAINER_STATE = "paceline.trainer_state"
 
 
-def trainer_state(spec: RunSpec, trained_steps: int, num_rows: int) -> dict[str, Any]:
-    """Return the state after `trained_steps`: the steps, the run's steps, and the epochs that they are."""
+def trainer_state(
+    spec: RunSpec, trained_steps: int, num_rows: int, reward_workers: int = 1
+) -> dict[str, Any]:
+    """Return the state after `trained_steps`: the steps, the run's steps, and the epochs that they are. The number of reward
+    workers goes with it, by which they divide limits of services; user functions do not see it."""
     prompts = trained_steps * spec.grpo.num_prompts_per_step
     return {
         "global_step": trained_steps,
         "max_steps": spec.max_num_steps,
         "epoch": prompts / num_rows if num_rows else 0.0,
+        POOL_WORKERS: max(1, reward_workers),
     }
 
 

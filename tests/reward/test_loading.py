@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,10 @@ def refusal(function: str, **kwargs: object) -> str:
 
 
 def test_every_built_in_is_found_under_its_own_name() -> None:
-    required = {
+    judged = {"rubric": "r", "endpoint": {"base_url": "http://judge/v1", "model": "m"}}
+    required: dict[str, dict[str, Any]] = {
+        "judge": judged,
+        "judge_pairwise": judged,
         "length": {"tolerance_tokens": 1},
         "soft_overlong": {"max_completion_tokens": 2, "soft_tokens": 1},
         "format_regex": {"pattern": "a"},

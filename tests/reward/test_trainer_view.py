@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from reward.trainer_view import MAX_METRICS, TrainerView, checked_metrics
+from reward.trainer_view import MAX_METRICS, CallView, TrainerView, checked_metrics, checked_usage
 
 
 def test_what_is_logged_is_bounded_and_finite() -> None:
@@ -24,3 +24,24 @@ def test_metrics_of_a_reply_are_checked() -> None:
     reply = {"a": [2.0, 2], "b": [1, 0], "c": [math.inf, 1], "d": "x", "e": [1.0], "": [1.0, 1]}
     assert checked_metrics(reply) == {"a": (2.0, 2)}
     assert checked_metrics(None) == {}
+
+
+def test_a_built_in_function_sees_how_many_processes_share_a_limit() -> None:
+    assert CallView({"reward_workers": 3, "global_step": 5}, num_processes=4).num_processes == 12
+    assert CallView({"reward_workers": "many"}, num_processes=4).num_processes == 4
+    state = TrainerView({"reward_workers": 3, "global_step": 5}).arguments()["trainer_state"]
+    assert state.global_step == 5
+    assert not hasattr(state, "reward_workers")
+
+
+def test_sums_of_a_reply_are_checked() -> None:
+    reply = {
+        "requests": 2,
+        "cost": -1.0,
+        "cached": math.nan,
+        "failed": "x",
+        "secrets": 4.0,
+        "prompt_tokens": 7.5,
+    }
+    assert checked_usage(reply) == {"requests": 2.0, "prompt_tokens": 7.5}
+    assert checked_usage([1]) == {}

@@ -11,6 +11,7 @@ from paceline.error_texts import ALIKE
 from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.tracing import group_traceparent
 from paceline.wire import decode_rewards
+from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.common.logged_extra import extra_line
 from services.common.trainer_state import trainer_state, with_trainer_state
@@ -44,7 +45,9 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     room = min(request.task.room, MAX_ROOM)
     rows = exchange.group_queries.free_to_score(run.run_id, room + quarantine.num_reserved(exchange))
     chosen, size_bytes = quarantine.choose(exchange, run, request.member_id, rows, room), 0
-    state = trainer_state(run.spec, exchange.ledger.run(run.run_id)["next_step"], len(run.prompts or ()))
+    workers = len(exchange.senders.of_role(common_pb2.ROLE_REWARD))
+    trained = exchange.ledger.run(run.run_id)["next_step"]
+    state = trainer_state(run.spec, trained, len(run.prompts or ()), workers)
     for row in chosen:
         try:
             payload = exchange.ledger.payload(run.run_id, row["group_id"])

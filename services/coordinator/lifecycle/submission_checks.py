@@ -57,11 +57,14 @@ def _shadowed(field: str, source: PromptSource) -> list[str]:
 def _check_reward_columns(spec: RunSpec, field: str, source: PromptSource) -> None:
     """Raises DataError for a reward function that needs a column which the data set does not have."""
     for index, reward in enumerate(spec.rewards):
-        needed = _columns_of(reward)
+        try:
+            needed = _columns_of(reward)
+        except InvalidInput as error:
+            raise DataError(f"rewards.{index}.kwargs: {error}") from None
         missing = [name for name in needed if name not in source.columns]
         if missing:
             is_builtin = ":" not in reward.function
-            remedy = "set answer_column in its kwargs" if is_builtin else "give the argument a default"
+            remedy = "correct the name in its kwargs" if is_builtin else "give the argument a default"
             raise DataError(
                 f"rewards.{index}: {reward.label!r} needs the column {missing[0]!r}, but those of {field} besides the prompt "
                 f"are: {', '.join(source.columns) or 'none'}; {remedy}, or add the column"
@@ -73,8 +76,10 @@ def _columns_of(reward: RewardFunctionSection) -> list[str]:
     path, colon, name = reward.function.rpartition(":")
     if colon:
         return [argument for argument in _required(Path(path), name) if argument not in reward.kwargs]
-    from reward.builtin import BUILTIN_FUNCTIONS
+    from reward.builtin import BUILTIN_FUNCTIONS, SETTINGS
 
+    if reward.function in SETTINGS:
+        return sorted(SETTINGS[reward.function](reward.kwargs).columns)
     function = BUILTIN_FUNCTIONS.get(reward.function)
     if function is None:
         return []

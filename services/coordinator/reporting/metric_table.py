@@ -55,6 +55,14 @@ REWARDS = Part("train", "Rewards of the batch", "By the coordinator, when it fix
     Metric("score_s/<function>", "s", "mean time of a call on one group, over the calls that ended since the step before",
            "far below `timeout_s`"),
     Metric("failed_calls/<function>", "calls", "calls that failed since the step before, those for no fault of the function included", "0"),
+    Metric("endpoint_requests/<function>", "requests", "requests to the service behind a function (judge, reward model) since the step "
+           "before, repeated ones included", "absent without a service"),
+    Metric("endpoint_failed/<function>", "requests", "of them: without a usable answer", "0"),
+    Metric("endpoint_cached/<function>", "answers", "answers from the cache of answers, which cost nothing"),
+    Metric("endpoint_no_verdict/<function>", "votes", "votes of a judge that held no verdict after all attempts", "near 0"),
+    Metric("endpoint_prompt_tokens/<function>", "tokens", "prompt tokens that the service counted"),
+    Metric("endpoint_completion_tokens/<function>", "tokens", "completion tokens that the service counted"),
+    Metric("endpoint_cost/<function>", "currency", "tokens by `prompt_price` and `completion_price` of the endpoint, since the step before"),
     Metric("logged/<name>", "its own", "mean of the values that reward functions logged by `log_metric(name, value)` and that "
            "arrived since the step before", "absent where none arrived"),
 ))  # fmt: skip

@@ -14,7 +14,7 @@ from services.common.trainer_state import TRAINER_STATE, trainer_state, with_tra
 @pytest.mark.parametrize("columns", [{}, {"answer": "}", "trainer_state": [1]}])
 def test_the_state_is_a_column_beside_the_others(columns: dict[str, object], tmp_path: Path) -> None:
     state = trainer_state(make_spec(tmp_path), 3, 4)
-    assert state == {"global_step": 3, "max_steps": 4, "epoch": 1.5}  # 2 prompts a step
+    assert state == {"global_step": 3, "max_steps": 4, "epoch": 1.5, "reward_workers": 1}  # 2 prompts a step
     assert json.loads(with_trainer_state(json.dumps(columns), state)) == {**columns, TRAINER_STATE: state}
 
 

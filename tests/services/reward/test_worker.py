@@ -103,12 +103,12 @@ async def drained(directory: Path) -> None:
         await asyncio.to_thread((directory / "go").write_text, "x")
         await working
     gauges = worker._gauges()
-    assert gauges.pop("function_sum/seconds/slow") > 0
+    assert gauges.pop("fn/seconds/slow") > 0
     assert gauges == {
         "groups_since_report": 1.0,
         "logged_sum/step": 7.0,
         "logged_count/step": 1.0,
-        "function_sum/calls/slow": 1.0,
+        "fn/calls/slow": 1.0,
     }
     last = exchange.scores[-1]
     assert (last.group_id, last.handed_back, list(last.rewards)) == (1, False, [1.0])

@@ -86,7 +86,7 @@ def test_a_group_from_admission_to_trained(world: World) -> None:
     (task,) = reward.tasks()
     assert reward.texts[0] == ["10", "11"]  # seeds of the driver: attempt 1, samples 0 and 1
     columns = json.loads(task.columns_json)
-    assert columns.pop(TRAINER_STATE) == {"global_step": 0, "max_steps": 4, "epoch": 0.0}
+    assert columns.pop(TRAINER_STATE) == {"global_step": 0, "max_steps": 4, "epoch": 0.0, "reward_workers": 1}
     assert columns == {"answer": int(json.loads(lease.prompt_json)[1:])}
     assert reward.score(task, [0.25, 0.75]) == COMMITTED
     assert world.group(0)["reward"] == 0.5

@@ -67,6 +67,20 @@ def test_a_function_in_a_file_that_lacks_its_column_is_refused(
         checked_data(spec)
 
 
+def test_a_judge_that_lacks_its_column_or_holds_a_key_is_refused(tmp_path: Path) -> None:
+    endpoint = {"base_url": "http://judge/v1", "model": "m"}
+    kwargs = {"endpoint": endpoint, "rubric": "r", "template": "{prompt} {gold} {completion}"}
+    row = {"prompt": "2+2=", "answer": "4"}
+    with pytest.raises(DataError, match=r"rewards\.0: 'judge' needs the column 'gold', but .*answer"):
+        checked_data(spec_for(tmp_path, row, {"function": "judge", "kwargs": kwargs}))
+    kwargs = {"endpoint": {**endpoint, "api_key": "sk-secret"}, "rubric": "r"}
+    with pytest.raises(DataError, match=r"rewards\.0\.kwargs: judge takes no 'endpoint\.api_key'") as caught:
+        checked_data(spec_for(tmp_path, row, {"function": "judge", "kwargs": kwargs}))
+    assert "sk-secret" not in str(caught.value)
+    kwargs = {"endpoint": {**endpoint, "api_key_env": "ABSENT_API_KEY"}, "rubric": "r"}
+    assert checked_data(spec_for(tmp_path, row, {"function": "judge", "kwargs": kwargs}))[1] == []
+
+
 def test_a_file_that_is_not_on_this_machine_is_left_to_the_workers(tmp_path: Path) -> None:
     checked_data(spec_for(tmp_path, {"prompt": "a"}, {"function": f"{tmp_path / 'away.py'}:f"}))
 

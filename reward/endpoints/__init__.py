@@ -1,0 +1,1 @@
+"""Requests to HTTP services that score completions: judges, and reward models behind a server."""

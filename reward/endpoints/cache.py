@@ -1,0 +1,142 @@
+"""`AnswerCache`: answers of services by the digest of their question, in one SQLite file of the host's user.
+
+Promise: an answer survives restarts and is shared by all processes of the user; the file stays below its limit; and
+nothing fails for the cache's sake: a file that cannot be used means that every question is asked.
+
+The folder is `PACELINE_ANSWER_CACHE` (default `~/.cache/paceline/answers`), the limit `PACELINE_ANSWER_CACHE_MB` (1024).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+FILE = "answers-1.sqlite"
+DEFAULT_MB = 1024
+BUSY_S = 5.0
+REMOVED_SHARE = 0.2
+"""Part of the rows that goes when the file has reached its limit: those that were written first."""
+WRITES_PER_CHECK = 64
+
+
+def digest_of(question: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a question in canonical JSON."""
+    text = json.dumps(question, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class AnswerCache:
+    """The file, opened at the first use."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._path, self._max_bytes = folder / FILE, max_bytes
+        self._db: sqlite3.Connection | None = None
+        self._unusable = False
+        self._writes = 0
+
+    @classmethod
+    def of_user(cls) -> AnswerCache:
+        """Return the cache that the environment names."""
+        given = os.environ.get("PACELINE_ANSWER_CACHE")
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "answers"
+        text = os.environ.get("PACELINE_ANSWER_CACHE_MB", "")
+        size_mb = int(text) if text.isdecimal() and int(text) else DEFAULT_MB
+        return cls(Path(given) if given else base, size_mb << 20)
+
+    def get(self, digest: str) -> str | None:
+        """Return the answer to a question; None if it is not known."""
+        with self._used() as db:
+            if db is not None:
+                row = db.execute("SELECT answer FROM answers WHERE digest = ?", (digest,)).fetchone()
+                return row[0] if row is not None and isinstance(row[0], str) else None
+        return None
+
+    def put(self, digest: str, answer: str) -> None:
+        """Keep an answer."""
+        with self._used() as db:
+            if db is not None:
+                with db:
+                    db.execute(
+                        "INSERT OR REPLACE INTO answers (digest, answer, written_s) VALUES (?, ?, ?)",
+                        (digest, answer, int(time.time())),
+                    )
+                self._writes += 1
+                if self._writes % WRITES_PER_CHECK == 1:
+                    self._shrink(db)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[sqlite3.Connection | None]:
+        """Give the open file, or None where it cannot be used; a fault of it ends its use, with one warning."""
+        if self._db is None and not self._unusable:
+            try:
+                self._db = _opened(self._path)
+            except (OSError, sqlite3.Error) as error:
+                self._give_up(error)
+        try:
+            yield self._db
+        except sqlite3.Error as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._unusable = True
+        with contextlib.suppress(sqlite3.Error):
+            self.close()
+        log.warning(
+            "the cache of answers %s cannot be used, so every question is asked: %s", self._path, error
+        )
+
+    def _shrink(self, db: sqlite3.Connection) -> None:
+        (pages,), (size,), (free,) = (
+            db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size", "freelist_count")
+        )
+        if (pages - free) * size <= self._max_bytes:
+            return
+        with db:
+            (rows,) = db.execute("SELECT COUNT(*) FROM answers").fetchone()
+            db.execute(
+                "DELETE FROM answers WHERE rowid IN (SELECT rowid FROM answers ORDER BY written_s, rowid LIMIT ?)",
+                (max(1, int(rows * REMOVED_SHARE)),),
+            )
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """Return the file, made where there is none; one that is no database is set aside. Raises OSError, sqlite3.Error."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        return _connected(path)
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError):  # locked, or not writable
+            raise
+        path.replace(path.with_suffix(".damaged"))
+        return _connected(path)
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=BUSY_S)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        with db:
+            db.execute(
+                "CREATE TABLE IF NOT EXISTS answers (digest TEXT PRIMARY KEY, answer TEXT NOT NULL, written_s INTEGER NOT NULL)"
+            )
+    except BaseException:
+        db.close()
+        raise
+    return db

@@ -1,0 +1,1 @@
+"""Judges: language models that score completions, alone or in pairs."""

@@ -1,0 +1,207 @@
+"""`Panel`: asks a judge all questions of a group at once, each as often as there are votes.
+
+Tasks: one for each vote of each question; equal questions share one request. The deadline ends all of them, and what was
+answered by then is in the cache, so another attempt at the group goes on from there. The first request that fails after all its
+attempts ends the others too, because the service is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.rate_limited_log import RateLimitedLog
+from reward.endpoints.cache import AnswerCache, digest_of
+from reward.endpoints.client import BadAnswer, Count, Endpoint, EndpointUnavailable, RequestRefused
+from reward.judging.settings import JudgeSettings
+from reward.judging.verdicts import Verdict
+
+log = logging.getLogger(__name__)
+seldom = RateLimitedLog(log)
+
+Messages = list[dict[str, str]]
+Parse = Callable[[str], Verdict | None]
+
+REASKED_SEED = 1_000_003
+"""Added to the seed of a vote that is asked for again, because the same seed may give the same answer."""
+_without_schema: set[tuple[str, str]] = set()
+"""Services and models that refused `response_format`."""
+
+
+class NoVerdict(RuntimeError):
+    """Too few answers of the judge hold a verdict, and the spec does not take None for that."""
+
+
+class Panel:
+    """The votes of one judge on the questions of one group."""
+
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        endpoint: Endpoint,
+        cache: AnswerCache,
+        count: Count,
+        verdict: dict[str, Any],
+    ) -> None:
+        """Set the judge. verdict: JSON schema of the field that holds the verdict, by its name."""
+        self._settings, self._endpoint, self._count = settings, endpoint, count
+        self._cache = cache if settings.endpoint.cache else None
+        self._schema = {
+            "type": "object",
+            "properties": {"reasoning": {"type": "string"}, **verdict},
+            "required": ["reasoning", *verdict],
+            "additionalProperties": False,
+        }
+        self._running: dict[str, asyncio.Future[str]] = {}
+        """Requests under way by the digest of their question."""
+        self._refusal = ""
+
+    async def votes(
+        self, questions: Sequence[Messages], parse: Parse, deadline_s: float
+    ) -> list[list[Verdict]]:
+        """Return the verdicts of each question, as many as there are at the end or at the deadline.
+
+        Raises EndpointUnavailable when an answer is missing because the service gave none in time (unless
+        `when_unavailable` is none), and RequestRefused when it refused every question.
+        """
+        found: list[list[Verdict]] = [[] for _ in questions]
+        missing = len(questions) * self._settings.votes
+
+        async def ask(index: int, vote: int) -> None:
+            nonlocal missing
+            verdict = await self._verdict(questions[index], parse, self._settings.seed + vote)
+            missing -= 1
+            if verdict is not None:
+                found[index].append(verdict)
+
+        fault: Exception | None = None
+        try:
+            async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as tasks:
+                for index in range(len(questions)):
+                    for vote in range(self._settings.votes):
+                        tasks.create_task(ask(index, vote))
+        except TimeoutError:
+            fault = EndpointUnavailable(
+                f"{self._settings.endpoint.base_url} left {missing} of {len(questions) * self._settings.votes} answers open "
+                f"after {deadline_s:g} s; a longer timeout_s of the function allows more"
+            )
+        except ExceptionGroup as group:
+            fault = _first(group)
+            if not isinstance(fault, EndpointUnavailable):
+                raise fault from None
+        if fault is not None and self._settings.when_unavailable != "none":
+            raise fault
+        if fault is not None:
+            seldom.warning("unavailable", "rewards are None where the judge gave no answer: %s", fault)
+        if self._refusal and not any(found):
+            raise RequestRefused(self._refusal)
+        return found
+
+    async def _verdict(self, messages: Messages, parse: Parse, seed: int) -> Verdict | None:
+        for attempt in range(self._settings.answer_attempts):
+            try:
+                verdict = await self._answered(messages, parse, seed + attempt * REASKED_SEED)
+            except RequestRefused as refusal:
+                self._refusal = str(refusal)
+                seldom.warning("refused", "the judge refuses a question: %s", refusal)
+                return None
+            if verdict is not None:
+                return verdict
+        self._count("no_verdict", 1)
+        return None
+
+    async def _answered(self, messages: Messages, parse: Parse, seed: int) -> Verdict | None:
+        """Return the verdict of one answer, from the cache, from an equal question's request, or from the service."""
+        body: dict[str, Any] = {
+            "model": self._settings.endpoint.model,
+            "messages": messages,
+            "max_tokens": self._settings.max_tokens,
+            "temperature": self._settings.used_temperature,
+            "seed": seed,
+        }
+        asked = {"at": self._settings.endpoint.base_url, "more": self._settings.endpoint.extra_body}
+        digest = digest_of({"schema": self._schema, "structured": self._settings.structured, **body, **asked})
+        cached = self._cache.get(digest) if self._cache is not None else None
+        if cached is not None and (verdict := parse(cached)) is not None:
+            self._count("cached", 1)
+            return verdict
+        if (running := self._running.get(digest)) is not None:
+            with contextlib.suppress(BadAnswer):
+                return parse(await asyncio.shield(running))
+            return None
+        future = self._running[digest] = asyncio.get_running_loop().create_future()
+        try:
+            text = await self._text(body)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                future.set_exception(error)
+                future.exception()  # nobody may be waiting
+            else:
+                future.cancel()
+            if isinstance(error, BadAnswer):
+                seldom.warning("answer", "the judge's answer is none: %s", error)
+                return None
+            raise
+        future.set_result(text)
+        verdict = parse(text)
+        if verdict is not None and self._cache is not None:
+            self._cache.put(digest, text)
+        return verdict
+
+    async def _text(self, body: dict[str, Any]) -> str:
+        """Return the text of the judge's message, and count what it cost."""
+        key = (self._settings.endpoint.base_url, self._settings.endpoint.model)
+        kind = self._settings.structured
+        if kind == "auto":
+            kind = "none" if key in _without_schema else "json_schema"
+        try:
+            answer = await self._endpoint.post("chat/completions", {**body, **self._format(kind)})
+        except RequestRefused as refusal:
+            if self._settings.structured != "auto" or kind == "none" or not _names_format(str(refusal)):
+                raise
+            _without_schema.add(key)
+            log.warning("the judge takes no response_format, so the prompt alone asks for JSON: %s", refusal)
+            answer = await self._endpoint.post("chat/completions", body)
+        self._count_usage(answer.get("usage"))
+        try:
+            text = answer["choices"][0]["message"]["content"]
+        except (LookupError, TypeError):
+            raise BadAnswer("it has no choices[0].message.content") from None
+        if not isinstance(text, str):
+            raise BadAnswer(f"its message is {type(text).__name__}, not text")
+        return text
+
+    def _format(self, kind: str) -> dict[str, Any]:
+        if kind == "json_schema":
+            schema = {"name": "verdict", "strict": True, "schema": self._schema}
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        return {"response_format": {"type": "json_object"}} if kind == "json_object" else {}
+
+    def _count_usage(self, usage: Any) -> None:
+        endpoint = self._settings.endpoint
+        prices = {"prompt_tokens": endpoint.prompt_price, "completion_tokens": endpoint.completion_price}
+        for name, price in prices.items():
+            tokens = usage.get(name) if isinstance(usage, dict) else None
+            if isinstance(tokens, int) and not isinstance(tokens, bool) and 0 <= tokens < 1 << 40:
+                self._count(name, tokens)
+                self._count("cost", tokens * price / 1e6)
+
+
+def _names_format(refusal: str) -> bool:
+    return any(word in refusal for word in ("response_format", "json_schema", "guided", "structured"))
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    """Return an error of a group; one of an unavailable service before others."""
+    flat: list[Exception] = []
+    for error in group.exceptions:
+        flat.append(_first(error) if isinstance(error, ExceptionGroup) else error)
+    return next((error for error in flat if isinstance(error, EndpointUnavailable)), flat[0])
+
+
+def deadline_of(timeout_s: float) -> float:
+    """Return the seconds for all questions of a call: less than the function's limit, at which its process is killed."""
+    return max(0.5 * timeout_s, min(0.9 * timeout_s, timeout_s - 2.0))

@@ -1,0 +1,113 @@
+"""Settings of the judges: the `kwargs` of `judge` and `judge_pairwise` besides `endpoint`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.spec.sections.base import PositiveInt, Section
+from reward.endpoints.settings import EndpointSettings
+from reward.judging.prompts import PAIR_TEMPLATE, SCORE_TEMPLATE, placeholders
+from reward.judging.verdicts import Vote
+
+
+class JudgeSettings(Section):
+    """What both judges have."""
+
+    endpoint: EndpointSettings
+    rubric: Annotated[str, Field(min_length=1)]
+    """Criteria, as the judge reads them."""
+    system: str | None = None
+    """System message in place of the built-in one; `{rubric}` and the scale are put in. It has to ask for the JSON object."""
+    votes: PositiveInt = 1
+    """Answers to each question, each with a seed of its own."""
+    min_votes: PositiveInt | None = None
+    """Fewest answers with a verdict; default more than half of the votes."""
+    temperature: float | Literal["auto"] | None = "auto"
+    """Sampling temperature; auto is 0 for one vote and 0.7 for several, null leaves it to the service."""
+    max_tokens: PositiveInt = 1024
+    """Limit of an answer."""
+    structured: Literal["auto", "json_schema", "json_object", "none"] = "auto"
+    """How the JSON object is enforced: `response_format` of that type, or by the prompt alone. auto takes json_schema, and none
+    once the service has refused it."""
+    answer_attempts: PositiveInt = 2
+    """Questions for one vote, while the answers hold no verdict."""
+    when_unavailable: Literal["wait", "none", "fail"] = "wait"
+    """The service gives no answer: wait and score the group again later, None for the completions concerned, or a failed attempt."""
+    when_no_verdict: Literal["none", "fail"] = "none"
+    """Too few answers have a verdict: None for the completion, or a failed attempt."""
+    seed: int = 0
+    """Seed of the first vote."""
+
+    @property
+    def needed_votes(self) -> int:
+        """The fewest verdicts that make a result."""
+        return self.min_votes or self.votes // 2 + 1
+
+    @property
+    def used_temperature(self) -> float | None:
+        """The temperature of a request; None leaves it to the service."""
+        if self.temperature == "auto":
+            return 0.0 if self.votes == 1 else 0.7
+        return self.temperature
+
+    @model_validator(mode="after")
+    def _check_votes(self) -> JudgeSettings:
+        if self.min_votes is not None and self.min_votes > self.votes:
+            raise ValueError(f"min_votes {self.min_votes} exceeds votes {self.votes}")
+        return self
+
+
+class ScoreSettings(JudgeSettings):
+    """`judge`: a score for each completion."""
+
+    template: str = SCORE_TEMPLATE
+    """Message with `{prompt}`, `{completion}` and any column in braces."""
+    min_score: float = 1.0
+    """Worst score; the reward is 0 there."""
+    max_score: float = 10.0
+    """Best score; the reward is 1 there."""
+    vote: Vote = "mean"
+    """How votes combine."""
+
+    @model_validator(mode="after")
+    def _check_scale(self) -> ScoreSettings:
+        if not self.min_score < self.max_score:
+            raise ValueError(f"min_score {self.min_score:g} is not below max_score {self.max_score:g}")
+        if "completion" not in placeholders(self.template):
+            raise ValueError("template has no {completion}, so every completion would get the same question")
+        return self
+
+    @property
+    def columns(self) -> set[str]:
+        """Columns of the data set that the template reads."""
+        return placeholders(self.template) - {"prompt", "completion"}
+
+
+class PairSettings(JudgeSettings):
+    """`judge_pairwise`: comparisons of a group's completions, each pair in both orders."""
+
+    template: str = PAIR_TEMPLATE
+    """Message with `{prompt}`, `{completion_a}`, `{completion_b}` and any column in braces."""
+    scores: Literal["win_rate", "bradley_terry"] = "win_rate"
+    """Scores from the comparisons: the share of wins, or the strengths of Bradley and Terry as chances of a win."""
+    max_pairs: PositiveInt | None = None
+    """Pairs of a group that are compared, spread evenly over the completions; default all."""
+    reference_column: str | None = None
+    """Compare each completion with the text in this column, in place of the other completions; the reward is its share of wins."""
+
+    @model_validator(mode="after")
+    def _check_template(self) -> PairSettings:
+        missing = {"completion_a", "completion_b"} - placeholders(self.template)
+        if missing:
+            raise ValueError(f"template has no {{{min(missing)}}}; both completions have to be shown")
+        return self
+
+    @property
+    def columns(self) -> set[str]:
+        """Columns of the data set that the judge reads."""
+        own = {"prompt", "completion_a", "completion_b"}
+        return (placeholders(self.template) - own) | (
+            {self.reference_column} if self.reference_column else set()
+        )
