@@ -1,0 +1,117 @@
+"""Backend `bwrap`: bubblewrap's user, mount, pid, network and IPC namespaces, with the same filter and rlimits inside.
+
+It needs a user namespace, which restricted pods refuse. The program's folder is a tmpfs, so the kernel bounds the disk, and
+the pid namespace ends everything with the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from reward.sandbox.launching import PopenChild, launch_command, new_ready
+from reward.sandbox.protocol import Limits, Outcome, SandboxFailed, check_request
+from reward.sandbox.readable import LAUNCHER, Readable, command, environment
+from reward.sandbox.supervisor import supervise
+from reward.sandbox.workspace import ENTRY_BYTES
+
+FOLDER = "/paceline-program"
+HELPERS = 2
+"""bwrap outside, and the first process of the pid namespace."""
+NEEDED = ("--disable-userns", "--size")
+"""Options that the oldest accepted version has (0.8)."""
+
+
+class BwrapSandbox:
+    """As `reward.sandbox.protocol.Sandbox`."""
+
+    name = "bwrap"
+
+    def __init__(self, readable: Readable) -> None:
+        """Set what programs may read. Raises SandboxFailed without a bwrap that is new enough."""
+        self._readable = readable
+        found = shutil.which("bwrap")
+        if found is None:
+            raise SandboxFailed("bwrap is not installed (apt install bubblewrap)")
+        self._bwrap = found
+        options = subprocess.run(
+            [found, "--help"], capture_output=True, text=True, timeout=10, check=False
+        ).stdout
+        if missing := [option for option in NEEDED if option not in options]:
+            raise SandboxFailed(f"{found} has no {missing[0]}, version 0.8 or newer is needed")
+
+    def run(
+        self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
+    ) -> Outcome:
+        """As `Sandbox.run`."""
+        check_request(argv, files, stdin)
+        ready = new_ready()
+        with ExitStack() as opened:
+            contents: dict[str, int] = {}
+            for name, content in files.items():
+                try:
+                    contents[name] = os.memfd_create("paceline")
+                    opened.callback(os.close, contents[name])
+                    os.write(contents[name], content)
+                    os.lseek(contents[name], 0, os.SEEK_SET)
+                except OSError as error:
+                    raise SandboxFailed(f"no memory for file {name!r}: {error}") from error
+            launched = [
+                *self._namespaces(limits.disk_bytes, contents),
+                *launch_command(command(argv), limits, ready, parent=False),
+            ]
+            return supervise(
+                lambda: PopenChild(
+                    launched, "/", environment(FOLDER), helpers=HELPERS, pass_fds=list(contents.values())
+                ),
+                limits,
+                InnerFolder(),
+                ready.encode(),
+                stdin,
+            )
+
+    def _namespaces(self, disk_bytes: int, contents: Mapping[str, int]) -> list[str]:
+        """Return bwrap's command up to that of the program. The root is a tmpfs without a bound, so it becomes read-only."""
+        words = [
+            self._bwrap,
+            "--unshare-all",
+            "--unshare-user",
+            "--uid",
+            "65534",
+            "--gid",
+            "65534",
+            "--disable-userns",
+        ]
+        words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        for path in (*self._readable.folders, *self._readable.files, str(LAUNCHER)):
+            words += _bind(path)
+        for path in self._readable.writable:
+            words += ["--dev-bind", path, path]
+        words += ["--size", str(disk_bytes), "--tmpfs", FOLDER]
+        for name, number in contents.items():
+            words += ["--file", str(number), f"{FOLDER}/{name}"]
+        return [*words, "--remount-ro", "/", "--chdir", FOLDER, "--"]
+
+
+class InnerFolder:
+    """The tmpfs of a program: the kernel bounds its bytes but not its entries, so it is measured too."""
+
+    def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
+        """Return the bytes in it, seen through a process that has it mounted; an entry counts as ENTRY_BYTES at least."""
+        for pid in reversed(pids):
+            with contextlib.suppress(OSError):
+                state = os.statvfs(f"/proc/{pid}/root{FOLDER}")
+                blocks_bytes = (state.f_blocks - state.f_bfree) * state.f_frsize
+                return max(blocks_bytes, (state.f_files - state.f_ffree) * ENTRY_BYTES)
+        return 0
+
+
+def _bind(path: str) -> list[str]:
+    """Return the words that show `path`, read-only; a link of the root folder (`/bin`) as a link."""
+    if os.path.islink(path) and path.count("/") == 1:
+        return ["--symlink", os.readlink(path), path]
+    return ["--dev-bind-try" if path.startswith("/dev/") else "--ro-bind-try", path, path]

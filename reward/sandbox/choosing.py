@@ -1,0 +1,102 @@
+"""The choice of a backend: the named one, or the first of `AUTO` that holds on this host.
+
+A backend holds when a small program in it runs and fails at what it must not do. A run whose backend does not hold is
+refused; nothing falls back to less.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+
+from paceline.errors import InvalidInput
+from reward.sandbox.bwrap import BwrapSandbox
+from reward.sandbox.landlock import LandlockSandbox
+from reward.sandbox.protocol import Limits, Sandbox, SandboxFailed
+from reward.sandbox.readable import Readable
+from reward.sandbox.remote import RemoteSandbox
+from reward.sandbox.sandlock import SandlockSandbox
+from reward.sandbox.unconfined import NoSandbox
+
+LOCAL: Mapping[str, Callable[[Readable], Sandbox]] = {
+    "sandlock": SandlockSandbox,
+    "bwrap": BwrapSandbox,
+    "landlock": LandlockSandbox,
+}
+AUTO = tuple(LOCAL)
+"""Backends in the order in which `auto` tries them."""
+NAMES = ("auto", *AUTO, "remote", "none")
+PROBE_LIMITS = Limits(time_s=20)
+PROBE = b"""
+import os, socket, sys
+port, outside, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def tries(name, attempt):
+    try:
+        attempt()
+    except OSError:
+        return
+    print("not held:", name)
+tries("files outside", lambda: open(outside).read())
+tries("writing outside", lambda: open(outside, "w"))
+tries("the network", lambda: socket.create_connection(("127.0.0.1", port), 2))
+tries("signals to other processes", lambda: os.kill(parent, 0) if parent != os.getpid() else os.kill(-1, 0))
+tries("starting processes", lambda: os._exit(9) if os.fork() == 0 else os.wait())
+open("own", "w").write("x")
+print("the program ran")
+"""
+
+
+def make_sandbox(name: str = "auto", *, readable: Sequence[str] = (), url: str | None = None) -> Sandbox:
+    """Return a sandbox that holds here. readable: further absolute paths that programs may read; url: of `remote`.
+
+    Raises InvalidInput: an unknown name, or nothing holds, with the reason of each backend.
+    """
+    if name not in NAMES:
+        raise InvalidInput(f"sandbox {name!r} is none of {', '.join(NAMES)}")
+    if (name == "remote") != (url is not None):
+        raise InvalidInput(
+            "sandbox remote needs its url, as in url: http://sandbox:8080"
+            if url is None
+            else f"url {url!r} is for sandbox remote, but sandbox is {name}"
+        )
+    if url is not None:
+        return RemoteSandbox(url)
+    if name == "none":
+        return NoSandbox()
+    paths = Readable.of_interpreter(readable)
+    reasons = []
+    for candidate in AUTO if name == "auto" else (name,):
+        made = probe(candidate, paths)
+        if not isinstance(made, str):
+            return made
+        reasons.append(f"{candidate}: {made}")
+    raise InvalidInput(
+        f"sandbox {name} does not hold on this host ({'; '.join(reasons)}); install bubblewrap or 'paceline[sandbox]', use a "
+        "kernel with Landlock, name a remote sandbox, or write sandbox: none for code that you trust"
+    )
+
+
+def probe(name: str, readable: Readable) -> Sandbox | str:
+    """Return local backend `name` if a program in it is isolated here, else the reason why not."""
+    listener = socket.socket()
+    try:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        sandbox = LOCAL[name](readable)
+        arguments = [str(listener.getsockname()[1]), _file_outside(), str(os.getpid())]
+        outcome = sandbox.run(["python", "probe.py", *arguments], {"probe.py": PROBE}, PROBE_LIMITS)
+    except (SandboxFailed, InvalidInput, OSError) as error:
+        return str(error)
+    finally:
+        listener.close()
+    lines = outcome.stdout.decode(errors="replace").splitlines()
+    if outcome.succeeded and lines == ["the program ran"]:
+        return sandbox
+    text = "; ".join(lines) or outcome.stderr.decode(errors="replace").strip()[-300:]
+    return f"the probe {outcome.describe()}: {text}"
+
+
+def _file_outside() -> str:
+    """Return a file of this process' user that no program may read."""
+    return f"/proc/{os.getpid()}/environ"

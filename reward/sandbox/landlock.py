@@ -1,0 +1,78 @@
+"""Backend `landlock`: Landlock, a filter of system calls and rlimits, applied by the program's own process before it starts.
+
+It needs no privilege, no namespace and no cgroup, so it holds in a restricted pod. A program is one process with threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Mapping, Sequence
+
+from paceline.errors import InvalidInput
+from reward.sandbox.launching import PopenChild, launch_command, new_ready
+from reward.sandbox.protocol import Limits, Outcome, SandboxFailed, check_request
+from reward.sandbox.readable import Readable, command, environment
+from reward.sandbox.seccomp_filter import ARCHITECTURES
+from reward.sandbox.supervisor import supervise
+from reward.sandbox.workspace import Workspace
+
+CREATE_RULESET, VERSION_FLAG = 444, 1
+MIN_ABI = 3
+"""The first that handles truncation (Linux 6.2)."""
+
+
+def landlock_abi() -> int:
+    """Return the version of Landlock in this kernel, 0 without it."""
+    if platform.system() != "Linux":
+        return 0
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    return max(
+        0, int(call(ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_long(VERSION_FLAG)))
+    )
+
+
+class LandlockSandbox:
+    """As `reward.sandbox.protocol.Sandbox`."""
+
+    name = "landlock"
+
+    def __init__(self, readable: Readable) -> None:
+        """Set what programs may read. Raises SandboxFailed where the kernel or the architecture does not have what is needed."""
+        self._readable = readable
+        self._abi = landlock_abi()
+        if self._abi < MIN_ABI:
+            raise SandboxFailed(
+                f"Landlock of this kernel is ABI {self._abi}, at least {MIN_ABI} is needed (Linux 6.2)"
+            )
+        if platform.machine() not in ARCHITECTURES:
+            raise SandboxFailed(f"system calls of {platform.machine()} are not filtered by this version")
+
+    def run(
+        self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
+    ) -> Outcome:
+        """As `Sandbox.run`. Raises InvalidInput for more than one process."""
+        check_request(argv, files, stdin)
+        if limits.processes > 1:
+            raise InvalidInput(
+                f"sandbox limit processes is {limits.processes}, but backend landlock runs one process; "
+                "set processes to 1, or use bwrap or sandlock"
+            )
+        ready = new_ready()
+        try:
+            workspace = Workspace(files)
+        except OSError as error:
+            raise SandboxFailed(f"no folder could be made for the program: {error}") from error
+        with workspace:
+            rules = [f"landlock {self._abi}", f"workspace {workspace.path}"]
+            rules += [f"read {path}" for path in self._readable.folders]
+            rules += [f"file {path}" for path in self._readable.files]
+            rules += [f"write {path}" for path in self._readable.writable]
+            launched = launch_command(command(argv), limits, ready, landlock=rules)
+            return supervise(
+                lambda: PopenChild(launched, workspace.path, environment(workspace.path)),
+                limits,
+                workspace,
+                ready.encode(),
+                stdin,
+            )

@@ -1,0 +1,193 @@
+"""The program that limits itself and becomes the sandboxed one: `python -I -S launcher.py PLAN ARGV...`.
+
+PLAN has lines `NAME VALUE`: `parent` (process id of the starter, or 0 where another program starts this one), `limit`
+(`RLIMIT_NAME NUMBER`), `tasks` (more tasks than the user has now that the kernel allows), `seccomp` (the filter, hex),
+`capabilities none`, `landlock` (its ABI), `read`, `file`, `write` and `workspace` (paths, as `_restrict_files`), and `ready`
+(the word that begins standard error once everything holds). Lines may be absent or repeated. What cannot be applied ends
+it with status 125 before the program starts.
+
+It starts for every program, so it imports little: no site packages, not json, ctypes only where a line needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 24, 38, 22
+SECCOMP_MODE_FILTER = 2
+CAPSET = {"x86_64": 126, "aarch64": 91}
+CAPABILITY_VERSION_3 = 0x20080522
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+RULE_PATH_BENEATH = 1
+OWN_PID = 0x7FEEDFEE
+SIGKILL = 9
+
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK, IOCTL_DEV = 1 << 6, 1 << 9, 1 << 11, 1 << 15
+FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
+"""Rights on files that a Landlock ABI knows, from that version on."""
+NETWORK_RIGHTS, SCOPES = 0b11, 0b11  # bind and connect by TCP (ABI 4); abstract sockets and signals (ABI 6)
+SETUP_FAILED = 125
+
+
+def main() -> None:
+    """Apply the plan in argv[1] and execute argv[2:]."""
+    try:
+        plan = _read(sys.argv[1])
+        apply(plan)
+        os.write(2, plan["ready"][0].encode())
+    except (OSError, ValueError, LookupError) as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        os._exit(SETUP_FAILED)
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        os.write(2, f"cannot execute {sys.argv[2]!r}: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _read(text: str) -> dict[str, list[str]]:
+    """Return the values of each name, in order."""
+    plan: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        plan.setdefault(name, []).append(value)
+    return plan
+
+
+def apply(plan: dict[str, list[str]]) -> None:
+    """Apply everything of the plan to this process, the filter of system calls last. Raises OSError."""
+    for parent in plan.get("parent", ()):
+        _call("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+        if os.getppid() != int(parent):
+            raise OSError("the caller has ended")
+    _be_killed_first()
+    for tasks in plan.get("tasks", ()):
+        if os.getuid():
+            _limit(resource.RLIMIT_NPROC, _tasks_of_user() + int(tasks))
+    for limit in plan.get("limit", ()):
+        name, _, value = limit.partition(" ")
+        _limit(getattr(resource, name), int(value))
+    if "capabilities" in plan:
+        _drop_capabilities()
+    if "landlock" in plan or "seccomp" in plan:
+        _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    for abi in plan.get("landlock", ()):
+        paths = (plan.get(name, []) for name in ("read", "file", "write", "workspace"))
+        _restrict_files(int(abi), *paths)
+    for program in plan.get("seccomp", ()):
+        _filter_calls(bytes.fromhex(program))
+
+
+def _limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def _be_killed_first() -> None:
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass  # a sandbox without /proc
+
+
+def _tasks_of_user() -> int:
+    """Return the number of tasks of this user; RLIMIT_NPROC counts them all."""
+    uid, tasks = os.getuid(), 0
+    try:
+        numbers = [name for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return 0
+    for number in numbers:
+        try:
+            if os.stat(f"/proc/{number}").st_uid == uid:
+                tasks += os.stat(f"/proc/{number}/task").st_nlink - 2
+        except OSError:
+            continue  # it ended
+    return tasks
+
+
+def _drop_capabilities() -> None:
+    """Give up all capabilities for good; no_new_privs keeps root from regaining them."""
+    _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    for number in range(64):
+        try:
+            _call("prctl", PR_CAPBSET_DROP, number, 0, 0, 0)
+        except OSError:
+            break  # EINVAL: the kernel has no further ones; EPERM: there are none to lose
+    header = CAPABILITY_VERSION_3.to_bytes(4, sys.byteorder) + bytes(4)
+    _call("syscall", CAPSET[os.uname().machine], header, bytes(24))
+
+
+def _restrict_files(
+    abi: int, read: list[str], files: list[str], write: list[str], workspace: list[str]
+) -> None:
+    """Leave only: reading and executing below `read`, reading `files`, reading and writing the devices `write`, and
+    everything but device nodes and sockets below `workspace`."""
+    handled = max(rights for version, rights in FILE_RIGHTS.items() if version <= abi)
+    attributes = [handled, *([NETWORK_RIGHTS] if abi >= 4 else []), *([SCOPES] if abi >= 6 else [])]
+    packed = b"".join(each.to_bytes(8, sys.byteorder) for each in attributes)
+    ruleset = _call("syscall", CREATE_RULESET, packed, len(packed), 0)
+    whole = handled & ~(MAKE_CHAR | MAKE_SOCK | MAKE_BLOCK | IOCTL_DEV)
+    for paths, rights in (
+        (read, EXECUTE | READ_FILE | READ_DIR),
+        (files, READ_FILE),
+        (write, READ_FILE | WRITE_FILE),
+        (workspace, whole),
+    ):
+        for path in paths:
+            _allow(ruleset, path, rights)
+    _call("syscall", RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    if not os.path.isdir(path):
+        rights &= EXECUTE | WRITE_FILE | READ_FILE
+    rule = rights.to_bytes(8, sys.byteorder) + opened.to_bytes(4, sys.byteorder)
+    _call("syscall", ADD_RULE, ruleset, RULE_PATH_BENEATH, rule, 0)
+    os.close(opened)
+
+
+def _filter_calls(program: bytes) -> None:
+    """Load the filter: `struct sock_fprog` is a 16-bit length, padding, and a pointer."""
+    import ctypes
+
+    own = os.getpid().to_bytes(4, sys.byteorder)
+    program = program.replace(OWN_PID.to_bytes(4, sys.byteorder), own)
+    instructions = ctypes.create_string_buffer(program, len(program))
+    length = (len(program) // 8).to_bytes(8, sys.byteorder)
+    pointer = ctypes.addressof(instructions).to_bytes(8, sys.byteorder)
+    _call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, length + pointer, 0, 0)
+
+
+def _call(name: str, *arguments: int | bytes) -> int:
+    """Call a function of the C library. Raises OSError for a negative result."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    converted: list[Any] = [
+        ctypes.c_char_p(each) if isinstance(each, bytes) else ctypes.c_long(each) for each in arguments
+    ]
+    result = int(getattr(libc, name)(*converted))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}{arguments[:2]!r:.80}: {os.strerror(number)}")
+    return result
+
+
+if __name__ == "__main__":
+    main()

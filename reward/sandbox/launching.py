@@ -1,0 +1,122 @@
+"""How the local backends start a program: the launcher's plan, and a child process with pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reward.sandbox import usage
+from reward.sandbox.protocol import Limits
+from reward.sandbox.readable import LAUNCHER
+from reward.sandbox.seccomp_filter import build_filter
+
+OPEN_FILES = 64
+SPARE_TASKS = 1024
+"""Tasks beyond the user's that the kernel allows. The watch ends a program far below; this bounds what it can start between
+two looks, and is so far above that programs beside each other do not take each other's."""
+
+
+def launch_command(
+    argv: Sequence[str],
+    limits: Limits,
+    ready: str,
+    *,
+    parent: bool = True,
+    confined: bool = True,
+    landlock: Sequence[str] = (),
+) -> list[str]:
+    """Return the command that applies `limits` and becomes `argv`.
+
+    ready: as `new_ready`. parent: the caller starts it, and it dies with the calling thread. confined: the filter of system
+    calls, no capabilities. landlock: further lines of the launcher's plan. Raises InvalidInput where the system calls are
+    not known.
+    """
+    kernel_limits = {
+        "RLIMIT_AS": limits.memory_bytes,
+        "RLIMIT_CPU": math.ceil(limits.time_s) + 1,
+        "RLIMIT_FSIZE": limits.disk_bytes,
+        "RLIMIT_NOFILE": OPEN_FILES,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_MEMLOCK": 0,
+    }
+    lines = [f"ready {ready}", f"tasks {limits.threads + SPARE_TASKS}"]
+    lines += [f"limit {name} {value}" for name, value in kernel_limits.items()]
+    if parent:
+        lines.append(f"parent {os.getpid()}")
+    if confined:
+        lines.append("capabilities none")
+        lines.append(f"seccomp {build_filter(platform.machine(), limits.processes == 1).hex()}")
+    return [sys.executable, "-I", "-S", str(LAUNCHER), "\n".join([*lines, *landlock]), *argv]
+
+
+def new_ready() -> str:
+    """Return a word that no program can know."""
+    return secrets.token_hex(12)
+
+
+class PopenChild:
+    """A child of this process, as `reward.sandbox.supervisor.Child`."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        folder: str,
+        environment: Mapping[str, str],
+        *,
+        helpers: int = 0,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Start `argv` in `folder`. Raises OSError."""
+        self.helpers = helpers
+        self._process = subprocess.Popen(
+            list(argv),
+            cwd=folder,
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self.stdin, self.stdout, self.stderr = (_taken(getattr(self._process, name)) for name in STREAMS)
+
+    def ended(self) -> bool:
+        """Return whether the process has ended."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """Kill the process, everything below it, and its process group."""
+        if self._process.returncode is not None:
+            return
+        for pid in reversed(usage.descendants(self.pid)):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the end. Raises TimeoutError."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+
+
+STREAMS = ("stdin", "stdout", "stderr")
+
+
+def _taken(stream: Any) -> int:
+    """Return the descriptor of a pipe as the caller's; the file object gives it up."""
+    number = os.dup(stream.fileno())
+    stream.close()
+    return number

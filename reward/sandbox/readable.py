@@ -1,0 +1,88 @@
+"""What every sandboxed program may read besides its own folder: the interpreter, system programs and libraries, and a few
+devices. Nothing of the user's home, of `/etc` as a whole, of `/proc` or `/sys`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import InvalidInput
+from reward.sandbox.protocol import PYTHON
+
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64")
+FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero")
+WRITABLE = ("/dev/null",)
+LAUNCHER = Path(__file__).with_name("launcher.py")
+TOO_WIDE = {"/", "/home", "/root", "/etc", "/proc", "/sys", "/dev", "/run", "/var", "/tmp"}
+
+
+@dataclass(frozen=True)
+class Readable:
+    """Paths that programs may read."""
+
+    folders: tuple[str, ...]
+    """Read and executed from, with all that is below; single files too."""
+    files: tuple[str, ...] = FILES
+    writable: tuple[str, ...] = WRITABLE
+
+    @classmethod
+    def of_interpreter(cls, extra: Sequence[str] = ()) -> Readable:
+        """Return the paths of this interpreter and its packages, the system's, and `extra`, absolute and existing.
+
+        Raises InvalidInput for an `extra` that is relative, absent, or so wide that it would show the host.
+        """
+        for path in extra:
+            wide = os.path.realpath(path) in TOO_WIDE
+            if not os.path.isabs(path) or not os.path.exists(path) or wide:
+                raise InvalidInput(
+                    f"readable path {path!r} of the sandbox {'is too wide' if wide else 'has to be absolute and to exist'}; "
+                    "name the folder that the programs need"
+                )
+        own = [sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)]
+        wanted = [*SYSTEM, *(path for path in own if os.path.realpath(path) not in TOO_WIDE), *extra]
+        return cls(_outermost([path for path in wanted if os.path.exists(path)]))
+
+
+def command(argv: Sequence[str]) -> list[str]:
+    """Return `argv` with this interpreter for PYTHON.
+
+    It finds the environment's packages by PYTHONPATH and skips the module `site`, whose `.pth` files can take longer than a
+    small program; so `exit` and `quit` are not built in.
+    """
+    if argv[0] == PYTHON:
+        return [sys.executable, "-S", "-s", *argv[1:]]
+    return list(argv)
+
+
+@functools.cache
+def environment(workspace: str) -> Mapping[str, str]:
+    """Return the whole environment of a program, nothing of which is the caller's."""
+    paths = sysconfig.get_paths()
+    return {
+        "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+        "HOME": workspace,
+        "TMPDIR": workspace,
+        "LANG": "C.UTF-8",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUTF8": "1",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([paths["purelib"], paths["platlib"]])),
+        # One thread for numerical libraries: their stacks count as address space.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "2",
+    }
+
+
+def _outermost(paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths without those below another one, in order."""
+    kept: list[str] = []
+    for path in dict.fromkeys(os.path.normpath(path) for path in paths):
+        if not any(path != other and Path(path).is_relative_to(other) for other in paths):
+            kept.append(path)
+    return tuple(kept)

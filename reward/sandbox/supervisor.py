@@ -1,0 +1,155 @@
+"""Watches a sandboxed program: feeds it, reads a bounded amount, measures it, and ends it at a limit.
+
+What bounds output, disk and time is here, in the caller's process, whatever the sandbox promises itself. One thread does
+all of it with a poll of the pipes; between events it looks at the program every `LOOK_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from signal import SIGXCPU, SIGXFSZ
+from typing import Protocol
+
+from reward.sandbox import usage
+from reward.sandbox.pipes import Pipes
+from reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
+
+LOOK_S = 0.02
+"""Seconds between two looks; longer where one takes more than a tenth of that."""
+END_S = 5.0
+"""Seconds that the sandbox has to end everything after the kill."""
+STARVED_SHARE = 0.1
+"""Fraction of its time limit: a runnable program that got less of a processor is starved."""
+
+
+class Child(Protocol):
+    """A started sandbox with the program in it."""
+
+    pid: int
+    helpers: int
+    """Processes of the sandbox at `pid` and below that are not the program's."""
+    stdin: int
+    stdout: int
+    stderr: int
+
+    def ended(self) -> bool:
+        """Return whether the program has ended; does not wait."""
+        ...
+
+    def kill(self) -> None:
+        """Kill everything inside; calling it again changes nothing."""
+        ...
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the end of a program that has ended or was killed; return its exit code, negative for a signal.
+
+        Raises TimeoutError.
+        """
+        ...
+
+
+class Files(Protocol):
+    """The folder of a program."""
+
+    def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
+        """Return the bytes in it and in removed files that `pids` hold open, or any number above `most_bytes`."""
+        ...
+
+
+def supervise(
+    start: Callable[[], Child],
+    limits: Limits,
+    files: Files,
+    ready: bytes,
+    stdin: bytes = b"",
+) -> Outcome:
+    """Start a program, watch it to its end, and return what became of it.
+
+    files: the program's folder. ready: what the launcher writes to standard error once everything holds. Raises SandboxFailed: it did not start, nothing ended it, or it was
+    left without a processor.
+    """
+    started_s = time.monotonic()
+    try:
+        child = start()
+    except (OSError, RuntimeError) as error:
+        raise SandboxFailed(f"the sandbox could not start a process: {error}") from error
+    ends = (child.stdin, child.stdout, child.stderr)
+    pipes = Pipes(ends, stdin, limits.output_bytes, len(ready), child.pid)
+    code: int | None = None
+    try:
+        ending = _watch(child, pipes, limits, files, started_s)
+        starved = ending == "time" and _is_starved(child.pid, limits.time_s)
+        child.kill()
+        with contextlib.suppress(TimeoutError):
+            code = child.wait(END_S)
+        pipes.read_rest()
+    finally:
+        child.kill()
+        pipes.close()
+    if code is None:
+        raise SandboxFailed(f"process {child.pid} of a sandbox did not end within {END_S:g} s of its kill")
+    if starved:
+        raise SandboxFailed(f"the program got hardly any processor in its {limits.time_s:g} s")
+    if not pipes.stderr_bytes.startswith(ready):
+        text = bytes(pipes.stderr_bytes[:500]).decode(errors="replace").strip()
+        raise SandboxFailed(
+            f"the sandbox did not start the program ({ending or f'status {code}'}): {text or 'no reason given'}"
+        )
+    return _outcome(ending or ("output" if pipes.full else None), code, pipes, time.monotonic() - started_s)
+
+
+def _watch(child: Child, pipes: Pipes, limits: Limits, files: Files, started_s: float) -> Ending | None:
+    """Serve the pipes until the program ends; return the limit that it passed before, if it did."""
+    look_s = started_s + LOOK_S
+    while not child.ended():
+        now_s = time.monotonic()
+        left_s = started_s + limits.time_s - now_s
+        if left_s <= 0:
+            return "time"
+        if now_s >= look_s:
+            if passed := _passed(child, limits, files):
+                return passed
+            took_s = time.monotonic() - now_s
+            look_s = now_s + max(LOOK_S, 10 * took_s)
+        pipes.serve(max(0.0, min(left_s, look_s - time.monotonic())))
+        if pipes.full:
+            return "output"
+    return None
+
+
+def _passed(child: Child, limits: Limits, files: Files) -> Ending | None:
+    """Return the limit that the program has passed by now."""
+    pids = usage.descendants(child.pid)
+    if len(pids) > limits.processes + child.helpers:
+        return "processes"
+    if sum(map(usage.num_threads, pids)) > limits.threads + child.helpers:
+        return "processes"
+    if limits.processes > 1 and sum(map(usage.resident_bytes, pids)) > limits.memory_bytes:
+        return "memory"
+    if files.used_bytes(limits.disk_bytes, pids) > limits.disk_bytes:
+        return "disk"
+    return None
+
+
+def _is_starved(pid: int, time_s: float) -> bool:
+    """Return whether the program was runnable and hardly got a processor, which is no fault of its own."""
+    pids = usage.descendants(pid)
+    used_s = sum(map(usage.processor_seconds, pids))
+    return used_s < STARVED_SHARE * time_s and any(map(usage.is_runnable, pids))
+
+
+def _outcome(ending: Ending | None, code: int, pipes: Pipes, duration_s: float) -> Outcome:
+    number = -code if code < 0 else code - 128 if code > 128 else None
+    if ending is None:
+        by_signal: dict[int, Ending] = {SIGXFSZ: "disk", SIGXCPU: "time"}
+        ending = "exited" if number is None else by_signal.get(number, "signal")
+    return Outcome(
+        ended=ending,
+        exit_code=code if ending == "exited" else None,
+        signal=number if ending == "signal" else None,
+        stdout=pipes.stdout,
+        stderr=pipes.stderr,
+        duration_s=duration_s,
+    )
