@@ -170,7 +170,7 @@ class RewardProcess:
     def kill(self) -> None:
         """Kill the process and its children; `close` or `start` waits until they are gone."""
         if self._process is not None and self._process.returncode is None:
-            _kill_group(self._process.pid)
+            kill_group(self._process.pid)
         self._process = None
         if self._writer is not None:
             self._writer.transport.abort()
@@ -185,7 +185,7 @@ class RewardProcess:
 
     async def _wait_for_end(self, process: Process) -> None:
         await process.wait()
-        _kill_group(process.pid)
+        kill_group(process.pid)
 
 
 def processor_seconds(pid: int) -> float:
@@ -227,6 +227,7 @@ def describe_end(returncode: int | None) -> str:
     return f"ended its process with exit code {returncode}"
 
 
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
+    """Kill a process that leads its group, and the others of the group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

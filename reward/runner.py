@@ -18,6 +18,7 @@ import numpy as np
 from paceline.errors import Conflict, InvalidInput, Unavailable, Unreadable
 from paceline.groups import FloatArray
 from paceline.spec import RewardFunctionSection
+from reward.models.pool import RewardModels
 from reward.process import ProcessDied, ProcessTimeout, RewardProcess
 from reward.protocol import encode
 from reward.results import FailureKind, RewardFailure, RewardResult
@@ -48,6 +49,7 @@ class RewardRunner:
             RewardProcess(functions, start_timeout_s, num_processes) for _ in range(num_processes)
         ]
         self._free: asyncio.Queue[RewardProcess] = asyncio.Queue()  # bounded by the processes that exist
+        self._models = RewardModels(functions)
         self._state = "new"
 
     async def __aenter__(self) -> RewardRunner:
@@ -72,9 +74,10 @@ class RewardRunner:
         self._state = "running"
         outcomes: list[BaseException | None] = []
         try:
-            outcomes = await asyncio.gather(*(p.start() for p in self._processes), return_exceptions=True)
+            starts = [*(p.start() for p in self._processes), self._models.start()]
+            outcomes = await asyncio.gather(*starts, return_exceptions=True)
         finally:
-            if len(outcomes) < len(self._processes) or any(outcomes):
+            if len(outcomes) <= len(self._processes) or any(outcomes):
                 await self.close()
         for outcome in outcomes:
             if isinstance(outcome, ProcessDied | ProcessTimeout):
@@ -117,16 +120,19 @@ class RewardRunner:
         process = await self._free.get()
         try:
             self._check_running()  # it may have been closed while this call waited
-            return await self._score_in(process, group, len(completions))
+            return await self._score_in(process, group, prompts, completions)
         finally:
             self._free.put_nowait(process)
 
     async def close(self) -> None:
         """End all processes. Running calls end with a failure or Conflict."""
         self._state = "closed"
-        await asyncio.gather(*(process.close() for process in self._processes))
+        await asyncio.gather(*(process.close() for process in self._processes), self._models.close())
 
-    async def _score_in(self, process: RewardProcess, group: bytes, num_completions: int) -> RewardResult:
+    async def _score_in(
+        self, process: RewardProcess, group: bytes, prompts: list[Any], completions: list[Any]
+    ) -> RewardResult:
+        num_completions, sent = len(completions), False
         rewards_CF: FloatArray = np.empty((num_completions, len(self._functions)), np.float32)
         durations_s: list[float] = []
         metrics: dict[str, tuple[float, int]] = {}
@@ -140,11 +146,13 @@ class RewardRunner:
             if failure is not None:
                 break
             started_s = time.monotonic()
-            frames = [encode({"call": index})]
             try:
-                reply = await process.ask(
-                    *([group] if index == 0 else []), *frames, timeout_s=function.timeout_s
-                )
+                if index in self._models:
+                    reply = await self._models.score(index, prompts, completions)
+                else:
+                    frames = [*([] if sent else [group]), encode({"call": index})]
+                    sent = True
+                    reply = await process.ask(*frames, timeout_s=function.timeout_s)
             except ProcessTimeout as error:
                 kind: FailureKind = "unavailable" if error.starved else "timeout"
                 failure = _failure(function, kind, f"{error}, its timeout_s")

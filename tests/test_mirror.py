@@ -75,6 +75,8 @@ COVERED_BY = {
     "reward/builtin/inputs.py": "test_formats.py",
     "reward/builtin/reward_model.py": "tests/e2e/test_preference_runs.py",
     "reward/judging/settings.py": "tests/reward/builtin/test_judges.py",
+    "reward/models/client.py": "test_pool.py",
+    "reward/models/settings.py": "test_pool.py",
     "reward/process.py": "test_runner.py",
     "reward/protocol.py": "test_runner.py",
     "reward/results.py": "test_runner.py",

@@ -13,7 +13,7 @@ from reward.builtin import judges
 from reward.builtin.formats import exact_match, format_regex, think_answer_format
 from reward.builtin.lengths import length, soft_overlong
 from reward.builtin.mathematics import math_accuracy
-from reward.builtin.reward_model import reward_model
+from reward.builtin.reward_model import process_reward_model, reward_model
 
 BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
@@ -22,6 +22,7 @@ BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "judge_pairwise": judges.judge_pairwise,
     "length": length,
     "math_accuracy": math_accuracy,
+    "process_reward_model": process_reward_model,
     "reward_model": reward_model,
     "soft_overlong": soft_overlong,
     "think_answer_format": think_answer_format,

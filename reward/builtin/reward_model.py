@@ -1,15 +1,14 @@
-"""A trained reward model as a reward function: an export of `algorithm: rm`, or any sequence classification with one output.
+"""`reward_model` and `process_reward_model`: trained classification models as reward functions.
 
-It runs in the reward worker's processes, on the CPU, so it has to be small, or its time limit generous.
+In a run they are scored by `reward.models`, in a process for each model that all groups of a worker share. Called as functions
+they load the model into the caller's process and score there, with the same code.
 """
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+import json
 from typing import Any
-
-from paceline.errors import InvalidInput
 
 
 def reward_model(
@@ -20,54 +19,85 @@ def reward_model(
     scale: float = 1.0,
     offset: float = 0.0,
     chat_template_kwargs: dict[str, Any] | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    max_batch_tokens: int = 16384,
+    refresh_s: float = 0.0,
     **columns: Any,
 ) -> list[float | None]:
-    """Return [C] scale · (score - offset) of each prompt with its completion, by the reward model in folder `path`.
+    """Return [C] scale · (score - offset) of each prompt with its completion, by the sequence classification with one output
+    in folder `path`; None for a text that is longer than the model reads.
 
-    The text is tokenised as in the model's training, with the model's tokenizer and chat template, whose arguments are
-    `chat_template_kwargs`. torch and the
-    model are loaded at the first call, which timeout_s and memory_mb have to allow for. Raises InvalidInput: no such folder,
-    or no sequence classification with one output in it.
+    The text is tokenised as in the model's training, with the model's tokenizer and chat template. The settings are those of
+    `reward.models.settings.ModelSettings`. Raises InvalidInput, Unreadable.
     """
-    import torch
+    settings = {
+        "path": path,
+        "scale": scale,
+        "offset": offset,
+        "chat_template_kwargs": chat_template_kwargs,
+        "device": device,
+        "precision": precision,
+        "max_batch_tokens": max_batch_tokens,
+        "refresh_s": refresh_s,
+    }
+    return _rewards("reward_model", settings, prompts, completions)
 
-    from paceline.data.tokens import encode_for_scoring, padding_token_id
 
-    tokenizer, model = _load(path)
-    texts = [
-        encode_for_scoring(tokenizer, prompt, completion, "auto", chat_template_kwargs or {})
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    longest = max(len(ids) for ids in texts)
-    ids_CT = torch.full((len(texts), longest), padding_token_id(tokenizer))
-    mask_CT = torch.zeros(len(texts), longest, dtype=torch.int64)
-    for index, ids in enumerate(texts):
-        ids_CT[index, : len(ids)] = torch.from_numpy(ids.astype("int64"))
-        mask_CT[index, : len(ids)] = 1
-    with torch.inference_mode():
-        scores_C = model(input_ids=ids_CT, attention_mask=mask_CT).logits[:, 0].float()
-    return [scale * (score - offset) for score in scores_C.tolist()]
+def process_reward_model(
+    prompts: list[Any],
+    completions: list[Any],
+    *,
+    path: str,
+    scale: float = 1.0,
+    offset: float = 0.0,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    max_batch_tokens: int = 16384,
+    refresh_s: float = 0.0,
+    step_separator: str = "\n\n",
+    reduce: str = "min",
+    positive_label: int = 1,
+    **columns: Any,
+) -> list[float | None]:
+    """Return [C] scale · (score - offset) of completions whose steps a token classification scores, each at the last token of
+    the separator behind it; the score of a completion is the `reduce` of its steps' probabilities.
+
+    The settings are those of `reward.models.settings.ProcessModelSettings`. Raises InvalidInput, Unreadable.
+    """
+    settings = {
+        "path": path,
+        "scale": scale,
+        "offset": offset,
+        "chat_template_kwargs": chat_template_kwargs,
+        "device": device,
+        "precision": precision,
+        "max_batch_tokens": max_batch_tokens,
+        "refresh_s": refresh_s,
+        "step_separator": step_separator,
+        "reduce": reduce,
+        "positive_label": positive_label,
+    }
+    return _rewards("process_reward_model", settings, prompts, completions)
+
+
+def _rewards(
+    function: str, settings: dict[str, Any], prompts: list[Any], completions: list[Any]
+) -> list[float | None]:
+    from reward.models.rewards import rewards_of
+    from reward.models.settings import model_settings
+
+    checked = model_settings(function, settings)
+    scorer = _load(function, json.dumps(checked.shared(), sort_keys=True))
+    texts = [scorer.encode(*pair) for pair in zip(prompts, completions, strict=True)]
+    return rewards_of({"scores": scorer.scores(texts)}, checked, len(completions))
 
 
 @functools.lru_cache(maxsize=2)
-def _load(path: str) -> tuple[Any, Any]:
-    """Return tokenizer and model, loaded once a process."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+def _load(function: str, settings_json: str) -> Any:
+    """Return the model of these settings, loaded once a process."""
+    from reward.models.scorer import load_scorer
+    from reward.models.settings import model_settings
 
-    from paceline.data.tokens import padding_token_id
-
-    if not (Path(path) / "config.json").is_file():
-        raise InvalidInput(
-            f"reward_model: path {path!r} has no config.json; name an exported reward model's folder"
-        )
-    config = AutoConfig.from_pretrained(path)
-    kinds = config.architectures or []
-    if config.num_labels != 1 or not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        raise InvalidInput(
-            f"reward_model: path {path!r} holds {', '.join(kinds) or 'no architecture'} with {config.num_labels} outputs; "
-            "a reward model is a sequence classification with one output, as `paceline rm` exports it"
-        )
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
-    model.config.pad_token_id = padding_token_id(tokenizer)
-    return tokenizer, model
+    return load_scorer(model_settings(function, json.loads(settings_json)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.data.files import names_files
 from paceline.errors import SpecError
 from paceline.files.storage import is_url
-from paceline.spec import RunSpec
+from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.explaining.nearest import nearest
 from paceline.spec.reading import MODEL_FIELDS
 
@@ -62,6 +62,10 @@ def _functions(spec: RunSpec) -> list[str]:
         file, colon, _ = reward.function.rpartition(":")
         if colon and Path(file).is_absolute() and not Path(file).is_file():
             found.append(f"rewards.{index}.function: no file {file!r}{_remedy(Path(file))}")
+        argument = RewardFunctionSection.PATH_ARGUMENTS.get(reward.function)
+        model = reward.kwargs.get(argument) if argument is not None else None
+        if isinstance(model, str) and Path(model).is_absolute() and not Path(model).is_dir():
+            found.append(f"rewards.{index}.kwargs.{argument}: no folder {model!r}{_remedy(Path(model))}")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
-from watched_runs import finish
+from watched_runs import finish, wait_for_step
 
 from paceline.client import Client
 from paceline.spec import RunSpec
@@ -28,6 +29,7 @@ from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 240.0
 MakeSpec = Callable[..., RunSpec]
+ROOM = {"timeout_s": 120, "memory_mb": 16384}
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +108,46 @@ def test_a_reward_model_ranks_held_out_answers_and_then_rewards_rollouts(
     won = sum((chosen > one) / 2 for chosen, *rejected in scores for one in rejected)  # type: ignore[operator]
     assert won / len(rows) == pytest.approx(after["accuracy"], abs=1e-6)
 
-    reward = {"function": "reward_model", "kwargs": {"path": folder}, "timeout_s": 120, "memory_mb": 16384}
-    spec = make_spec(rewards=[reward], grpo={"max_num_steps": 2})
-    assert finish(client, cluster, client.submit(spec).run_id)["steps"] == 2
+    reward = {"function": "reward_model", "kwargs": {"path": f"run:{summary['run_id']}"}}
+    spec = make_spec(rewards=[reward | ROOM], grpo={"max_num_steps": 2})
+    run = client.submit(spec)
+    assert finish(client, cluster, run.run_id)["steps"] == 2
+    for group in client.samples(run.run_id, 1):
+        texts = [completion["text"] for completion in group["completions"]]
+        own = reward_model([group["prompt"]] * len(texts), texts, path=folder)
+        assert [each["rewards"]["reward_model"] for each in group["completions"]] == pytest.approx(
+            own, abs=1e-5
+        )
+    _exchange_while_the_run_goes_on(client, cluster, make_spec, summary)
+
+
+def _exchange_while_the_run_goes_on(
+    client: Client, cluster: LocalCluster, make_spec: MakeSpec, trained: dict[str, Any]
+) -> None:
+    """Give a run `run:ID/newest`, add an export with the opposite scores while it trains, and compare its samples with both."""
+    exports = cluster.directory / trained["run_id"] / "exports"
+    shutil.copytree(trained["export_path"], exports / "step-40")
+    kwargs = {"path": f"run:{trained['run_id']}/newest", "refresh_s": 0.1}
+    reward = {"function": "reward_model", "kwargs": kwargs, "name": "rm"}
+    steps = 120
+    spec = make_spec(
+        rewards=[reward | ROOM], grpo={"max_num_steps": steps}, checkpointing={"save_period": steps}
+    )
+    run = client.submit(spec)
+    wait_for_step(client, cluster, run.run_id, 2)
+    made = cluster.directory / "opposite"
+    shutil.copytree(exports / "step-40", made)
+    weights = load_file(made / "model.safetensors")
+    weights["score.weight"] = -weights["score.weight"]
+    save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+    made.rename(exports / "step-41")
+    assert finish(client, cluster, run.run_id)["steps"] == steps
+    for step, export in ((0, "step-40"), (steps - 1, "step-41")):
+        for group in client.samples(run.run_id, step):
+            texts = [completion["text"] for completion in group["completions"]]
+            own = reward_model([group["prompt"]] * len(texts), texts, path=str(exports / export))
+            assert [each["rewards"]["rm"] for each in group["completions"]] == pytest.approx(own, abs=1e-5)
+            assert all(each["extra"]["rm_model"].startswith(export) for each in group["completions"])
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("orpo", marks=pytest.mark.slow), "kto"])

@@ -39,6 +39,7 @@ def test_every_built_in_is_found_under_its_own_name() -> None:
         "length": {"tolerance_tokens": 1},
         "soft_overlong": {"max_completion_tokens": 2, "soft_tokens": 1},
         "format_regex": {"pattern": "a"},
+        "process_reward_model": {"path": "a-folder"},
         "reward_model": {"path": "a-folder"},
     }
     for name, function in BUILTIN_FUNCTIONS.items():

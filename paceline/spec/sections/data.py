@@ -91,7 +91,7 @@ class DataSection(Section):
 class RewardFunctionSection(Section):
     """One reward function."""
 
-    PATH_ARGUMENTS: ClassVar[Mapping[str, str]] = {"reward_model": "path"}
+    PATH_ARGUMENTS: ClassVar[Mapping[str, str]] = {"process_reward_model": "path", "reward_model": "path"}
     """Built-in functions with a keyword argument that is a path, relative to the spec's file, and that argument."""
 
     function: str

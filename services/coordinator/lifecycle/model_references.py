@@ -1,7 +1,8 @@
 """Models that a spec names as `run:ID`: another run's export, which is looked for when the run is submitted.
 
 `run:ID` is the final export of that run, else its newest export by step; `run:ID/NAME` is the export of that name. The stored
-spec has the folder or URL, so that workers, later sessions and replays read the same files.
+spec has the folder or URL, so that workers, later sessions and replays read the same files. A reward model may be named so
+too, and as `run:ID/newest`: the folder of the exports, in which its process finds the newest one whenever it looks.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 from paceline.errors import NotFound, SpecError
 from paceline.files.names import EXPORTS
 from paceline.files.storage import Folder
-from paceline.spec import RunSpec
+from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS, parse_spec, spec_of_run
 from services.coordinator.ledger.ledger import Ledger
 
 PREFIX = "run:"
+NEWEST = "newest"
+"""Name of the export that is the newest by step, whenever a reward model is read."""
 OF_STEP = re.compile(r"step-(\d{1,18})")
 MAX_NAMED = 8
 """Runs that a message names."""
@@ -37,6 +40,8 @@ class Reference:
     name: str
     missing: str
     """Sentence for an export that is not there."""
+    follows: bool = False
+    """True for the folder of the exports itself, in which the newest is looked for again and again."""
 
 
 def references(spec: RunSpec, ledger: Ledger) -> list[Reference]:
@@ -59,6 +64,11 @@ def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
         value = getattr(getattr(spec, section), key)
         if value is not None and value.startswith(PREFIX):
             yield f"{section}.{key}", value
+    for index, reward in enumerate(spec.rewards):
+        argument = RewardFunctionSection.PATH_ARGUMENTS.get(reward.function)
+        value = reward.kwargs.get(argument) if argument is not None else None
+        if isinstance(value, str) and value.startswith(PREFIX):
+            yield f"rewards.{index}.kwargs.{argument}", value
 
 
 def _reference(field: str, value: str, ledger: Ledger) -> Reference:
@@ -69,7 +79,16 @@ def _reference(field: str, value: str, ledger: Ledger) -> Reference:
         raise SpecError(
             f"{field} {value!r}: there is no run {run_id!r} here; {_with_exports(ledger)}"
         ) from None
-    if field != "value.model_name" and spec_of_run(run_id, row["spec_yaml"])[0].has_scoring_head:
+    has_scoring_head, rewards = (
+        spec_of_run(run_id, row["spec_yaml"])[0].has_scoring_head,
+        field.startswith("rewards."),
+    )
+    if rewards and not has_scoring_head:
+        raise SpecError(
+            f"{field} {value!r}: run {run_id} has trained a language model; name a run with algorithm rm, whose export gives "
+            "scores"
+        )
+    if field != "value.model_name" and has_scoring_head and not rewards:
         raise SpecError(
             f"{field} {value!r}: run {run_id} has trained a reward model, which writes no text; name a run that has trained a "
             "language model"
@@ -80,8 +99,10 @@ def _reference(field: str, value: str, ledger: Ledger) -> Reference:
         f"{field} {value!r}: run {run_id} {what} ({state}); `paceline export {run_id}` writes one from its newest checkpoint. "
         f"{_with_exports(ledger)}"
     )
-    final = "" if name else ledger.export_path(run_id)
-    return Reference(field, value, final, f"{ledger.run_store(run_id)}/{EXPORTS}", name, missing)
+    exports = f"{ledger.run_store(run_id)}/{EXPORTS}"
+    if rewards and name == NEWEST:
+        return Reference(field, value, "", exports, "", missing, follows=True)
+    return Reference(field, value, "" if name else ledger.export_path(run_id), exports, name, missing)
 
 
 def _with_exports(ledger: Ledger) -> str:
@@ -95,7 +116,7 @@ def located(reference: Reference) -> str:
     try:
         for place in _places(reference):
             if Folder(place).exists("config.json"):
-                return place
+                return reference.exports if reference.follows else place
     except Exception as error:  # the clients of object stores raise errors without a common base
         raise SpecError(
             f"{reference.field} {reference.value!r} cannot be read in {reference.final or reference.exports}: "
@@ -123,6 +144,9 @@ def with_locations(
         return spec
     tree: dict[str, Any] = spec.model_dump(mode="json")
     for reference in found:
-        section, _, key = reference.field.partition(".")
-        tree[section][key] = locate(reference)
+        *sections, key = reference.field.split(".")
+        node: Any = tree
+        for section in sections:
+            node = node[int(section)] if isinstance(node, list) else node[section]
+        node[key] = locate(reference)
     return parse_spec(tree)

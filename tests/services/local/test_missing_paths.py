@@ -44,6 +44,11 @@ def spec(tmp_path: Path) -> Path:
         ("data.validation=./val.jsonl", "data.validation: no file", "correct the path"),
         ("data.train=parts/*.parquet", "data.train: no file matches", "correct the pattern"),
         (
+            "rewards=[{function: reward_model, kwargs: {path: ./my-modle}}]",
+            "rewards.0.kwargs.path: no folder",
+            "did you mean 'my-model'?",
+        ),
+        (
             "rewards=[{function: reward.py:letters}]",
             "rewards.0.function: no file",
             "did you mean 'rewards.py'?",

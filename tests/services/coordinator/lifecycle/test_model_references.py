@@ -84,3 +84,29 @@ def test_the_critic_and_the_tokenizer_take_references_too(bench: Bench) -> None:
     spec = bench.spec(**sections)
     found = with_locations(spec, references(spec, bench.ledger))
     assert found.policy.tokenizer_name == found.value.model_name == f"{bench.store}/exports/step-1"
+
+
+@pytest.mark.parametrize("function", ["reward_model", "process_reward_model"])
+def test_a_reward_model_may_be_another_runs_export(bench: Bench, function: str) -> None:
+    trained = spec_to_yaml(bench.spec(algorithm="rm"))
+    bench.ledger.add_run("rm-1", trained, str(bench.directory / "rm-1"))
+    exports = f"{bench.ledger.store}/rm-1/exports"
+
+    def resolved(path: str) -> str:
+        rewards = [{"function": "exact_match"}, {"function": function, "kwargs": {"path": path}}]
+        spec = bench.spec(rewards=rewards)
+        return str(with_locations(spec, references(spec, bench.ledger)).rewards[1].kwargs["path"])
+
+    with pytest.raises(
+        SpecError, match=r"rewards\.1\.kwargs\.path 'run:rm-1/newest': run rm-1 has no export 'newest'"
+    ):
+        resolved("run:rm-1/newest")
+    for name in ("step-2", "step-10"):
+        Folder(f"{exports}/{name}").write("config.json", b"{}")
+    assert resolved("run:rm-1") == f"{exports}/step-10"
+    assert resolved("run:rm-1/step-2") == f"{exports}/step-2"
+    assert resolved("run:rm-1/newest") == exports
+    with pytest.raises(
+        SpecError, match="run sft-1 has trained a language model; name a run with algorithm rm"
+    ):
+        resolved("run:sft-1")

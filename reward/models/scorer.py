@@ -1,0 +1,191 @@
+"""Scores of texts by a classification model, computed in passes of a token budget.
+
+Promise: a text's score is that of transformers' own forward pass on the text alone, up to the rounding of its type, whatever
+shares the pass. A text that is longer than the model reads has no score.
+
+Suffixes: N texts of a pass, T tokens of the longest, L outputs of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.data.tokens import encode_for_scoring, encode_prompt, padding_token_id
+from paceline.errors import InvalidInput, Unreadable
+from paceline.models.loading import fault_of_load, resolved_dtype
+from reward.models.batching import passes
+from reward.models.settings import ModelSettings, ProcessModelSettings
+from reward.models.source import fetched
+
+UNBOUNDED = 1 << 30
+
+
+class Text(NamedTuple):
+    """One text to score."""
+
+    ids: list[int]
+    places: list[int]
+    """Tokens at which the model's outputs count: the ends of steps; none where the model itself finds the last token."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    version: str
+    device: torch.device
+    max_tokens: int
+    """Longest text that the model reads."""
+
+
+class Scorer:
+    """A model and how its outputs become scores."""
+
+    def __init__(self, settings: ModelSettings, loaded: Model) -> None:
+        self._settings, self._loaded = settings, loaded
+
+    @property
+    def version(self) -> str:
+        """Version of the weights."""
+        return self._loaded.version
+
+    def encode(self, prompt: Any, completion: Any) -> Text:
+        """Return the tokens of a prompt with its completion. Raises InvalidInput where they cannot be written."""
+        tokenizer, kwargs = self._loaded.tokenizer, self._settings.chat_template_kwargs or {}
+        if isinstance(self._settings, ProcessModelSettings):
+            return self._steps(prompt, completion, self._settings.step_separator)
+        return Text(encode_for_scoring(tokenizer, prompt, completion, "auto", kwargs).tolist(), [])
+
+    def scores(
+        self, texts: Sequence[Text], ran: Callable[[int], None] = lambda texts: None
+    ) -> list[list[float] | None]:
+        """Return the scores of each text, one, or one for each step; None for a text that is too long.
+
+        `ran` is told the texts of each pass. Raises InvalidInput for a score that is not finite; torch's errors.
+        """
+        found: list[list[float] | None] = [None] * len(texts)
+        fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._loaded.max_tokens]
+        with torch.inference_mode():
+            for chosen in passes([len(texts[i].ids) for i in fitting], self._settings.max_batch_tokens):
+                indices = [fitting[position] for position in chosen]
+                for index, values in zip(indices, self._pass([texts[i] for i in indices]), strict=True):
+                    if not all(map(math.isfinite, values)):
+                        raise InvalidInput(
+                            f"the model {self._settings.path!r} gives a score that is not finite"
+                        )
+                    found[index] = values
+                ran(len(indices))
+        return found
+
+    def _pass(self, texts: Sequence[Text]) -> list[list[float]]:
+        longest = max(len(text.ids) for text in texts)
+        ids_NT = torch.full((len(texts), longest), padding_token_id(self._loaded.tokenizer))
+        mask_NT = torch.zeros(len(texts), longest, dtype=torch.int64)
+        for row, text in enumerate(texts):
+            ids_NT[row, : len(text.ids)] = torch.tensor(text.ids)
+            mask_NT[row, : len(text.ids)] = 1
+        device = self._loaded.device
+        logits = self._loaded.model(input_ids=ids_NT.to(device), attention_mask=mask_NT.to(device)).logits
+        if not isinstance(self._settings, ProcessModelSettings):
+            return [[score] for score in logits[:, 0].float().tolist()]
+        return [self._at_steps(logits[row, text.places].float()) for row, text in enumerate(texts)]
+
+    def _at_steps(self, logits_SL: torch.Tensor) -> list[float]:
+        if logits_SL.shape[-1] == 1:
+            chances: list[float] = logits_SL[:, 0].sigmoid().tolist()
+            return chances
+        assert isinstance(self._settings, ProcessModelSettings)
+        chances = logits_SL.softmax(-1)[:, self._settings.positive_label].tolist()
+        return chances
+
+    def _steps(self, prompt: Any, completion: Any, separator: str) -> Text:
+        """Return the prompt and the steps, each followed by the separator, at whose last token the model scores it."""
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        tokenizer = self._loaded.tokenizer
+        ids = encode_prompt(tokenizer, prompt, "auto", self._settings.chat_template_kwargs or {}).tolist()
+        behind: list[int] = tokenizer(separator, add_special_tokens=False)["input_ids"]
+        places = []
+        for step in steps_of(text, separator):
+            ids = [*ids, *tokenizer(step, add_special_tokens=False)["input_ids"], *behind]
+            places.append(len(ids) - 1)
+        return Text(ids, places)
+
+
+def steps_of(text: str, separator: str) -> list[str]:
+    """Return the steps of a completion, without empty ones; an empty completion is one step."""
+    return [step for step in text.split(separator) if step.strip()] or [text]
+
+
+def load_scorer(settings: ModelSettings) -> Scorer:
+    """Load the model as it is now. Raises InvalidInput for a model of another kind or damaged files, Unreadable for files or a
+    device that are not there now."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+        AutoTokenizer,
+    )
+
+    by_step = isinstance(settings, ProcessModelSettings)
+    device = device_of(settings)
+    source, version = fetched(settings.path)
+    try:
+        config = AutoConfig.from_pretrained(source)
+        _check_kind(settings, config)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        kind = AutoModelForTokenClassification if by_step else AutoModelForSequenceClassification
+        dtype = getattr(torch, resolved_dtype(settings.precision, device.type))
+        model = kind.from_pretrained(source, dtype=dtype).requires_grad_(False).eval()
+    except Exception as error:
+        fault = fault_of_load("reward model", settings.path, error)
+        if fault is None:
+            raise
+        raise fault from None
+    if isinstance(settings, ProcessModelSettings):
+        separator = settings.step_separator
+        if not tokenizer(separator, add_special_tokens=False)["input_ids"]:
+            raise InvalidInput(f"step_separator {separator!r} has no token in the model's tokenizer")
+    model.config.pad_token_id = padding_token_id(tokenizer)
+    read = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return Scorer(settings, Model(model.to(device), tokenizer, version, device, read or UNBOUNDED))
+
+
+def device_of(settings: ModelSettings) -> torch.device:
+    """Return the device of the settings. Raises Unreadable for a GPU that this process does not see."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = settings.device
+    if name == "auto":
+        name = "cuda:0" if gpus else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise Unreadable(
+            f"reward model {settings.path!r}: device {name!r}, but the worker sees {gpus} GPUs; set device, or cluster.reward_gpus"
+        )
+    return device
+
+
+def _check_kind(settings: ModelSettings, config: Any) -> None:
+    """Raises InvalidInput for a model of another kind."""
+    by_step = isinstance(settings, ProcessModelSettings)
+    kinds, wanted = (
+        config.architectures or [],
+        "ForTokenClassification" if by_step else "ForSequenceClassification",
+    )
+    fits = any(kind.endswith(wanted) for kind in kinds)
+    named = f"reward model {settings.path!r} holds {', '.join(kinds) or 'no architecture'} with {config.num_labels} outputs"
+    if isinstance(settings, ProcessModelSettings):
+        if not fits or (config.num_labels > 1 and settings.positive_label >= config.num_labels):
+            raise InvalidInput(
+                f"{named}; process_reward_model takes a token classification that has positive_label"
+            )
+    elif not fits or config.num_labels != 1:
+        raise InvalidInput(
+            f"{named}; reward_model takes a sequence classification with one output, as `paceline rm` exports it"
+        )

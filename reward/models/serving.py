@@ -1,0 +1,180 @@
+"""The process of one reward model: it scores what all runners' calls have sent, together, and takes newer weights.
+
+Threads: one reads requests from the socket into a queue; the main thread takes all that wait, scores them in common passes and
+answers; with `refresh_s` a third one looks for other weights and loads them, and the main thread changes to them between two
+batches. The runner's end of the socket ends the process.
+
+runner → process    {"model": settings, "function": name, "memory_bytes": n}   once, first
+                    {"score": id, "prompts": [C], "completions": [C]}
+process → runner    {"loaded": version} | {"refused": text, "passing": bool}
+                    {"scored": id, "scores": [[…] or null], "version": text} | {"scored": id, "raised": text}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from paceline.error_texts import error_text
+from paceline.errors import InvalidInput, PacelineError, Unreadable
+from paceline.host.process import die_with_parent
+from reward.protocol import encode, receive
+
+log = logging.getLogger(__name__)
+
+MAX_GROUPS = 256
+"""Groups that are scored in common passes."""
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is argv[2] until the runner, process argv[3], closes it."""
+    connection_fd, runner_pid = int(sys.argv[2]), int(sys.argv[3])
+    die_with_parent(runner_pid, signal.SIGKILL)
+    os.dup2(2, 1)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    os.set_inheritable(connection_fd, False)
+    connection = socket.socket(fileno=connection_fd)
+    with connection, contextlib.suppress(EOFError, ConnectionError):
+        _serve(connection)
+
+
+def _serve(connection: socket.socket) -> None:
+    try:
+        server = ModelServer(receive(connection))
+    except PacelineError as error:
+        passing = isinstance(error, Unreadable) or not isinstance(error, InvalidInput)
+        connection.sendall(encode({"refused": str(error), "passing": passing}))
+        return
+    except Exception as error:  # of torch, its device or the memory limit
+        why = f"the reward model cannot be loaded: {error_text(error)}; memory_mb of its function may be too small for it"
+        connection.sendall(encode({"refused": why, "passing": True}))
+        return
+    connection.sendall(encode({"loaded": server.version}))
+    requests: queue.Queue[dict[str, Any] | None] = queue.Queue()  # bounded by the runner's processes
+    reader = threading.Thread(target=_read, args=(connection, requests), daemon=True, name="requests")
+    reader.start()
+    server.start_refreshing()
+    while (first := requests.get()) is not None:  # no deadline: an idle model has nothing else to do
+        batch = [first]
+        while len(batch) < MAX_GROUPS and not requests.empty():
+            request = requests.get()
+            if request is None:
+                return
+            batch.append(request)
+        for reply in server.answers(batch):
+            connection.sendall(encode(reply))
+
+
+def _read(connection: socket.socket, requests: queue.Queue[dict[str, Any] | None]) -> None:
+    try:
+        while True:
+            requests.put(receive(connection))
+    except (EOFError, OSError, PacelineError):
+        requests.put(None)
+
+
+class ModelServer:
+    """The loaded model, and the one that takes its place."""
+
+    def __init__(self, load: dict[str, Any]) -> None:
+        """Load the model. Raises what `load_scorer` raises."""
+        from reward.models.scorer import device_of, load_scorer
+        from reward.models.settings import model_settings
+
+        self._settings = model_settings(load["function"], load["model"])
+        if device_of(self._settings).type == "cpu":  # CUDA reserves far more address space than it uses
+            _limit_memory(load["memory_bytes"])
+        self._load = load_scorer
+        self._scorer = load_scorer(self._settings)
+        self._newer: Any = None
+        """The newest weights that the thread has loaded."""
+
+    @property
+    def version(self) -> str:
+        """Version of the weights that score."""
+        return self._scorer.version
+
+    def answers(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return a reply to each request. Groups share passes; where a common pass fails, each is scored alone, so that it
+        fails alone."""
+        newer = self._newer
+        if newer is not None and newer is not self._scorer:
+            log.info("the reward model %s scores with version %s now", self._settings.path, newer.version)
+            self._scorer = newer
+        found: dict[int, dict[str, Any]] = {}
+        encoded: list[tuple[int, list[Any]]] = []
+        for index, request in enumerate(requests):
+            try:
+                pairs = zip(request["prompts"], request["completions"], strict=True)
+                encoded.append((index, [self._scorer.encode(*pair) for pair in pairs]))
+            except Exception as error:  # a text that the tokenizer or its template does not take
+                found[index] = _raised(request, error)
+        try:
+            self._score_together(requests, encoded, found)
+        except Exception:
+            for item in encoded:
+                try:
+                    self._score_together(requests, [item], found)
+                except Exception as error:
+                    found[item[0]] = _raised(requests[item[0]], error)
+        return [found[index] for index in range(len(requests))]
+
+    def _score_together(
+        self,
+        requests: list[dict[str, Any]],
+        encoded: list[tuple[int, list[Any]]],
+        found: dict[int, dict[str, Any]],
+    ) -> None:
+        scores = iter(self._scorer.scores([text for _, texts in encoded for text in texts]))
+        for index, texts in encoded:
+            own = [next(scores) for _ in texts]
+            found[index] = {"scored": requests[index]["score"], "scores": own, "version": self.version}
+
+    def start_refreshing(self) -> None:
+        """Look for other weights every `refresh_s`, in a thread, if that is set."""
+        if self._settings.refresh_s:
+            threading.Thread(target=self._refresh, daemon=True, name="refresh").start()
+
+    def _refresh(self) -> None:
+        from reward.models.source import fetched
+
+        seen, refused, pause = self.version, "", threading.Event()
+        while True:
+            pause.wait(self._settings.refresh_s)
+            version = ""
+            try:
+                version = fetched(self._settings.path)[1]
+                if version != seen:
+                    self._newer = self._load(self._settings)
+                    seen = self._newer.version
+            except (
+                Exception
+            ) as error:  # the present weights go on, and the files may be complete at the next look
+                if refused != version + str(error):
+                    log.warning("the reward model %s keeps version %s: %s", self._settings.path, seen, error)
+                refused = version + str(error)
+
+
+def _raised(request: dict[str, Any], error: Exception) -> dict[str, Any]:
+    return {"scored": request["score"], "raised": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """Limit the address space that the model may add, on Linux."""
+    import resource
+
+    with contextlib.suppress(OSError, ValueError):
+        mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = mapped_bytes + memory_bytes
+        resource.setrlimit(
+            resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+        )

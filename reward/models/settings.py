@@ -1,0 +1,52 @@
+"""Settings of reward models: the `kwargs` of `reward_model` and `process_reward_model`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue
+
+from paceline.spec.sections.base import NonNegativeFloat, PositiveInt, Section
+from reward.endpoints.settings import checked_settings
+
+
+class ModelSettings(Section):
+    """`reward_model`: a sequence classification with one output."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Folder, fsspec URL, name on the hub, or a folder of exports, of which the newest step is taken."""
+    scale: float = 1.0
+    """Factor of the score, after `offset`."""
+    offset: float = 0.0
+    """Taken from the score."""
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Arguments of the model's chat template."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda|cuda:\d{1,3})$")] = "auto"
+    """Device of the model: `cuda:1` is the second GPU that the worker sees; auto the first GPU, else the CPU."""
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights: auto is bfloat16 on GPUs, else float32."""
+    max_batch_tokens: PositiveInt = 16384
+    """Tokens of one pass, padding included; a longer text is a pass alone."""
+    refresh_s: NonNegativeFloat = 0.0
+    """Seconds between two looks for other weights at `path`, which take the place of the present ones; 0 is never."""
+
+    def shared(self) -> dict[str, Any]:
+        """Return the settings that functions have in common which share one process."""
+        return self.model_dump(mode="json", exclude={"scale", "offset"})
+
+
+class ProcessModelSettings(ModelSettings):
+    """`process_reward_model`: a token classification that scores each step of a completion."""
+
+    step_separator: Annotated[str, Field(min_length=1)] = "\n\n"
+    """Text between two steps; the model scores a step at the last token of the separator behind it."""
+    reduce: Literal["min", "product", "mean", "last"] = "min"
+    """How the scores of the steps become one."""
+    positive_label: Annotated[int, Field(ge=0)] = 1
+    """Output whose probability is the score of a step; of a model with one output it is the sigmoid."""
+
+
+def model_settings(function: str, kwargs: object) -> ModelSettings:
+    """Return the settings of a reward model's function. Raises InvalidInput."""
+    kind = ProcessModelSettings if function == "process_reward_model" else ModelSettings
+    return checked_settings(kind, kwargs, function)
