@@ -52,6 +52,10 @@ class JudgeSettings(Section):
             return 0.0 if self.votes == 1 else 0.7
         return self.temperature
 
+    def check_host(self) -> None:
+        """Raises Unreadable where this worker has no key; another one may have it."""
+        self.endpoint.key()
+
     @model_validator(mode="after")
     def _check_votes(self) -> JudgeSettings:
         if self.min_votes is not None and self.min_votes > self.votes:
