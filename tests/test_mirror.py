@@ -74,6 +74,8 @@ COVERED_BY = {
     "reward/builtin/answers.py": "test_mathematics.py",
     "reward/builtin/inputs.py": "test_formats.py",
     "reward/builtin/reward_model.py": "tests/e2e/test_preference_runs.py",
+    "reward/code/harness.py": "test_grading.py",
+    "reward/code/settings.py": "tests/reward/builtin/test_code_tests.py",
     "reward/judging/settings.py": "tests/reward/builtin/test_judges.py",
     "reward/models/client.py": "test_pool.py",
     "reward/models/settings.py": "test_pool.py",

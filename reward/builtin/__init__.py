@@ -37,4 +37,4 @@ SETTINGS: dict[str, Callable[[object], Any]] = {
     "judge_pairwise": judges.pair_settings,
 }
 """Readers of the `kwargs` of functions that get them as `settings`. They raise InvalidInput, and return the settings: the
-function reads their `columns`, and `check_host` raises where a worker cannot run it."""
+function reads their `columns`; `check_submitted` and `check_host` raise where a run or a worker cannot have it."""

@@ -111,7 +111,9 @@ def _pairs(value: Any) -> Pairs:
             {"input": each, "output": right} for each, right in zip(inputs, outputs, strict=True)
         ]
     else:
-        rows = [value] if isinstance(value, Mapping) else list(value) if isinstance(value, list | tuple) else []
+        rows = (
+            [value] if isinstance(value, Mapping) else list(value) if isinstance(value, list | tuple) else []
+        )
     pairs = []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping) or not {"input", "output"} <= row.keys():

@@ -46,9 +46,9 @@ class CodeSettings(Section):
     """How outputs are compared: lines without white space at their ends, words alone, or every byte."""
     tolerance: NonNegativeFloat = 0.0
     """Largest difference of two numbers, absolute or relative, that `lines` and `tokens` take for equal."""
-    time_s: PositiveFloat = 5.0
+    time_s: PositiveFloat = 3.0
     """Time limit of one test."""
-    total_time_s: PositiveFloat = 10.0
+    total_time_s: PositiveFloat = 6.0
     """Time limit of all tests of one completion; what is left then has not passed."""
     parallel: PositiveInt = 2
     """Programs that one call runs at a time; a worker runs as many for each of its `--processes`."""
@@ -93,9 +93,18 @@ class CodeSettings(Section):
                 "code_tests: kind is pytest, but pytest is not installed on this worker; pip install pytest"
             )
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises InvalidInput for tests of a row that cannot be read."""
-        read_cases(row.get(self.tests_column), self.kind, row.get(self.entry_point_column))
+    def check_submitted(self, row: Mapping[str, Any], num_completions: int, timeout_s: float) -> None:
+        """Raises InvalidInput for tests of a row that cannot be read, or groups whose programs may take longer than a call."""
+        try:
+            read_cases(row.get(self.tests_column), self.kind, row.get(self.entry_point_column))
+        except InvalidInput as error:
+            raise InvalidInput(f"column {self.tests_column!r}: {error}") from None
+        if (longest_s := self.longest_s(num_completions)) > timeout_s:
+            raise InvalidInput(
+                f"{num_completions} programs of up to total_time_s {self.total_time_s:g}, {self.parallel} at a time (parallel), "
+                f"may take {longest_s:.0f} s, but timeout_s of the function is {timeout_s:g}; set timeout_s to that, or change "
+                "one of the others"
+            )
 
     @model_validator(mode="after")
     def _check(self) -> CodeSettings:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reward.builtin.code_tests import code_settings
+from reward.code import harness
 from reward.code.cases import read_cases
 from reward.code.grading import grade
 from reward.code.results import CaseResult
@@ -69,11 +73,19 @@ def test_right_programs_pass_and_wrong_ones_fail(sandbox: Sandbox, tests: Any, c
 @pytest.mark.parametrize("tests", [ASSERTS, CHECK, PYTEST])
 @pytest.mark.parametrize(
     "program",
-    ["def add(a, b)", "raise ValueError('no')", "1 / 0", "import sys; sys.exit(0)", "import no_such_module", ""],
+    [
+        "def add(a, b)",
+        "raise ValueError('no')",
+        "1 / 0",
+        "import sys; sys.exit(0)",
+        "import no_such_module",
+        "",
+    ],
 )
 def test_a_program_that_does_not_load_fails_every_test(sandbox: Sandbox, tests: Any, program: str) -> None:
     results = graded(sandbox, program, tests, "add")
-    assert results and set(states(results)) == {"error"}
+    assert results
+    assert set(states(results)) == {"error"}
     assert all(result.detail for result in results)
 
 
@@ -95,7 +107,8 @@ def test_a_program_that_does_not_load_fails_every_test(sandbox: Sandbox, tests: 
 )
 def test_ending_early_or_printing_results_passes_nothing(sandbox: Sandbox, tests: Any, program: str) -> None:
     results = graded(sandbox, program, tests, "add")
-    assert results and "passed" not in states(results)
+    assert results
+    assert "passed" not in states(results)
 
 
 def test_tests_behind_one_that_ends_the_process_are_run(sandbox: Sandbox) -> None:
@@ -170,3 +183,20 @@ def test_pytest_files_beside_each_other_and_a_skipped_test(sandbox: Sandbox) -> 
     results = graded(sandbox, ADD, files)
     assert states(results) == ["passed", "error", "wrong"]
     assert "told" in results[2].detail
+
+
+def test_the_harness_needs_nothing_but_pythons_library() -> None:
+    """It lies alone in the program's folder, also on a remote service."""
+    tree = ast.parse(Path(harness.__file__).read_text())
+    modules = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert modules - {"pytest"} <= set(sys.stdlib_module_names)
