@@ -79,6 +79,7 @@ COVERED_BY = {
     "reward/judging/settings.py": "tests/reward/builtin/test_judges.py",
     "reward/models/client.py": "test_pool.py",
     "reward/models/settings.py": "test_pool.py",
+    "reward/models/texts.py": "test_scorer.py",
     "reward/process.py": "test_runner.py",
     "reward/protocol.py": "test_runner.py",
     "reward/results.py": "test_runner.py",
