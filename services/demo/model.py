@@ -11,20 +11,28 @@ CHARACTERS = DIGITS + "+="
 END, PAD = "<end>", "<pad>"
 
 
-def make_tokenizer() -> Any:
-    """Return a character tokenizer whose end of sequence is `<end>`."""
+def make_tokenizer(characters: str = CHARACTERS) -> Any:
+    """Return a tokenizer of these characters, each a token, whose end of sequence is `<end>`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([PAD, END, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([PAD, END, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     fast: Any = PreTrainedTokenizerFast
     return fast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, unk_token=PAD)
 
 
-def make_model(directory: Path, *, seed: int, hidden: int = 128, layers: int = 2, heads: int = 4) -> None:
+def make_model(
+    directory: Path,
+    *,
+    seed: int,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    characters: str = CHARACTERS,
+) -> None:
     """Write a randomly initialised model with its tokenizer to `directory`.
 
     initializer_range 0.05: at the usual 0.02 a model this small stays on a plateau for thousands of steps.
@@ -32,7 +40,7 @@ def make_model(directory: Path, *, seed: int, hidden: int = 128, layers: int = 2
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(characters)
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
