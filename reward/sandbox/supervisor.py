@@ -18,6 +18,8 @@ from reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
 
 LOOK_S = 0.02
 """Seconds between two looks; longer where one takes more than a tenth of that."""
+FULL_SHARE = 0.25
+"""Part of the disk limit from which the looks are ten times as frequent."""
 START_S = 30.0
 """Seconds that the sandbox has to start the program, on a host that is busy with others."""
 END_S = 5.0
@@ -132,26 +134,28 @@ def _watch(child: Child, pipes: Pipes, limits: Limits, files: Files) -> Ending |
         if left_s <= 0:
             return "time"
         if now_s >= look_s:
-            if passed := _passed(child, limits, files):
+            pids = usage.descendants(child.pid)
+            used_bytes = files.used_bytes(limits.disk_bytes, pids)
+            if passed := _passed(child, limits, pids, used_bytes):
                 return passed
             took_s = time.monotonic() - now_s
-            look_s = now_s + max(LOOK_S, 10 * took_s)
+            pause_s = LOOK_S if used_bytes < limits.disk_bytes * FULL_SHARE else LOOK_S / 10
+            look_s = now_s + max(pause_s, 10 * took_s)
         pipes.serve(max(0.0, min(left_s, look_s - time.monotonic())))
         if pipes.full:
             return "output"
     return None
 
 
-def _passed(child: Child, limits: Limits, files: Files) -> Ending | None:
+def _passed(child: Child, limits: Limits, pids: Sequence[int], used_bytes: int) -> Ending | None:
     """Return the limit that the program has passed by now."""
-    pids = usage.descendants(child.pid)
     if len(pids) > limits.processes + child.helpers:
         return "processes"
     if sum(map(usage.num_threads, pids)) > limits.threads + child.helpers:
         return "processes"
     if limits.processes > 1 and sum(map(usage.resident_bytes, pids)) > limits.memory_bytes:
         return "memory"
-    if files.used_bytes(limits.disk_bytes, pids) > limits.disk_bytes:
+    if used_bytes > limits.disk_bytes:
         return "disk"
     return None
 
