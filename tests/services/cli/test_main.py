@@ -23,6 +23,7 @@ from services.cli.main import COMMANDS
 from services.cli.serve import SERVICES
 from services.local.cluster import LocalCluster
 from services.local.machine_checks import Finding, examine
+from services.local.sandbox_checks import examine_sandbox
 
 IMPORTS = (
     "import sys, click.testing, services.cli.main\n"
@@ -253,7 +254,7 @@ def test_doctor_reports_what_it_really_found(tmp_path: Path) -> None:
     assert findings["directory"].value.startswith(f"{tmp_path / 'runs'} is writable")
     assert not (tmp_path / "runs").exists()
     printed = lines_of(paceline("doctor", "--json", "--directory", str(tmp_path)))
-    assert [line["name"] for line in printed] == list(findings)
+    assert [line["name"] for line in printed] == [*findings, *(each.name for each in examine_sandbox())]
 
 
 def test_doctor_fails_where_nothing_can_be_written() -> None:

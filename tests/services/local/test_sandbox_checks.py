@@ -1,0 +1,47 @@
+"""`paceline doctor` on what isolates programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.spec import RunSpec
+from paceline.spec.reading import parse_spec
+from reward.sandbox import choosing
+from reward.sandbox.protocol import SandboxFailed
+from services.local.sandbox_checks import examine_sandbox
+
+
+def spec_with(**kwargs: Any) -> RunSpec:
+    return parse_spec(
+        {
+            "policy": {"model_name": "m"},
+            "data": {"train": "t.jsonl"},
+            "rewards": [{"function": "exact_match"}, {"function": "code_tests", "kwargs": kwargs}],
+        },
+        base=Path("/"),
+    )
+
+
+def test_what_isolates_is_told() -> None:
+    found = {finding.name: finding for finding in examine_sandbox()}
+    if found["sandbox"].status != "ok":
+        pytest.skip(found["sandbox"].value)
+    assert list(found) == ["sandbox", "files", "network", "processes", "memory limit", "kernel"]
+    assert "no sockets" in found["network"].value
+
+
+def test_a_spec_whose_sandbox_does_not_hold_here_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(readable: object) -> Any:
+        raise SandboxFailed("it is not installed")
+
+    monkeypatch.setattr(choosing, "LOCAL", dict.fromkeys(choosing.AUTO, absent))
+    (alone,) = examine_sandbox()
+    assert (alone.status, alone.name) == ("absent", "sandbox")
+    assert "bwrap: it is not installed" in alone.value
+    _, fault = examine_sandbox(spec_with())
+    assert (fault.status, fault.name) == ("fault", "rewards.1")
+    assert "sandbox auto does not hold on this host" in fault.value
+    assert len(examine_sandbox(spec_with(sandbox="none"))) == 1
