@@ -18,7 +18,7 @@ import safetensors.numpy
 from google.protobuf.message import DecodeError, Message
 
 from paceline.errors import WireError
-from paceline.groups import Completion, FloatArray, Group, IntArray, VersionSpan
+from paceline.groups import BoolArray, Completion, FloatArray, Group, IntArray, Rows, Turn, VersionSpan
 from protos.paceline.v1 import exchange_pb2 as pb
 
 PROTOCOL = 3
@@ -29,6 +29,9 @@ MAX_MESSAGE_BYTES = 256 << 20
 
 MAX_TENSOR_HEADER_BYTES = 64 << 10
 """Largest JSON header of a payload frame; five arrays need a few hundred bytes."""
+
+MAX_SAMPLES = 1 << 16
+"""Most samples of a group."""
 
 MAX_VERSION = 2**31 - 1
 """Largest session and step of a version: the learner keeps them in 32 bits."""
@@ -54,13 +57,19 @@ def parse_message(kind: type[MessageT], frame: Buffer) -> MessageT:
         raise WireError(f"the frame of {len(frame)} bytes is no {kind.DESCRIPTOR.name}: {error}") from None
 
 
-def encode_result(prompt_ids: IntArray, completions: Sequence[Completion]) -> list[bytes]:
-    """Return the payload frames of a generated group: its arrays, its texts."""
+def encode_result(
+    prompt_ids: IntArray,
+    completions: Sequence[Completion],
+    rows: Rows | None = None,
+    samples: Sequence[pb.SampleText] = (),
+) -> list[bytes]:
+    """Return the payload frames of a generated group: its arrays, its texts; with an environment also its rows and samples."""
     texts = pb.Texts(
         texts=[completion.text for completion in completions],
         finish_reasons=[completion.finish_reason for completion in completions],
+        samples=samples,
     )
-    return [encode_completions(prompt_ids, completions), texts.SerializeToString()]
+    return [encode_completions(prompt_ids, completions, rows), texts.SerializeToString()]
 
 
 def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Completion, ...]]:
@@ -69,18 +78,109 @@ def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Comple
     return decode_completions(arrays, message.finish_reasons, message.texts)
 
 
-def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion]) -> bytes:
+def encode_completions(
+    prompt_ids: IntArray, completions: Sequence[Completion], rows: Rows | None = None
+) -> bytes:
     """Payload frame of a group's arrays; `exchange.proto`, GroupResult, names them."""
     spans = [(index, *span) for index, completion in enumerate(completions) for span in completion.spans]
-    return safetensors.numpy.save(
-        {
-            "prompt_ids": np.ascontiguousarray(prompt_ids, np.int32),
-            "token_ids": _concatenated([c.token_ids for c in completions], np.int32),
-            "logprobs": _concatenated([c.logprobs for c in completions], np.float32),
-            "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
-            "spans": np.array(spans, np.int64).reshape(-1, 5),
-        }
-    )
+    arrays = {
+        "prompt_ids": np.ascontiguousarray(prompt_ids, np.int32),
+        "token_ids": _concatenated([c.token_ids for c in completions], np.int32),
+        "logprobs": _concatenated([c.logprobs for c in completions], np.float32),
+        "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
+        "spans": np.array(spans, np.int64).reshape(-1, 5),
+    }
+    if rows is not None:
+        arrays |= _encode_rows(prompt_ids, completions, rows)
+    return safetensors.numpy.save(arrays)
+
+
+def _encode_rows(
+    prompt_ids: IntArray, completions: Sequence[Completion], rows: Rows
+) -> dict[str, np.ndarray]:
+    prompts = [prompt_ids if c.prompt_ids is None else c.prompt_ids for c in completions]
+    sampled = [np.ones(len(c.token_ids), bool) if c.sampled_T is None else c.sampled_T for c in completions]
+    return {
+        "prompt_ids": _concatenated(prompts, np.int32),
+        "prompt_lengths": np.array([len(ids) for ids in prompts], np.int32),
+        "row_samples": np.array(rows.samples, np.int32),
+        "num_samples": np.array([rows.num_samples], np.int32),
+        "sampled": _concatenated(sampled, np.bool_),
+        "turns": np.array([turn[:3] for turn in rows.turns], np.int32).reshape(-1, 3),
+        "turn_rewards": np.array([turn.reward for turn in rows.turns], np.float32),
+    }
+
+
+class RowArrays(NamedTuple):
+    """Arrays of the rows of a group with an environment, as views into its payload frame."""
+
+    prompt_lengths: IntArray
+    row_samples: IntArray
+    num_samples: int
+    sampled: BoolArray
+    turns: np.ndarray
+    turn_rewards: FloatArray
+
+    @classmethod
+    def of(cls, arrays: dict[str, np.ndarray]) -> RowArrays | None:
+        """Return the arrays; None for a group without rows. Raises WireError."""
+        if "row_samples" not in arrays:
+            return None
+        num_samples = named_array(arrays, "num_samples", "i4", 1)
+        if len(num_samples) != 1 or not 0 < num_samples[0] <= MAX_SAMPLES:
+            raise WireError(
+                f"num_samples is {num_samples[:4].tolist()}, has to be one number up to {MAX_SAMPLES}"
+            )
+        return cls(
+            named_array(arrays, "prompt_lengths", "i4", 1),
+            named_array(arrays, "row_samples", "i4", 1),
+            int(num_samples[0]),
+            named_array(arrays, "sampled", "b1", 1),
+            named_array(arrays, "turns", "i4", 2),
+            named_array(arrays, "turn_rewards", "f4", 1),
+        )
+
+    def check(self, num_prompt: int, lengths: Sequence[int]) -> None:
+        """Check that they fit the row lengths and the number of prompt tokens. Raises WireError."""
+        count, prompts = len(lengths), self.prompt_lengths.tolist()
+        if not count or len(prompts) != count or len(self.row_samples) != count:
+            raise WireError(
+                f"{count} rows, but {len(prompts)} prompt_lengths and {len(self.row_samples)} row_samples; a group has a row"
+            )
+        if min(prompts) < 1 or sum(prompts) != num_prompt:
+            raise WireError(
+                f"prompt_lengths sum to {sum(prompts)} and are at least {min(prompts)}, with {num_prompt} prompt_ids"
+            )
+        samples = self.row_samples.tolist()
+        if samples != sorted(samples) or samples[0] < 0 or samples[-1] >= self.num_samples:
+            raise WireError(
+                f"row_samples has to rise from 0 to below {self.num_samples}, and is {samples[:16]}"
+            )
+        if len(self.sampled) != sum(lengths):
+            raise WireError(f"sampled has {len(self.sampled)} values for {sum(lengths)} tokens")
+        if self.turns.shape[1] != 3 or len(self.turns) != len(self.turn_rewards):
+            raise WireError(f"turns of shape {self.turns.shape} with {len(self.turn_rewards)} turn_rewards")
+        if np.isinf(self.turn_rewards).any():
+            raise WireError("turn_rewards holds an infinite number; a turn without reward has NaN")
+
+    def rows(self, sampled: Sequence[BoolArray]) -> Rows:
+        """Return the rows; `sampled` is the mask of each. Raises WireError where the turns are not the sampled tokens."""
+        turns = [
+            Turn(turn[0], turn[1], turn[2], reward)
+            for turn, reward in zip(self.turns.tolist(), self.turn_rewards.tolist(), strict=True)
+        ]
+        covered = [np.zeros(len(mask), bool) for mask in sampled]
+        before = (-1, 0)
+        for turn in turns:
+            fits = 0 <= turn.row < len(sampled) and 0 <= turn.start < turn.end <= len(sampled[turn.row])
+            if not fits or (turn.row, turn.start) < before:
+                raise WireError(f"turn {tuple(turn[:3])} is not after {before}, or not within a row")
+            covered[turn.row][turn.start : turn.end] = True
+            before = (turn.row, turn.end)
+        for row, (mask, own) in enumerate(zip(sampled, covered, strict=True)):
+            if not np.array_equal(mask, own):
+                raise WireError(f"row {row}: its turns are not the tokens that `sampled` names")
+        return Rows(self.num_samples, tuple(self.row_samples.tolist()), tuple(turns))
 
 
 class CompletionArrays(NamedTuple):
@@ -91,17 +191,19 @@ class CompletionArrays(NamedTuple):
     lengths: IntArray
     logprobs: FloatArray
     spans: np.ndarray
+    rows: RowArrays | None = None
 
     @classmethod
     def of(cls, payload: Buffer) -> CompletionArrays:
         """Return the arrays of a frame. Raises WireError."""
-        arrays = _load(payload)
+        arrays = load_arrays(payload)
         return cls(
-            _array(arrays, "prompt_ids", "i4", 1),
-            _array(arrays, "token_ids", "i4", 1),
-            _array(arrays, "lengths", "i4", 1),
-            _array(arrays, "logprobs", "f4", 1),
-            _array(arrays, "spans", "i8", 2),
+            named_array(arrays, "prompt_ids", "i4", 1),
+            named_array(arrays, "token_ids", "i4", 1),
+            named_array(arrays, "lengths", "i4", 1),
+            named_array(arrays, "logprobs", "f4", 1),
+            named_array(arrays, "spans", "i8", 2),
+            RowArrays.of(arrays),
         )
 
 
@@ -119,7 +221,7 @@ def split_completions(
     arrays: CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
     """Prompt tokens and completions of arrays whose values were checked. Raises WireError when they do not fit together."""
-    prompt_ids, token_ids, lengths, logprobs, spans = arrays
+    prompt_ids, token_ids, lengths, logprobs, spans, row_arrays = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(
             f"{len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts"
@@ -129,6 +231,8 @@ def split_completions(
         raise WireError(
             f"lengths sum to {sum(sizes)}, but there are {len(token_ids)} tokens and {len(logprobs)} logprobs"
         )
+    if row_arrays is not None:
+        return _split_rows(arrays, row_arrays, finish_reasons, texts)
     completions, start = [], 0
     for index, (size, own) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
         _check_spans(index, own, size)
@@ -140,6 +244,46 @@ def split_completions(
     return prompt_ids, tuple(completions)
 
 
+def _split_rows(
+    arrays: CompletionArrays, row_arrays: RowArrays, finish_reasons: Sequence[str], texts: Sequence[str]
+) -> tuple[IntArray, tuple[Completion, ...]]:
+    """Prompt tokens of the first row, and the rows. Raises WireError."""
+    sizes = arrays.lengths.tolist()
+    row_arrays.check(len(arrays.prompt_ids), sizes)
+    if np.any(arrays.logprobs[~row_arrays.sampled]):
+        raise WireError("logprobs of tokens that were not sampled have to be 0")
+    completions, start, prompt_start = [], 0, 0
+    for index, (size, own) in enumerate(
+        zip(sizes, _spans_by_completion(arrays.spans, len(sizes)), strict=True)
+    ):
+        part = slice(start, start + size)
+        prompt_end = prompt_start + int(row_arrays.prompt_lengths[index])
+        sampled_T = row_arrays.sampled[part]
+        _check_spans_of_row(index, own, sampled_T)
+        completions.append(
+            Completion(
+                arrays.token_ids[part],
+                arrays.logprobs[part],
+                tuple(own),
+                finish_reasons[index],
+                texts[index],
+                prompt_ids=arrays.prompt_ids[prompt_start:prompt_end],
+                sampled_T=sampled_T,
+            )
+        )
+        start, prompt_start = start + size, prompt_end
+    first = completions[0].prompt_ids
+    assert first is not None
+    return first, tuple(completions)
+
+
+def split_rows(arrays: CompletionArrays, completions: Sequence[Completion]) -> Rows | None:
+    """Return how the rows belong to samples; None for a group without an environment. Raises WireError."""
+    if arrays.rows is None:
+        return None
+    return arrays.rows.rows([c.sampled_T for c in completions if c.sampled_T is not None])
+
+
 def encode_reference(logprobs: Sequence[FloatArray]) -> bytes:
     """Return the payload frame of the reference's log-probabilities, one [T] for each completion; `exchange.proto`,
     ScoreResult, names it."""
@@ -148,7 +292,7 @@ def encode_reference(logprobs: Sequence[FloatArray]) -> bytes:
 
 def decode_reference(payload: Buffer) -> FloatArray:
     """[ΣT] the reference's log-probabilities of a payload frame. Raises WireError."""
-    logprobs = _array(_load(payload), "reference_logprobs", "f4", 1)
+    logprobs = named_array(load_arrays(payload), "reference_logprobs", "f4", 1)
     if not np.isfinite(logprobs).all():
         raise WireError("reference_logprobs holds values that are not finite")
     return logprobs
@@ -170,11 +314,16 @@ def decode_group(
 ) -> Group:
     """Return a group as a learner rank gets it: arrays and rewards, without texts; with the `reference` payload also
     what that says of the tokens. Raises WireError."""
-    count = len(_array(_load(payload), "lengths", "i4", 1))
+    arrays = CompletionArrays.of(payload)
+    count = len(arrays.lengths)
     prompt_ids, completions = decode_completions(payload, [""] * count, [""] * count)
+    rows = split_rows(arrays, completions)
     if reference is not None:
         completions = _with_reference(completions, decode_reference(reference))
-    return Group(group_id, prompt_ids, completions, rewards_CF=decode_rewards(rewards, count))
+    num_samples = count if rows is None else rows.num_samples
+    return Group(
+        group_id, prompt_ids, completions, rewards_CF=decode_rewards(rewards, num_samples), rows=rows
+    )
 
 
 def _with_reference(completions: tuple[Completion, ...], logprobs: FloatArray) -> tuple[Completion, ...]:
@@ -185,7 +334,7 @@ def _with_reference(completions: tuple[Completion, ...], logprobs: FloatArray) -
     return tuple(replace(c, reference_logprobs=part) for c, part in zip(completions, parts, strict=True))
 
 
-def _load(payload: Buffer) -> dict[str, np.ndarray]:
+def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
     """Return the arrays of a safetensors blob as read-only views into `payload`: nothing is copied.
 
     Layout (huggingface.co/docs/safetensors): header size as 8 bytes little endian, JSON header, then the arrays without
@@ -247,7 +396,22 @@ def _check_spans(index: int, spans: list[VersionSpan], length: int) -> None:
         raise WireError(f"completion {index}: version spans end at {position}, the tokens at {length}")
 
 
-def _array(arrays: dict[str, np.ndarray], name: str, kind: str, ndim: int) -> np.ndarray:
+def _check_spans_of_row(index: int, spans: list[VersionSpan], sampled_T: BoolArray) -> None:
+    """Check that the spans of a row cover the tokens that were sampled, and no other. Raises WireError."""
+    covered = np.zeros(len(sampled_T), bool)
+    position = 0
+    for span in spans:
+        if span.start < position or span.end <= span.start or span.end > len(sampled_T):
+            raise WireError(
+                f"row {index}: span {tuple(span)} is not after token {position} and within the row"
+            )
+        covered[span.start : span.end] = True
+        position = span.end
+    if not np.array_equal(covered, sampled_T):
+        raise WireError(f"row {index}: its version spans do not cover the tokens that `sampled` names")
+
+
+def named_array(arrays: dict[str, np.ndarray], name: str, kind: str, ndim: int) -> np.ndarray:
     array = arrays.get(name)
     if array is None:
         raise WireError(f"the payload has no array {name!r}; it has {sorted(arrays)}")

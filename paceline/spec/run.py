@@ -13,6 +13,7 @@ from paceline.spec.sections.base import Section
 from paceline.spec.sections.bundle import BundleSection
 from paceline.spec.sections.data import DataSection, RewardFunctionSection
 from paceline.spec.sections.distillation import DistillationSection
+from paceline.spec.sections.environment import EnvironmentSection
 from paceline.spec.sections.grpo import AsyncGrpoSection, GrpoSection
 from paceline.spec.sections.loss import LossSection, preset_of
 from paceline.spec.sections.policy import PolicySection
@@ -56,6 +57,7 @@ class RunSpec(Section):
     rm: RmSection = RmSection()
     distillation: DistillationSection = DistillationSection()
     rewards: tuple[RewardFunctionSection, ...] = ()
+    environment: EnvironmentSection = EnvironmentSection()
     bundle: BundleSection = BundleSection()
     weights: WeightsSection = WeightsSection()
     checkpointing: CheckpointingSection = CheckpointingSection()
