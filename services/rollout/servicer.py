@@ -63,6 +63,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         number = request.n or 1
         if request.session:
+            # The caller then knows that a broken answer was one in the middle of sampling.
+            await context.send_initial_metadata(())
             completions = await gather_or_cancel(sample(index) for index in range(number))
         else:
             gate = self._worker.endpoint.gate_of(run)

@@ -36,6 +36,9 @@ class Context:
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         raise Aborted(code, details)
 
+    async def send_initial_metadata(self, _: object) -> None:
+        """A session's request was accepted."""
+
 
 class Aborted(Exception):
     def __init__(self, code: grpc.StatusCode, details: str):
