@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-PACKAGES = ("paceline", "rollout", "reward", "learner", "services")
+PACKAGES = ("paceline", "rollout", "reward", "learner", "environment", "services")
 MAX_HOPS = 2
 """Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
