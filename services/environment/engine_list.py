@@ -69,7 +69,9 @@ class EngineList:
             if each.address
         }
         self._failed_until_s = {
-            member_id: until_s for member_id, until_s in self._failed_until_s.items() if member_id in self._engines
+            member_id: until_s
+            for member_id, until_s in self._failed_until_s.items()
+            if member_id in self._engines
         }
 
     def has(self, member_id: str) -> bool:

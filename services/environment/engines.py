@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from paceline.groups import VersionSpan
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.token import metadata, read_token, token_path
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
+from services.common.accepted_calls import was_accepted
 from services.common.grpc_server import CHANNEL_OPTIONS
 from services.environment.engine_list import Engine, EngineList, Wanted
 
@@ -105,7 +107,7 @@ class Engines:
         """End all calls and connections."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
-            await channel.close()
+            await channel.close(None)
 
     async def choose(self, session: str, wanted: Wanted) -> Engine:
         """Wait for a worker that may be asked. Raises PinLost."""
@@ -132,19 +134,19 @@ class Engines:
 
     async def ask(self, engine: Engine, request: rollout_pb2.GenerateRequest) -> Answer:
         """Return a worker's answer. Never raises for a fault of the worker."""
-        call: Any = self._stub(engine.address).Generate(
-            request, metadata=metadata(read_token(token_path()))
-        )
+        call: Any = self._stub(engine.address).Generate(request, metadata=metadata(read_token(token_path())))
         self._num_calls[engine.address] += 1
         began = False
         try:
-            began = await call.initial_metadata() is not None  # sent when the worker has accepted the request
+            began = await was_accepted(call)
             answer = _read(await call)
             if answer.finish_reason == "abort":  # the worker drains
                 self.list.put_off(engine.member_id, BROKEN_S)
             return answer
         except grpc.aio.AioRpcError as error:
-            return self._failed(engine, error, began and error.code() is not grpc.StatusCode.FAILED_PRECONDITION)
+            return self._failed(
+                engine, error, began and error.code() is not grpc.StatusCode.FAILED_PRECONDITION
+            )
         except asyncio.CancelledError:
             call.cancel()
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -177,7 +179,7 @@ class Engines:
         """Close the connections to workers that are off the list and owe no answer."""
         for address in [a for a in self._channels if a not in listed and not self._num_calls[a]]:
             del self._num_calls[address]
-            closing = asyncio.ensure_future(self._channels.pop(address).close())
+            closing = asyncio.ensure_future(self._channels.pop(address).close(None))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
@@ -190,8 +192,17 @@ class Engines:
 class LeasedTokens:
     """`TokenSource` of one leased group."""
 
-    def __init__(self, engines: Engines, wanted: Wanted):
-        self._engines, self._wanted = engines, wanted
+    def __init__(
+        self, engines: Engines, wanted: Wanted, on_turn: Callable[[int], object] = lambda num_tokens: None
+    ):
+        """`on_turn` gets the number of tokens of each turn."""
+        self._engines, self._wanted, self._on_turn = engines, wanted, on_turn
+        self._sessions: set[str] = set()
+
+    def close(self) -> None:
+        """Drop the group's sessions, which ask no more."""
+        for session in self._sessions:
+            self._engines.list.end_session(session)
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
         """Return the turn. Raises InvalidInput, LeaseLost."""
@@ -199,6 +210,7 @@ class LeasedTokens:
         logprobs: list[float] = []
         spans: list[VersionSpan] = []
         num_breaks = 0
+        self._sessions.add(request.session)
         while True:
             async with self._engines.one_suspect(num_breaks >= SUSPECT_BREAKS):
                 engine = await self._engines.choose(request.session, self._wanted)
@@ -214,6 +226,7 @@ class LeasedTokens:
             ids += answer.token_ids
             logprobs += answer.logprobs
             if answer.finish_reason != "abort" and ids:
+                self._on_turn(len(ids))
                 return SampledTurn(
                     np.array(ids, np.int32),
                     np.array(logprobs, np.float32),

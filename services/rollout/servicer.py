@@ -20,6 +20,7 @@ from paceline.errors import Conflict, InvalidInput
 from paceline.groups import Completion, IntArray, Version, VersionSpan
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 from rollout.engine import MAX_ID, MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
+from services.common.accepted_calls import ACCEPTED
 from services.common.grpc_server import with_status
 from services.rollout.gather import gather_or_cancel
 from services.rollout.openai.requests import MAX_CHOICES
@@ -64,7 +65,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         number = request.n or 1
         if request.session:
             # The caller then knows that a broken answer was one in the middle of sampling.
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata(ACCEPTED)
             completions = await gather_or_cancel(sample(index) for index in range(number))
         else:
             gate = self._worker.endpoint.gate_of(run)
