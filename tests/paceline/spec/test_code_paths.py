@@ -61,7 +61,9 @@ def test_an_environment_travels_with_what_it_imports(tmp_path: Path, kind: str) 
     assert bundle.warnings == ()
 
     unpacked = localized(spec, bundle.manifest, Path("/cache/1"))
-    moved = {field: code.replace(str(tmp_path), "/cache/1/folder") for field, code in code_paths(spec).items()}
+    moved = {
+        field: code.replace(str(tmp_path), "/cache/1/folder") for field, code in code_paths(spec).items()
+    }
     assert code_paths(unpacked) == moved
     assert unpacked.folder == "/cache/1"
     text = "/cache/1/folder/env.py has no class 'Calculator'"

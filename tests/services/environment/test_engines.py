@@ -23,6 +23,7 @@ from services.environment.engines import MAX_BREAKS, Engines, EnginesEnd, Leased
 
 PATIENCE_S = 20.0
 RUN = "run-1"
+ANY = Wanted()
 TURN = TurnRequest(np.array([1, 2, 3], np.int32), TurnParams(8), 7, "7/0")
 Reply = Callable[[rollout_pb2.GenerateRequest, Any], Awaitable[rollout_pb2.GenerateResponse]]
 
@@ -74,7 +75,7 @@ class Rollout:
     def list(self, *workers: Worker, run_id: str = RUN) -> None:
         self.engines.update(worker_pb2.Engines(run_id=run_id, engines=[worker.listed for worker in workers]))
 
-    async def sample(self, wanted: Wanted = Wanted(), turn: TurnRequest = TURN) -> Any:
+    async def sample(self, wanted: Wanted = ANY, turn: TurnRequest = TURN) -> Any:
         async with asyncio.timeout(PATIENCE_S):
             return await LeasedTokens(self.engines, wanted).sample(turn)
 
@@ -133,7 +134,12 @@ async def test_a_request_says_what_the_lease_wants(rollout: Rollout) -> None:
     assert (request.min_version.session, request.min_version.step) == (0, 3)
     assert not request.HasField("pinned_version")
     sent = request.params
-    assert (sent.max_new_tokens, sent.min_new_tokens, sent.top_k, list(sent.stop_token_ids)) == (8, 2, 5, [3, 4])
+    assert (sent.max_new_tokens, sent.min_new_tokens, sent.top_k, list(sent.stop_token_ids)) == (
+        8,
+        2,
+        5,
+        [3, 4],
+    )
     assert (sent.temperature, sent.top_p) == pytest.approx((0.5, 0.9))
 
 

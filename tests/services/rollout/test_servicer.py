@@ -27,7 +27,7 @@ from services.rollout.worker import RolloutWorker
 
 RUN = "run-1"
 PROMPT = [1, 2, 3]
-LONG = 400
+LONG = 250
 
 
 class Context:
