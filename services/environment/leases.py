@@ -45,6 +45,10 @@ def wanted_by(lease: pb.Lease, max_age: int) -> Wanted:
 
 
 def _read_journal(record: pb.EpisodeJournal, payloads: Sequence[bytes]) -> SampleJournal:
+    if len(record.arrays_frames) != len(record.note_frames):
+        raise WireError(
+            f"sample {record.sample} has {len(record.arrays_frames)} turns and {len(record.note_frames)} notes"
+        )
     turns = []
     for arrays, note in zip(record.arrays_frames, record.note_frames, strict=True):
         if not (0 < arrays <= len(payloads) and 0 < note <= len(payloads)):
