@@ -199,7 +199,6 @@ COVERED_BY = {
     "services/rollout/main.py": "tests/e2e/faults/test_drain.py",
     "services/rollout/openai/answers.py": "test_server.py",
     "services/rollout/openai/gate.py": "test_server.py",
-    "services/rollout/openai/messages.py": "test_server.py",
     "services/rollout/openai/requests.py": "test_server.py",
     "services/rollout/openai/sampling.py": "test_server.py",
 }

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from paceline.chat.messages import MAX_MESSAGES, Json, Message, Unsupported
 from paceline.errors import InvalidInput
 from paceline.spec.sections.data import RESERVED_TEMPLATE_KWARGS
 from rollout.engine import SamplingParams
-from services.rollout.openai.messages import Json, Message, Unsupported
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
@@ -48,7 +48,6 @@ NEUTRAL: dict[str, Sequence[Any]] = {
 
 MAX_IDS = 1 << 20
 MAX_PROMPTS = 1024
-MAX_MESSAGES = 10_000
 
 Stops = tuple[str, ...]
 # Stop at the first error: a list of millions would otherwise give an error for each of its values.

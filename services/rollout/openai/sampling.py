@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from paceline.chat.rendering import ChatTemplate
 from paceline.data.tokens import NO_KWARGS, encode_prompt
 from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.groups import Completion, IntArray, Version, VersionSpan
 from paceline.spec import RunSpec
 from rollout.engine import MAX_ID, Engine, GenerationRequest, SamplingParams
-from services.rollout.openai.messages import check_template
 from services.rollout.openai.text import TextStream
 
 MAX_CHARS_PER_TOKEN = 64
@@ -202,15 +202,10 @@ def encode(
         raise InvalidInput(
             f"a prompt of {size} characters cannot be {limit} tokens, as many as prompt and completion may have"
         )
+    kwargs = {**served.spec.data.chat_template_kwargs, **template_kwargs}
     if chat:
-        check_template(prompt, served.tokenizer.chat_template)
-    data = served.spec.data
-    return encode_prompt(
-        served.tokenizer,
-        prompt,
-        "auto" if chat else "never",
-        {**data.chat_template_kwargs, **template_kwargs},
-    )
+        return ChatTemplate(served.tokenizer).encode(prompt, template_kwargs=kwargs)
+    return encode_prompt(served.tokenizer, prompt, "never", kwargs)
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str:

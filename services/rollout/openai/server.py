@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
+from paceline.chat.messages import Unsupported
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
@@ -22,7 +23,6 @@ from rollout.engine import sample_seed
 from services.rollout.gather import gather_or_cancel
 from services.rollout.openai.answers import Answer, Json
 from services.rollout.openai.gate import Gate
-from services.rollout.openai.messages import Unsupported
 from services.rollout.openai.requests import Ask, ChatAsk, CompletionAsk, read_ask
 from services.rollout.openai.sampling import (
     Choice,

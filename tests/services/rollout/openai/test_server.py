@@ -626,15 +626,15 @@ async def test_calls_and_results_of_tools_are_rendered_as_the_template_does(
     [
         (
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            "'tool_calls', which the chat template",
+            "'tool_calls' of one with the role 'assistant', which the chat template",
         ),
         (
             {"role": "assistant", "content": "x", "tool_calls": [CALL]},
-            "'tool_calls', which the chat template",
+            "'tool_calls' of one with the role 'assistant', which the chat template",
         ),
-        ({"role": "tool", "content": "2", "tool_call_id": "c1"}, "'tool_call_id', which the chat template"),
+        ({"role": "tool", "content": "2", "tool_call_id": "c1"}, "role 'tool', which the chat template"),
         ({"role": "tool", "content": "2"}, "role 'tool'"),
-        ({"role": "user", "content": "x", "name": "Ann"}, "'name', which the chat template"),
+        ({"role": "user", "content": "x", "name": "Ann"}, "'name' of one with the role 'user'"),
         ({"role": "user", "content": None}, "without content or tool_calls"),
         ({"role": "user"}, "without content or tool_calls"),
         ({"role": "user", "content": [{"type": "text"}]}, "part of type 'text'"),
