@@ -41,7 +41,7 @@ BESIDE_CALLS = "content beside tool_calls"
 CALL_IDS = "ids of results"
 
 MAX_REMEMBERED = 256
-"""Fields of a template whose rendering was proven once and is not proven again."""
+"""Fields of a template whose rendering was proven and is not proven again."""
 
 _QUESTION, _ANSWER = "Question 4711?", "Answer 4712."
 _CALL: Json = {
@@ -78,8 +78,8 @@ class _Proofs:
     """What is known of one template."""
 
     template: Any
-    rendered: set[tuple[str, str]] = field(default_factory=set)
-    """Fields, each with its role, that it was seen to render."""
+    rendered: dict[tuple[str, str], bool] = field(default_factory=dict)
+    """Fields, each with its role, that it was seen to render, and a few that it never renders."""
     answer_format: AnswerFormat | None = None
 
 
@@ -138,7 +138,7 @@ class ChatTemplate:
         if any(message["role"] == "tool" for message in checked):
             if not _names(self.source, "tool"):
                 raise _not_rendered("tool", "content")
-            if not self._proves("tool", CALL_IDS, probe.renders_call_ids):
+            if not self._proves("tool", CALL_IDS, probe.renders_call_ids, True):
                 return in_order_of_calls(checked)
         return checked
 
@@ -181,19 +181,20 @@ class ChatTemplate:
     def _with_known_role(self, message: Json, probe: _Probe) -> Json:
         """Return a developer's message as the system's, which is its older name, where the template knows that alone."""
         if message["role"] != "developer" or self._proves(
-            "developer", "content", partial(probe.renders, [message], "developer", "content")
+            "developer", "content", probe.renders_developers, True
         ):
             return message
         return {**message, "role": "system"}
 
-    def _proves(self, role: str, name: str, proof: Callable[[], bool]) -> bool:
-        proven = self._proofs().rendered
-        if (role, name) not in proven:
-            if not proof():
-                return False
-            if len(proven) < MAX_REMEMBERED:
-                proven.add((role, name))
-        return True
+    def _proves(self, role: str, name: str, proof: Callable[[], bool], final: bool = False) -> bool:
+        """Return whether a field is rendered. A `final` proof does not depend on the request."""
+        cached = self._proofs().rendered
+        if (role, name) in cached:
+            return cached[role, name]
+        proven = proof()
+        if (proven or final) and len(cached) < MAX_REMEMBERED:
+            cached[role, name] = proven
+        return proven
 
     def _proofs(self) -> _Proofs:
         template = self.tokenizer.chat_template
@@ -240,6 +241,11 @@ class _Probe:
         return with_them is not None and with_them != _Probe(
             self.tokenizer, self.source, [], self.kwargs
         )._text(chat)
+
+    def renders_developers(self) -> bool:
+        """Return whether the template knows the role `developer`."""
+        chat = _short_chat({"role": "developer", "content": _ANSWER}, "content")
+        return _ANSWER in (self._text(chat) or "")
 
     def renders_call_ids(self) -> bool:
         """Return whether the template writes the ids of results."""
