@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.array_frames import Buffer
 from paceline.errors import NotFound
 from paceline.rewards import gated, weights_at
 from paceline.spec import RewardFunctionSection
-from paceline.wire import Buffer, decode_result, decode_rewards
+from paceline.wire import decode_result, decode_rewards
 from services.common.logged_extra import read_extra
 
 if TYPE_CHECKING:
