@@ -189,7 +189,11 @@ class RunSpec(Section):
     @classmethod
     def _reward_by_environment(cls, values: Any) -> Any:
         """Let the environment's own reward be the only one where the spec names none."""
-        if not isinstance(values, dict) or not values.get("environment") or values.get("rewards"):
+        if not isinstance(values, dict) or values.get("rewards"):
+            return values
+        section = values.get("environment")
+        keys = ("class", "class_", "agent", "command")
+        if not isinstance(section, dict) or not any(section.get(key) for key in keys):
             return values
         return {**values, "rewards": [{"function": "environment"}]}
 
