@@ -167,8 +167,19 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last h
     Metric("rollout/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
     Metric("reward_workers/groups_since_report", "groups", "groups scored since the heartbeat before"),
     Metric("reward_workers/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
-    Metric("<pool>/memory_gb", "GB", "memory of the host that the processes hold (`rollout`, `reward_workers`, `learner`, "
-           "`coordinator`), without the processes of reward functions and of vLLM"),
+    Metric("environment_workers/turns_per_s", "turns/s", "turns of episodes that were sampled"),
+    Metric("environment_workers/tokens_per_s", "tokens/s", "tokens of these turns"),
+    Metric("environment_workers/running", "samples", "episodes of leased groups"),
+    Metric("environment_workers/leases", "groups", "leases held"),
+    Metric("environment_workers/engines", "workers", "rollout workers that they may ask for turns, added over the workers",
+           "not 0 while episodes run"),
+    Metric("environment_workers/broken_turns", "turns", "turns whose answer broke off, since the start of the processes: each was "
+           "sampled again", "grows only when rollout workers die"),
+    Metric("environment_workers/moved_sessions", "sessions", "sessions that went on at another rollout worker, since the start of the "
+           "processes", "grows only when rollout workers leave"),
+    Metric("environment_workers/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
+    Metric("<pool>/memory_gb", "GB", "memory of the host that the processes hold (`rollout`, `reward_workers`, "
+           "`environment_workers`, `learner`, `coordinator`), without the processes of user code and of vLLM"),
     Metric("<pool>/gpu_memory_gb", "GB", "memory of GPUs that torch has reserved in them", "absent without GPUs"),
     Metric("coordinator/unforeseen_errors", "errors", "unforeseen errors of the coordinator since its start", "0"),
 ))  # fmt: skip
