@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from environment.hosting.pool import UserCode
+
 from paceline.backoff import ExponentialBackoff
 from paceline.bundle.requirements import check_requirements
 from paceline.data.tokens import load_tokenizer
