@@ -61,7 +61,7 @@ def main(
         server = GrpcServer(host, port, worker_guard())
         worker.address = f"{reachable}:{server.port}"
         worker.assigned.on_readiness = partial(server.set_serving, NAME)
-        async with server, worker.sessions, asyncio.TaskGroup() as tasks:
+        async with server, asyncio.TaskGroup() as tasks:
             await server.set_serving(NAME, True)
             announce(ready_file, worker.address)
             loops = [tasks.create_task(worker.membership.run()), tasks.create_task(worker.work())]

@@ -28,7 +28,6 @@ from services.common.bundled_spec import BundledSpec
 from services.common.membership import Membership
 from services.common.run_setup import spec_of
 from services.environment.engines import Engines
-from services.environment.episodes import Episodes
 from services.environment.run import EnvironmentRun
 from services.environment.sessions.server import SessionServer
 
@@ -62,7 +61,6 @@ class EnvironmentWorker:
         self._run: EnvironmentRun | None = None
         self._engines: worker_pb2.Engines | None = None
         """The newest list, which may come before the run is set up."""
-        self.sessions = SessionServer()
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
@@ -130,9 +128,16 @@ class EnvironmentWorker:
             opened.push_async_callback(engines.close)
             if self._engines is not None:
                 engines.update(self._engines)
-            episodes = Episodes(spec, tokenizer, code, self.sessions)
+            sessions = None
+            if not spec.environment.class_:
+                sessions = await opened.enter_async_context(SessionServer(assignment.run_id, tokenizer))
+            setting = EpisodeSetting.of(spec, tokenizer)
+
+            def run_group(lease: EpisodeLease, tokens: TokenSource, journal: Journal) -> Awaitable[GroupRows]:
+                return GroupEpisodes(setting, lease, tokens, journal, code, sessions).run()
+
             most = processes * spec.environment.parallel_calls
-            yield EnvironmentRun(spec, assignment.run_id, self.membership, engines, episodes, most)
+            yield EnvironmentRun(spec, assignment.run_id, self.membership, engines, run_group, most)
 
     async def _pause(self, changed: asyncio.Task[bool]) -> None:
         """Wait until a set-up that has failed is tried again, or another run is assigned."""
@@ -149,8 +154,12 @@ class EnvironmentWorker:
                 before = self.assigned.assignment
                 if self.assigned.assign(directive.run):
                     self._set_up_pause.reset()
-                elif before is not None and before.bundle != directive.run.bundle:  # as after `paceline resume`
-                    log.warning("run %s goes on with another environment, which is loaded", directive.run.run_id)
+                elif (
+                    before is not None and before.bundle != directive.run.bundle
+                ):  # as after `paceline resume`
+                    log.warning(
+                        "run %s goes on with another environment, which is loaded", directive.run.run_id
+                    )
                     self.assigned.assignment = directive.run
                     self.assigned.changed.set()
             case "idle":
