@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from asyncio.subprocess import Process
 from typing import Any
 
@@ -28,7 +27,8 @@ class SharedProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._ids = itertools.count(1)
+        self.last_id = 0
+        """Id of the newest message."""
         self.num_answered = 0
         """Replies so far."""
 
@@ -80,7 +80,7 @@ class SharedProcess:
         a limit the caller has its own deadline."""
         if self._writer is None:
             raise ProcessDied("was not running")
-        number = next(self._ids)
+        self.last_id = number = self.last_id + 1
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
@@ -96,6 +96,12 @@ class SharedProcess:
             self._waiting.pop(number, None)
             if future.done() and not future.cancelled():
                 future.exception()  # it may have come with the time-out
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message whose reply nobody needs. Nothing happens when the process does not run."""
+        if self._writer is not None:
+            self.last_id += 1
+            self._writer.write(encode({"id": self.last_id, **message}))
 
     def kill(self) -> None:
         """Kill the process and its children; `close` or `start` waits for its end."""
