@@ -145,7 +145,7 @@ class AgentRequest(NamedTuple):
 
     messages: Sequence[Mapping[str, Any]]
     """OpenAI messages as they were sent; empty for a request with `prompt_ids`."""
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[dict[str, Any]]
     """Schemas of the tools, as OpenAI's API has them."""
     template_kwargs: Mapping[str, Any]
     """Arguments of the chat template besides those of the spec."""
