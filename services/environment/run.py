@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from environment.counts import EpisodeCounts
 from environment.protocols import EpisodeLease, GroupRows, Journal, LeaseLost, TokenSource
 from paceline.backoff import ExponentialBackoff
 from paceline.error_texts import error_text
@@ -54,12 +55,14 @@ class EnvironmentRun:
         engines: Engines,
         run_group: RunGroup,
         max_samples: int,
+        counts: EpisodeCounts,
     ):
-        """`max_samples` are the episodes at a time; a group that is larger runs alone."""
+        """`max_samples` are the episodes at a time; a group that is larger runs alone. `counts` are the sums of the run's
+        episodes."""
         self.spec, self.run_id, self.engines = spec, run_id, engines
         self._membership = membership
         self._run_group = run_group
-        self._max_samples = max_samples
+        self._max_samples, self._counts = max_samples, counts
         self._groups: dict[int, asyncio.Task[None]] = {}
         """The task of each leased group, until the exchange has answered its result."""
         self._sizes: dict[int, int] = {}
@@ -92,6 +95,12 @@ class EnvironmentRun:
             "engines": float(len(self.engines.list)),
             "broken_turns": float(self.engines.num_broken),
             "moved_sessions": float(self.engines.list.num_moved),
+            "bridge_breaks": float(self._counts.bridge_breaks),
+            "tool_errors": float(self._counts.tool_errors),
+            "failed_lives": float(self._counts.failures),
+            "replayed_lives": float(self._counts.replayed),
+            "restored_lives": float(self._counts.restored),
+            "restarted_lives": float(self._counts.restarted),
         }
 
     async def work(self) -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 
+from environment.episodes import GroupEpisodes
 from environment.hosting.pool import UserCode
-
+from environment.protocols import EpisodeLease, GroupRows, Journal, TokenSource
+from environment.setting import EpisodeSetting
 from paceline.backoff import ExponentialBackoff
 from paceline.bundle.requirements import check_requirements
 from paceline.data.tokens import load_tokenizer
@@ -137,7 +139,9 @@ class EnvironmentWorker:
                 return GroupEpisodes(setting, lease, tokens, journal, code, sessions).run()
 
             most = processes * spec.environment.parallel_calls
-            yield EnvironmentRun(spec, assignment.run_id, self.membership, engines, run_group, most)
+            yield EnvironmentRun(
+                spec, assignment.run_id, self.membership, engines, run_group, most, setting.counts
+            )
 
     async def _pause(self, changed: asyncio.Task[bool]) -> None:
         """Wait until a set-up that has failed is tried again, or another run is assigned."""

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from exchange_drivers import make_spec
 
+from environment.counts import EpisodeCounts
 from environment.protocols import EpisodeLease, GroupRows, Journal, LeaseLost, TokenSource
 from paceline.backoff import ExponentialBackoff
 from paceline.episodes import TurnArrays
@@ -93,7 +94,7 @@ class Bench:
         self.held = asyncio.Event()
         membership: Any = self.exchange
         spec = make_spec(directory, environment={"class": "env.py:Env"})
-        self.run = EnvironmentRun(spec, RUN, membership, self.engines, self._run_group, max_samples=4)
+        self.run = EnvironmentRun(spec, RUN, membership, self.engines, self._run_group, 4, EpisodeCounts())
         self.working = asyncio.create_task(self.run.work())
 
     async def _run_group(self, group: EpisodeLease, tokens: TokenSource, journal: Journal) -> GroupRows:

@@ -16,15 +16,21 @@ TEMPLATE = (
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
-def save_tiny_chat(folder: Path, *, seed: int = 0, **config: Any) -> Path:
-    """Write model and tokenizer to `folder`."""
+def make_chat_tokenizer() -> Any:
+    """Return the tokenizer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
     fast.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
     fast.chat_template = TEMPLATE
+    return fast
+
+
+def save_tiny_chat(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Write model and tokenizer to `folder`."""
+    fast = make_chat_tokenizer()
     fast.save_pretrained(folder)
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
