@@ -8,9 +8,11 @@ Runs in the process of the user's code.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,11 +96,12 @@ def _steps(step: Callable[..., Any] | None) -> bool:
 
 
 def _schema(cls: type, name: str, method: Callable[..., Any]) -> dict[str, Any]:
-    from transformers.utils.chat_template_utils import get_json_schema
+    from transformers.utils import chat_template_utils
 
     try:
         # A method of any object: the class may not be constructed before its first episode.
-        schema: dict[str, Any] = get_json_schema(types.MethodType(method, object()))
+        with _without_torch(chat_template_utils):
+            schema: dict[str, Any] = chat_template_utils.get_json_schema(types.MethodType(method, object()))
     except (
         Exception
     ) as error:  # DocstringParsingException, TypeHintParsingException, and what an annotation raises
@@ -107,3 +110,16 @@ def _schema(cls: type, name: str, method: Callable[..., Any]) -> dict[str, Any]:
             "docstring with an Args section, or begin its name with an underscore if it is no tool"
         ) from None
     return schema
+
+
+@contextlib.contextmanager
+def _without_torch(module: Any) -> Iterator[None]:
+    """Let a schema be made without torch, unless user code has imported it: only a parameter that is a tensor needs it, and
+    its import takes seconds and hundreds of megabytes in each process."""
+    available = module.is_torch_available
+    if "torch" not in sys.modules:
+        module.is_torch_available = lambda: False
+    try:
+        yield
+    finally:
+        module.is_torch_available = available

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 
+from paceline.chat.requests import MAX_CHOICES
 from paceline.data.tokens import encode_prompt
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import Completion, IntArray, Version, VersionSpan
@@ -23,7 +24,6 @@ from rollout.engine import MAX_ID, MAX_STOP_IDS, GenerationRequest, SamplingPara
 from services.common.accepted_calls import ACCEPTED
 from services.common.grpc_server import with_status
 from services.rollout.gather import gather_or_cancel
-from services.rollout.openai.requests import MAX_CHOICES
 from services.rollout.openai.sampling import MAX_CHARS_PER_TOKEN
 from services.rollout.run import RolloutRun
 
