@@ -13,9 +13,10 @@ from zlib import crc32
 
 import numpy as np
 
+from paceline.array_frames import Buffer
 from paceline.errors import LedgerFault
 from paceline.groups import FloatArray, Group, scores_digest
-from paceline.wire import Buffer, CompletionArrays, decode_reference, decode_result, split_rows
+from paceline.wire import CompletionArrays, decode_reference, decode_result, split_rows
 from services.coordinator.ledger.integrity.report import VerifyReport
 from services.coordinator.ledger.ledger import Ledger
 

@@ -14,10 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from paceline.array_frames import Buffer
 from paceline.episodes import MAX_NOTE_BYTES, TurnArrays
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group, IntArray, Version, VersionSpan
-from paceline.wire import Buffer, RowArrays, parse_message
+from paceline.row_arrays import RowArrays
+from paceline.wire import parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.uploads.array_checks import (
     FINISHED,
