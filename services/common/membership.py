@@ -252,7 +252,7 @@ class Membership:
     async def _speak_on(self, call: Stream, heard: asyncio.Event) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             hello = self._hello()
-            hello.secret = self._secret
+            hello.secret, hello.knows_episodes = self._secret, True
             await call.write(worker_pb2.ConnectRequest(hello=hello))
             await heard.wait()
             beat_s = time.monotonic()

@@ -57,7 +57,8 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     ):
         if row["lease_step"] == pinned.step:  # else another version was pinned since
             exchange.lease_durations.note_refusal(request.member_id)
-        exchange.groups.readmit(run.run_id, result.group_id)
+        if group.rows is None or result.attempt == row["attempt"]:  # else another worker plays its episodes
+            exchange.groups.readmit(run.run_id, result.group_id)
         return exchange.stale(request, "tokens of another version than the evaluation's")
     fault = _fault(exchange, run, arrived, row, result.attempt)
     journal = None
