@@ -83,7 +83,6 @@ class Host:
     def __init__(self, load: dict[str, Any]) -> None:
         """Load the user's code, within its memory. Raises InvalidInput, Unreadable."""
         self._memory_mb = load["memory_mb"]
-        if load["classes"]:
         if load["classes"]:  # before the limit, because it is no user code
             importlib.import_module("transformers.utils.chat_template_utils")
         _limit_memory((self._memory_mb << 20) + load["lanes"] * STACK_BYTES)

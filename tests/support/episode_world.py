@@ -182,6 +182,7 @@ class LocalInstance:
 
     def __init__(self, code: LocalCode, name: str, environment: Any):
         self.facts, self._code, self._environment = code.classes[name], code, environment
+        self._open = True
 
     async def tools(self, calls: Sequence[tuple[str, Any]], time_left_s: float) -> tuple[list[dict[str, Any]], str]:
         self._code.num_calls += len(calls)
@@ -204,7 +205,8 @@ class LocalInstance:
         return self._environment.get_reward() if self.facts.rewards else None
 
     def close(self) -> None:
-        self._code.num_open -= 1
+        self._code.num_open -= self._open
+        self._open = False
 
     def _state(self) -> str:
         return encode_state(self._environment.save()) if self.facts.saves else ""
