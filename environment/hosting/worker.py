@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import importlib
 import inspect
 import os
 import resource
@@ -82,8 +83,8 @@ class Host:
     def __init__(self, load: dict[str, Any]) -> None:
         """Load the user's code, within its memory. Raises InvalidInput, Unreadable."""
         self._memory_mb = load["memory_mb"]
-        if load["classes"]:
-            pass  # before the limit, because it is no user code
+        if load["classes"]:  # before the limit, because it is no user code
+            importlib.import_module("transformers.utils.chat_template_utils")
         _limit_memory((self._memory_mb << 20) + load["lanes"] * STACK_BYTES)
         try:
             self._classes = {name: load_class(named) for name, named in load["classes"].items()}

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from environment.episodes import GroupEpisodes
+from environment.hosting.calls import accepted
 from environment.hosting.classes import ClassFacts, facts_of
 from environment.hosting.faults import EnvironmentFailed
 from environment.hosting.values import decode_state, encode_state, step_of, text_of_reset, text_of_tool
@@ -126,7 +127,8 @@ class ScriptedSource:
         number = self._counts.get(request.session, 0)
         self._counts[request.session] = number + 1
         ids, reason = self.say(request, number)
-        ids = ids[: request.params.max_new_tokens]
+        if len(ids) > request.params.max_new_tokens:
+            ids, reason = ids[: request.params.max_new_tokens], "length"
         dice = random.Random(request.seed)
         turn = SampledTurn(
             np.array(ids, np.int32),
@@ -182,8 +184,11 @@ class LocalInstance:
 
     def __init__(self, code: LocalCode, name: str, environment: Any):
         self.facts, self._code, self._environment = code.classes[name], code, environment
+        self._open = True
 
-    async def tools(self, calls: Sequence[tuple[str, Any]], time_left_s: float) -> tuple[list[dict[str, Any]], str]:
+    async def tools(
+        self, calls: Sequence[tuple[str, Any]], time_left_s: float
+    ) -> tuple[list[dict[str, Any]], str]:
         self._code.num_calls += len(calls)
         results = []
         for name, arguments in calls:
@@ -204,7 +209,8 @@ class LocalInstance:
         return self._environment.get_reward() if self.facts.rewards else None
 
     def close(self) -> None:
-        self._code.num_open -= 1
+        self._code.num_open -= self._open
+        self._open = False
 
     def _state(self) -> str:
         return encode_state(self._environment.save()) if self.facts.saves else ""
@@ -220,8 +226,9 @@ class LocalCode:
 
     async def open(self, name: str, columns: Mapping[str, Any], time_left_s: float, deaths: Any) -> Any:
         environment = self._classes[name]()
+        text = text_of_reset(environment.reset(**accepted(environment.reset, dict(columns))))
         self.num_open += 1
-        return LocalInstance(self, name, environment), text_of_reset(environment.reset(**columns))
+        return LocalInstance(self, name, environment), text
 
     async def restore(self, name: str, state: str, time_left_s: float, deaths: Any) -> Any:
         environment = self._classes[name]()
@@ -235,7 +242,11 @@ def run_spec(**changes: Any) -> RunSpec:
     sections: dict[str, Any] = {
         "name": "episodes",
         "data": {"train": "rows.jsonl"},
-        "policy": {"model_name": "made", "max_total_sequence_length": 4096, "generation": {"max_new_tokens": 512}},
+        "policy": {
+            "model_name": "made",
+            "max_total_sequence_length": 4096,
+            "generation": {"max_new_tokens": 512},
+        },
         "environment": {"class": "code.py:Class"},
         "rewards": [{"function": "length"}],
     }
