@@ -4,6 +4,7 @@ others, and submits groups that it assembles from the turns.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,13 +119,17 @@ class EnvironmentWorker:
         return request, [arrays.encode(), note.SerializeToString()]
 
     def play(self, held: Episodes, sample: int, version: Version, *, last: bool) -> Outcome:
-        """Journals the next scripted turn of a sample; every third begins a row."""
+        """Journals the next scripted turn of a sample."""
+        return self.turn(held, sample, self.next_turn(held, sample, version), last=last)
+
+    def next_turn(self, held: Episodes, sample: int, version: Version) -> TurnArrays:
+        """Return the next scripted turn of a sample: a function of its attempt too, as sampling is. Every third begins a row."""
         episode = held.samples[sample]
         index = len(episode.turns)
         rows = max((turn.row for turn in episode.turns), default=-1)
         row = rows + 1 if index % 3 == 0 else rows
-        seed = ((held.lease.group_id * 10 + sample) * 10 + episode.life) * 100 + index
-        return self.turn(held, sample, make_turn(version, seed, row), last=last)
+        place = held.lease.group_id, held.lease.attempt, sample, episode.life, index
+        return make_turn(version, zlib.crc32(repr(place).encode()), row)
 
     def play_all(self, held: Episodes, version: Version, turns: int = TURNS) -> None:
         """Plays every episode to its end."""
