@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import safetensors.numpy
 
+from paceline.array_frames import Buffer, load_arrays, named_array
 from paceline.errors import WireError
 from paceline.groups import FloatArray, IntArray, VersionSpan
-from paceline.wire import MAX_VERSION, Buffer, load_arrays, named_array
+from paceline.wire import MAX_VERSION
 
 MAX_ROW = 1 << 16
 """Most rows of a sample."""

@@ -43,6 +43,7 @@ COVERED_BY = {
     "learner/weights/staged.py": "test_publisher.py",
     "learner/weights/store/chain.py": "test_offers.py",
     "learner/weights/store/jobs.py": "test_members.py",
+    "paceline/array_frames.py": "test_wire.py",
     "paceline/bundle_transfer.py": "tests/services/coordinator/test_bundle_servicer.py",
     "paceline/chat/answers.py": "tests/services/rollout/openai/test_agents.py",
     "paceline/chat/api_errors.py": "tests/services/rollout/openai/test_server.py",

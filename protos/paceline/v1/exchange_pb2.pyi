@@ -633,7 +633,8 @@ Global___EpisodeEnd: _TypeAlias = EpisodeEnd  # noqa: Y015
 @_typing.final
 class GroupResult(_message.Message):
     """A generated group. Payload: prompt_ids [P] i32, token_ids [ΣT] i32, lengths [C] i32, logprobs [ΣT] f32,
-    spans [S, 5] i64 (completion, session, step, start, end); followed by a frame with a serialized Texts.
+    spans [S, 5] i64 (completion, session, step, start, end), truncated [C] bool (cut off at its token limit; frames of older
+    workers lack it); followed by a frame with a serialized Texts.
 
     Of a run with an environment a group has R rows instead of C completions, in the order of their samples; a sample may have
     several rows, or none when it was given up. Then prompt_ids [ΣP] holds the prompts of all rows, and the payload has these

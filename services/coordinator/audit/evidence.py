@@ -13,9 +13,10 @@ from zlib import crc32
 
 import numpy as np
 
+from paceline.array_frames import Buffer
 from paceline.errors import LedgerFault
 from paceline.groups import FloatArray, Group, scores_digest
-from paceline.wire import Buffer, decode_reference, decode_result
+from paceline.wire import decode_reference, decode_result
 from services.coordinator.ledger.integrity.report import VerifyReport
 from services.coordinator.ledger.ledger import Ledger
 

@@ -79,6 +79,10 @@ COMPLETIONS = Part("train", "Completions of the batch", "By the coordinator and 
     Metric("age", "steps", "mean age of the tokens: the step minus the step of the version that sampled them",
            "at most `async_grpo.max_trajectory_age_steps`, except for late groups"),
     Metric("age/<age>", "groups", "groups of that age in the batch"),
+    Metric("environment/turns_per_sample", "turns", "mean turns of an episode (with `environment`; its tokens count as one completion)"),
+    Metric("environment/rows_per_sample", "rows", "mean rows of an episode: sequences that the learner trains",
+           "1; more where histories are rewritten or turns cannot be bridged"),
+    Metric("environment/mixed_version_fraction", "share", "episodes whose tokens are of several versions"),
 ))  # fmt: skip
 
 LOSS = Part("train", "Loss and policy", "By the learner; means over the tokens that train, unless a row says otherwise.", (

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paceline.array_frames import Buffer
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group
 from paceline.rate_limited_log import unforeseen
-from paceline.wire import Buffer, CompletionArrays, decode_reference, parse_message, split_completions
+from paceline.wire import CompletionArrays, decode_reference, parse_message, split_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.uploads.group_checks import (
     Limits,
