@@ -1,6 +1,11 @@
-"""The nouns of the life of a sample: version, completion, group.
+"""The nouns of the life of a sample: version, completion, group; of a run with an environment also row and turn.
 
-Suffixes of array names: P prompt tokens, T completion tokens, C completions of a group, F reward functions.
+Suffixes of array names: P prompt tokens, T completion tokens, C completions (samples) of a group, F reward functions,
+R rows of a group with an environment.
+
+Without an environment a group has one completion for each sample, all of one prompt. With one, a sample is an episode of
+several turns, and its tokens are in *rows*: a row is what the model read and sampled as one growing sequence. An episode
+whose history is not an exact prefix of what follows has several rows (`Group.rows`).
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import xxhash
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 SHA256_DIGITS = 64
 
@@ -44,22 +50,52 @@ class VersionSpan(NamedTuple):
     end: int
 
 
+class Turn(NamedTuple):
+    """Tokens [start, end) of a row that the model sampled in one turn."""
+
+    row: int
+    start: int
+    end: int
+    reward: float
+    """Reward that the environment gave for this turn; NaN for none."""
+
+
+class Rows(NamedTuple):
+    """How the rows of a group belong to its samples (`Group.rows`)."""
+
+    num_samples: int
+    """C; a sample that was given up has no row."""
+    samples: tuple[int, ...]
+    """[R] sample of each row, never falling."""
+    turns: tuple[Turn, ...]
+    """Turns in the order of their rows and tokens."""
+
+
 @dataclass(frozen=True)
 class Completion:
-    """One sampled continuation of a prompt."""
+    """One sampled continuation of a prompt; with an environment, one row."""
 
     token_ids: IntArray
-    """[T] sampled tokens, the stop token included."""
+    """[T] sampled tokens, the stop token included; in a row also those that the environment added (`sampled_T`)."""
     logprobs: FloatArray
     """[T] behaviour log-probabilities: of each token under the distribution it was sampled from, in nats."""
     spans: tuple[VersionSpan, ...]
-    """Cover [0, T) without gaps, oldest first."""
+    """Cover [0, T) without gaps, oldest first; in a row the tokens that were sampled."""
     finish_reason: str
     """`stop` (a stop token or a stop string), `length` (max_new_tokens or the model's length) or `abort` (returned unfinished)."""
     text: str = ""
     """The decoded completion without special tokens; what reward functions read."""
     reference_logprobs: FloatArray | None = None
     """[T] by the run's reference (a teacher, or the policy as it was), in nats, where the reward pool serves it."""
+    prompt_ids: IntArray | None = None
+    """[P] prompt of a row; None where it is the group's."""
+    sampled_T: BoolArray | None = None
+    """[T] of a row: true for tokens that the model sampled, false for those that it only read; None: all were sampled."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return len(self.token_ids) if self.sampled_T is None else int(self.sampled_T.sum())
 
     @property
     def oldest_step(self) -> int:
@@ -67,8 +103,8 @@ class Completion:
         return min((span.step for span in self.spans), default=-1)
 
     def version_steps(self) -> IntArray:
-        """Return [T] step of the version of each token."""
-        steps_T = np.empty(len(self.token_ids), np.int32)
+        """Return [T] step of the version of each token; -1 for tokens that were not sampled."""
+        steps_T = np.full(len(self.token_ids), -1, np.int32)
         for span in self.spans:
             steps_T[span.start : span.end] = span.step
         return steps_T
@@ -80,19 +116,41 @@ class Group:
 
     group_id: int
     prompt_ids: IntArray
-    """[P] tokens of the prompt, chat template applied."""
+    """[P] tokens of the prompt, chat template applied; with rows the first row's."""
     completions: tuple[Completion, ...]
+    """One for each sample; with an environment the rows."""
     prompt: Any = ""
     """The prompt as the data set has it: text or chat messages."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The data set's other columns, for the reward functions."""
     rewards_CF: FloatArray | None = None
-    """[C, F] a number per completion and reward function; NaN where a function returned None."""
+    """[C, F] a number per sample and reward function; NaN where a function returned None."""
+    rows: Rows | None = None
+    """How rows belong to samples; None without an environment."""
+
+    @property
+    def num_samples(self) -> int:
+        """C: completions, or episodes, that the group was leased for."""
+        return len(self.completions) if self.rows is None else self.rows.num_samples
+
+    @property
+    def row_samples(self) -> tuple[int, ...]:
+        """Sample of each completion or row."""
+        return tuple(range(len(self.completions))) if self.rows is None else self.rows.samples
 
     @cached_property
     def num_tokens(self) -> int:
-        """Completion tokens in the group, as the token accounting counts them."""
-        return sum(len(completion.token_ids) for completion in self.completions)
+        """Sampled tokens in the group, as the token accounting counts them."""
+        return sum(completion.num_sampled for completion in self.completions)
+
+    @cached_property
+    def num_sequence_tokens(self) -> int:
+        """Tokens that the learner reads: prompts and completions, each prompt as often as it has completions."""
+        return sum(
+            len(completion.token_ids)
+            + len(self.prompt_ids if completion.prompt_ids is None else completion.prompt_ids)
+            for completion in self.completions
+        )
 
     @cached_property
     def oldest_step(self) -> int:
@@ -125,6 +183,22 @@ class Group:
             yield np.ascontiguousarray(completion.token_ids, dtype="<i4").data
             yield np.ascontiguousarray(completion.logprobs, dtype="<f4").data
             yield repr([tuple(span) for span in completion.spans]).encode()
+        if self.rows is not None:
+            yield from self._row_parts(self.rows)
+
+    def _row_parts(self, rows: Rows) -> Iterable[memoryview | bytes]:
+        yield repr((rows.num_samples, rows.samples, [tuple(turn[:3]) for turn in rows.turns])).encode()
+        yield np.array([turn.reward for turn in rows.turns], "<f4").data
+        for completion in self.completions:
+            prompt_ids = self.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
+            yield len(prompt_ids).to_bytes(8, "little")
+            yield np.ascontiguousarray(prompt_ids, dtype="<i4").data
+            sampled_T = (
+                np.ones(len(completion.token_ids), bool)
+                if completion.sampled_T is None
+                else completion.sampled_T
+            )
+            yield np.packbits(sampled_T).tobytes()
 
 
 def scores_digest(rewards_CF: FloatArray, references: Iterable[FloatArray] = ()) -> str:

@@ -7,18 +7,18 @@ WireError with the fault; a service answers it and goes on.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import safetensors.numpy
 from google.protobuf.message import DecodeError, Message
 
+from paceline.array_frames import Buffer, concatenated, load_arrays, named_array
 from paceline.errors import WireError
-from paceline.groups import Completion, FloatArray, Group, IntArray, VersionSpan
+from paceline.groups import BoolArray, Completion, FloatArray, Group, IntArray, Rows, VersionSpan
+from paceline.row_arrays import RowArrays, check_spans_of_row, encode_rows
 from protos.paceline.v1 import exchange_pb2 as pb
 
 PROTOCOL = 3
@@ -27,23 +27,10 @@ PROTOCOL = 3
 MAX_MESSAGE_BYTES = 256 << 20
 """Largest frame that a socket takes; ZeroMQ closes the connection of a sender that exceeds it."""
 
-MAX_TENSOR_HEADER_BYTES = 64 << 10
-"""Largest JSON header of a payload frame; five arrays need a few hundred bytes."""
-
 MAX_VERSION = 2**31 - 1
 """Largest session and step of a version: the learner keeps them in 32 bits."""
 
-DTYPES = {
-    name: np.dtype(code)
-    for name, code in {
-        "BOOL": "|b1", "U8": "|u1", "I8": "|i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
-        "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
-    }.items()
-}  # fmt: skip
-"""safetensors' names of the types that numpy has."""
-
 MessageT = TypeVar("MessageT", bound=Message)
-Buffer = bytes | memoryview
 
 
 def parse_message(kind: type[MessageT], frame: Buffer) -> MessageT:
@@ -54,13 +41,19 @@ def parse_message(kind: type[MessageT], frame: Buffer) -> MessageT:
         raise WireError(f"the frame of {len(frame)} bytes is no {kind.DESCRIPTOR.name}: {error}") from None
 
 
-def encode_result(prompt_ids: IntArray, completions: Sequence[Completion]) -> list[bytes]:
-    """Return the payload frames of a generated group: its arrays, its texts."""
+def encode_result(
+    prompt_ids: IntArray,
+    completions: Sequence[Completion],
+    rows: Rows | None = None,
+    samples: Sequence[pb.SampleText] = (),
+) -> list[bytes]:
+    """Return the payload frames of a generated group: its arrays, its texts; with an environment also its rows and samples."""
     texts = pb.Texts(
         texts=[completion.text for completion in completions],
         finish_reasons=[completion.finish_reason for completion in completions],
+        samples=samples,
     )
-    return [encode_completions(prompt_ids, completions), texts.SerializeToString()]
+    return [encode_completions(prompt_ids, completions, rows), texts.SerializeToString()]
 
 
 def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Completion, ...]]:
@@ -69,18 +62,22 @@ def decode_result(arrays: Buffer, texts: Buffer) -> tuple[IntArray, tuple[Comple
     return decode_completions(arrays, message.finish_reasons, message.texts)
 
 
-def encode_completions(prompt_ids: IntArray, completions: Sequence[Completion]) -> bytes:
+def encode_completions(
+    prompt_ids: IntArray, completions: Sequence[Completion], rows: Rows | None = None
+) -> bytes:
     """Payload frame of a group's arrays; `exchange.proto`, GroupResult, names them."""
     spans = [(index, *span) for index, completion in enumerate(completions) for span in completion.spans]
-    return safetensors.numpy.save(
-        {
-            "prompt_ids": np.ascontiguousarray(prompt_ids, np.int32),
-            "token_ids": _concatenated([c.token_ids for c in completions], np.int32),
-            "logprobs": _concatenated([c.logprobs for c in completions], np.float32),
-            "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
-            "spans": np.array(spans, np.int64).reshape(-1, 5),
-        }
-    )
+    arrays = {
+        "prompt_ids": np.ascontiguousarray(prompt_ids, np.int32),
+        "token_ids": concatenated([c.token_ids for c in completions], np.int32),
+        "logprobs": concatenated([c.logprobs for c in completions], np.float32),
+        "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
+        "spans": np.array(spans, np.int64).reshape(-1, 5),
+        "truncated": np.array([c.finish_reason == "length" for c in completions], np.bool_),
+    }
+    if rows is not None:
+        arrays |= encode_rows(prompt_ids, completions, rows)
+    return safetensors.numpy.save(arrays)
 
 
 class CompletionArrays(NamedTuple):
@@ -91,17 +88,22 @@ class CompletionArrays(NamedTuple):
     lengths: IntArray
     logprobs: FloatArray
     spans: np.ndarray
+    rows: RowArrays | None = None
+    truncated: BoolArray | None = None
+    """[C] true for a completion that was cut off at its token limit; None in frames of older workers."""
 
     @classmethod
     def of(cls, payload: Buffer) -> CompletionArrays:
         """Return the arrays of a frame. Raises WireError."""
-        arrays = _load(payload)
+        arrays = load_arrays(payload)
         return cls(
-            _array(arrays, "prompt_ids", "i4", 1),
-            _array(arrays, "token_ids", "i4", 1),
-            _array(arrays, "lengths", "i4", 1),
-            _array(arrays, "logprobs", "f4", 1),
-            _array(arrays, "spans", "i8", 2),
+            named_array(arrays, "prompt_ids", "i4", 1),
+            named_array(arrays, "token_ids", "i4", 1),
+            named_array(arrays, "lengths", "i4", 1),
+            named_array(arrays, "logprobs", "f4", 1),
+            named_array(arrays, "spans", "i8", 2),
+            RowArrays.of(arrays),
+            named_array(arrays, "truncated", "b1", 1) if "truncated" in arrays else None,
         )
 
 
@@ -119,7 +121,7 @@ def split_completions(
     arrays: CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
     """Prompt tokens and completions of arrays whose values were checked. Raises WireError when they do not fit together."""
-    prompt_ids, token_ids, lengths, logprobs, spans = arrays
+    prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(
             f"{len(lengths)} completions, but {len(finish_reasons)} reasons and {len(texts)} texts"
@@ -129,6 +131,8 @@ def split_completions(
         raise WireError(
             f"lengths sum to {sum(sizes)}, but there are {len(token_ids)} tokens and {len(logprobs)} logprobs"
         )
+    if row_arrays is not None:
+        return _split_rows(arrays, row_arrays, finish_reasons, texts)
     completions, start = [], 0
     for index, (size, own) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
         _check_spans(index, own, size)
@@ -140,15 +144,55 @@ def split_completions(
     return prompt_ids, tuple(completions)
 
 
+def _split_rows(
+    arrays: CompletionArrays, row_arrays: RowArrays, finish_reasons: Sequence[str], texts: Sequence[str]
+) -> tuple[IntArray, tuple[Completion, ...]]:
+    """Prompt tokens of the first row, and the rows. Raises WireError."""
+    sizes = arrays.lengths.tolist()
+    row_arrays.check(len(arrays.prompt_ids), sizes)
+    if np.any(arrays.logprobs[~row_arrays.sampled]):
+        raise WireError("logprobs of tokens that were not sampled have to be 0")
+    completions, start, prompt_start = [], 0, 0
+    for index, (size, own) in enumerate(
+        zip(sizes, _spans_by_completion(arrays.spans, len(sizes)), strict=True)
+    ):
+        part = slice(start, start + size)
+        prompt_end = prompt_start + int(row_arrays.prompt_lengths[index])
+        sampled_T = row_arrays.sampled[part]
+        check_spans_of_row(index, own, sampled_T)
+        completions.append(
+            Completion(
+                arrays.token_ids[part],
+                arrays.logprobs[part],
+                tuple(own),
+                finish_reasons[index],
+                texts[index],
+                prompt_ids=arrays.prompt_ids[prompt_start:prompt_end],
+                sampled_T=sampled_T,
+            )
+        )
+        start, prompt_start = start + size, prompt_end
+    first = completions[0].prompt_ids
+    assert first is not None
+    return first, tuple(completions)
+
+
+def split_rows(arrays: CompletionArrays, completions: Sequence[Completion]) -> Rows | None:
+    """Return how the rows belong to samples; None for a group without an environment. Raises WireError."""
+    if arrays.rows is None:
+        return None
+    return arrays.rows.rows([c.sampled_T for c in completions if c.sampled_T is not None])
+
+
 def encode_reference(logprobs: Sequence[FloatArray]) -> bytes:
     """Return the payload frame of the reference's log-probabilities, one [T] for each completion; `exchange.proto`,
     ScoreResult, names it."""
-    return safetensors.numpy.save({"reference_logprobs": _concatenated(logprobs, np.float32)})
+    return safetensors.numpy.save({"reference_logprobs": concatenated(logprobs, np.float32)})
 
 
 def decode_reference(payload: Buffer) -> FloatArray:
     """[ΣT] the reference's log-probabilities of a payload frame. Raises WireError."""
-    logprobs = _array(_load(payload), "reference_logprobs", "f4", 1)
+    logprobs = named_array(load_arrays(payload), "reference_logprobs", "f4", 1)
     if not np.isfinite(logprobs).all():
         raise WireError("reference_logprobs holds values that are not finite")
     return logprobs
@@ -169,12 +213,21 @@ def decode_group(
     group_id: int, payload: Buffer, rewards: Sequence[float], reference: Buffer | None = None
 ) -> Group:
     """Return a group as a learner rank gets it: arrays and rewards, without texts; with the `reference` payload also
-    what that says of the tokens. Raises WireError."""
-    count = len(_array(_load(payload), "lengths", "i4", 1))
-    prompt_ids, completions = decode_completions(payload, [""] * count, [""] * count)
+    what that says of the tokens. Finish reasons are `length` or `stop`. Raises WireError."""
+    arrays = CompletionArrays.of(payload)
+    count = len(arrays.lengths)
+    cut_off = np.zeros(count, bool) if arrays.truncated is None else arrays.truncated
+    if len(cut_off) != count:
+        raise WireError(f"truncated has {len(cut_off)} values for {count} completions")
+    reasons = ["length" if cut else "stop" for cut in cut_off.tolist()]
+    prompt_ids, completions = decode_completions(payload, reasons, [""] * count)
+    rows = split_rows(arrays, completions)
     if reference is not None:
         completions = _with_reference(completions, decode_reference(reference))
-    return Group(group_id, prompt_ids, completions, rewards_CF=decode_rewards(rewards, count))
+    num_samples = count if rows is None else rows.num_samples
+    return Group(
+        group_id, prompt_ids, completions, rewards_CF=decode_rewards(rewards, num_samples), rows=rows
+    )
 
 
 def _with_reference(completions: tuple[Completion, ...], logprobs: FloatArray) -> tuple[Completion, ...]:
@@ -183,45 +236,6 @@ def _with_reference(completions: tuple[Completion, ...], logprobs: FloatArray) -
         raise WireError(f"{len(logprobs)} reference_logprobs, but the group has {ends[-1]} tokens")
     parts = np.split(logprobs, ends[:-1])
     return tuple(replace(c, reference_logprobs=part) for c, part in zip(completions, parts, strict=True))
-
-
-def _load(payload: Buffer) -> dict[str, np.ndarray]:
-    """Return the arrays of a safetensors blob as read-only views into `payload`: nothing is copied.
-
-    Layout (huggingface.co/docs/safetensors): header size as 8 bytes little endian, JSON header, then the arrays without
-    gaps, in any order of names.
-    """
-    header_bytes = int.from_bytes(payload[:8], "little")
-    if len(payload) < 8 or header_bytes > min(len(payload) - 8, MAX_TENSOR_HEADER_BYTES):
-        raise _no_safetensors(payload, "its header does not fit into it")
-    data = memoryview(payload)[8 + header_bytes :]
-    arrays, end = {}, 0
-    try:
-        header = json.loads(str(payload[8 : 8 + header_bytes], "utf-8"))
-        header.pop("__metadata__", None)
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            arrays[name] = _view(data, end, entry)
-            end = entry["data_offsets"][1]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise _no_safetensors(payload, repr(error)) from None
-    if end != len(data):
-        raise _no_safetensors(payload, f"its arrays end at {end} of {len(data)} bytes")
-    return arrays
-
-
-def _view(data: memoryview, start: int, entry: dict[str, Any]) -> np.ndarray:
-    """Return the array that `entry` of the header describes; it has to begin at `start`."""
-    dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-    for number in (*shape, begin, end):
-        if type(number) is not int or number < 0:
-            raise ValueError("a size that is no natural number")
-    if begin != start or end > len(data) or math.prod(shape) * dtype.itemsize != end - begin:
-        raise ValueError(f"{shape} of {entry['dtype']} cannot lie at {begin} to {end}")
-    return np.ndarray(shape, dtype, data, begin)
-
-
-def _no_safetensors(payload: Buffer, why: str) -> WireError:
-    return WireError(f"the payload frame of {len(payload)} bytes is no safetensors blob: {why}")
 
 
 def _spans_by_completion(spans: np.ndarray, count: int) -> list[list[VersionSpan]]:
@@ -245,18 +259,3 @@ def _check_spans(index: int, spans: list[VersionSpan], length: int) -> None:
         position = span.end
     if position != length:
         raise WireError(f"completion {index}: version spans end at {position}, the tokens at {length}")
-
-
-def _array(arrays: dict[str, np.ndarray], name: str, kind: str, ndim: int) -> np.ndarray:
-    array = arrays.get(name)
-    if array is None:
-        raise WireError(f"the payload has no array {name!r}; it has {sorted(arrays)}")
-    if array.dtype.str[1:] != kind or array.ndim != ndim:
-        raise WireError(
-            f"array {name!r} is {array.dtype} of {array.ndim} dimensions, has to be {kind} of {ndim}"
-        )
-    return array
-
-
-def _concatenated(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.asarray(a, dtype) for a in arrays]) if arrays else np.empty(0, dtype)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-PACKAGES = ("paceline", "rollout", "reward", "learner", "services")
+PACKAGES = ("paceline", "rollout", "reward", "learner", "environment", "services")
 MAX_HOPS = 2
 """Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
@@ -43,7 +43,13 @@ COVERED_BY = {
     "learner/weights/staged.py": "test_publisher.py",
     "learner/weights/store/chain.py": "test_offers.py",
     "learner/weights/store/jobs.py": "test_members.py",
+    "paceline/array_frames.py": "test_wire.py",
     "paceline/bundle_transfer.py": "tests/services/coordinator/test_bundle_servicer.py",
+    "paceline/chat/answers.py": "tests/services/rollout/openai/test_agents.py",
+    "paceline/chat/api_errors.py": "tests/services/rollout/openai/test_server.py",
+    "paceline/chat/choices.py": "tests/services/rollout/openai/test_server.py",
+    "paceline/chat/preparing.py": "tests/services/rollout/openai/test_agents.py",
+    "paceline/chat/requests.py": "tests/services/rollout/openai/test_server.py",
     "paceline/errors.py": "test_wire.py",
     "paceline/files/names.py": "tests/learner/checkpoints/test_export.py",
     "paceline/files/run_folders.py": "tests/services/learner/training/test_checkpoints.py",
@@ -59,6 +65,7 @@ COVERED_BY = {
     "paceline/spec/sections/bundle.py": "tests/paceline/bundle/test_collecting.py",
     "paceline/spec/sections/data.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/distillation.py": "tests/paceline/spec/test_reading.py",
+    "paceline/spec/sections/environment.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/grpo.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/policy.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/supervised.py": "tests/paceline/spec/test_reading.py",
@@ -66,6 +73,13 @@ COVERED_BY = {
     "paceline/spec/sections/vllm.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/value.py": "test_reading.py",
     "paceline/tracing.py": "tests/e2e/test_tracing.py",
+    "paceline/user_code/child.py": "tests/reward/test_runner.py",
+    "paceline/user_code/ends.py": "tests/reward/test_runner.py",
+    "paceline/user_code/frames.py": "tests/reward/test_runner.py",
+    "paceline/user_code/loading.py": "tests/reward/test_loading.py",
+    "paceline/user_code/process.py": "tests/reward/test_runner.py",
+    "paceline/user_code/shared_process.py": "tests/reward/models/test_pool.py",
+    "paceline/user_code/spawning.py": "tests/reward/test_runner.py",
     "paceline/weights/link.py": "tests/rollout/weights/test_link_receiver.py",
     "paceline/weights/lora_names.py": "tests/rollout/weights/test_adapter.py",
     "paceline/weights/packing.py": "test_manifest.py",
@@ -81,7 +95,6 @@ COVERED_BY = {
     "reward/models/settings.py": "test_pool.py",
     "reward/models/texts.py": "test_scorer.py",
     "reward/process.py": "test_runner.py",
-    "reward/protocol.py": "test_runner.py",
     "reward/results.py": "test_runner.py",
     "reward/sandbox/bwrap.py": "test_attacks.py",
     "reward/sandbox/landlock.py": "test_attacks.py",
@@ -119,6 +132,7 @@ COVERED_BY = {
     "services/common/assigned_run.py": "test_run_setup.py",
     "services/common/bundled_spec.py": "tests/services/coordinator/lifecycle/test_run_bundles.py",
     "services/common/grpc_server.py": "test_membership.py",
+    "services/common/json_http.py": "tests/services/rollout/openai/test_server.py",
     "services/common/healthcheck.py": "tests/test_deploy.py",
     "services/common/options.py": "tests/services/cli/test_main.py",
     "services/common/processes/parent_death.py": "tests/services/learner/test_launcher.py",
@@ -136,6 +150,7 @@ COVERED_BY = {
     "services/coordinator/audit/side_records.py": "test_verify.py",
     "services/coordinator/disk_space.py": "test_main.py",
     "services/coordinator/exchange/batches/selection.py": "test_costs.py",
+    "services/coordinator/exchange/lives.py": "test_episodes.py",
     "services/coordinator/exchange/overdue.py": "test_lease_durations.py",
     "services/coordinator/exchange/rewards.py": "test_evaluation.py",
     "services/coordinator/exchange/state.py": "test_any_order.py",
@@ -146,6 +161,7 @@ COVERED_BY = {
     "services/coordinator/exchange/transport/router_socket.py": "test_connections.py",
     "services/coordinator/exchange/uploads/intake.py": "test_prompt_check.py",
     "services/coordinator/exchange/uploads/prompt_encoder.py": "test_prompt_check.py",
+    "services/coordinator/exchange/uploads/turn_checks.py": "tests/services/coordinator/exchange/test_episodes.py",
     "services/coordinator/ledger/backup.py": "test_restored_backup.py",
     "services/coordinator/ledger/balance.py": "tests/services/coordinator/exchange/test_admission.py",
     "services/coordinator/ledger/batch_chain.py": "tests/services/coordinator/exchange/batches/test_delivery.py",
@@ -159,6 +175,7 @@ COVERED_BY = {
     "services/coordinator/ledger/tables/batches.py": "tests/services/coordinator/exchange/batches/test_dropping.py",
     "services/coordinator/ledger/tables/checkpoints.py": "tests/services/coordinator/sessions/test_starting_point.py",
     "services/coordinator/ledger/tables/deaths.py": "tests/services/coordinator/exchange/test_quarantine.py",
+    "services/coordinator/ledger/tables/episodes.py": "tests/services/coordinator/audit/test_journals.py",
     "services/coordinator/ledger/tables/evaluations.py": "tests/services/coordinator/exchange/test_evaluation.py",
     "services/coordinator/ledger/tables/free_slots.py": "tests/services/coordinator/exchange/test_leases.py",
     "services/coordinator/ledger/tables/receipts.py": "tests/services/coordinator/exchange/batches/test_delivery.py",
@@ -193,10 +210,7 @@ COVERED_BY = {
     "services/rollout/gather.py": "tests/services/rollout/openai/test_server.py",
     "services/rollout/group_sampler.py": "test_run.py",
     "services/rollout/main.py": "tests/e2e/faults/test_drain.py",
-    "services/rollout/openai/answers.py": "test_server.py",
     "services/rollout/openai/gate.py": "test_server.py",
-    "services/rollout/openai/messages.py": "test_server.py",
-    "services/rollout/openai/requests.py": "test_server.py",
     "services/rollout/openai/sampling.py": "test_server.py",
 }
 """Modules without a test of their name, and the file that exercises each; a bare name is in the mirrored folder."""

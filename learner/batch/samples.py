@@ -9,6 +9,7 @@ tokens in it, S sequences in it.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from learner.batch.layout import SequenceLayout
 from paceline.errors import InvalidInput
-from paceline.groups import FloatArray, Group, IntArray
+from paceline.groups import Completion, FloatArray, Group, IntArray, Rows, Turn
 from paceline.spec import RunSpec
 
 
@@ -37,8 +38,24 @@ class PreferenceLabel(NamedTuple):
 
 
 @dataclass(frozen=True)
+class SampleRow:
+    """What a row of an episode is in its sample; a sample of a run with an environment may have several rows."""
+
+    sample: int
+    """Index of the sample in its group."""
+    sample_tokens: int
+    """Tokens that train in all rows of the sample."""
+    is_first: bool
+    """The sample's first row, which stands for it where samples are counted."""
+    turns: tuple[Turn, ...]
+    """Turns of the row, in order."""
+    first_turn: int
+    """Index, within the sample, of the row's first turn."""
+
+
+@dataclass(frozen=True)
 class TrainingSample:
-    """One prompt with one completion, ready to train."""
+    """One prompt with one completion, ready to train; of an episode, one row."""
 
     group_id: int
     prompt_ids: IntArray
@@ -59,6 +76,8 @@ class TrainingSample:
     """[T] log π_ref (of a teacher or of the policy as it was), where the reward pool serves it."""
     truncated: bool = False
     """True when cut off at its token limit: the value of its last state stands for the missing rewards (`gae`)."""
+    row: SampleRow | None = None
+    """Its place in an episode; None where the completion is the whole sample."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
@@ -82,15 +101,26 @@ class TrainingSample:
         return len(self.completion_ids) if self.trained_T is None else int(self.trained_T.sum())
 
     @property
+    def num_sample_tokens(self) -> int:
+        """Tokens that train in the whole sample."""
+        return self.num_trained_tokens if self.row is None else self.row.sample_tokens
+
+    @property
+    def counts(self) -> bool:
+        """Return whether it counts as a sample: further rows of an episode do not."""
+        return self.row is None or self.row.is_first
+
+    @property
     def num_row_tokens(self) -> int:
         """Tokens that the sequence takes in a packed row; 0 when it has nothing to train."""
         return len(self.prompt_ids) + len(self.completion_ids) - 1 if self.num_trained_tokens else 0
 
 
 def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[TrainingSample]:
-    """Return one sample for each completion of scored groups.
+    """Return one sample for each completion of scored groups; with an environment one for each row.
 
-    With grpo.overlong_filtering a completion that was cut off stays in the batch without tokens.
+    With grpo.overlong_filtering (and for episodes with `environment.truncated: leave_out`) a completion that was cut off
+    stays in the batch without tokens.
 
     Raises:
         InvalidInput: a group has no rewards, or another number of them than the spec has functions; or it has no
@@ -98,32 +128,84 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[Traini
     """
     sequences = []
     for group in groups:
-        if group.rewards_CF is None or group.rewards_CF.shape != (len(group.completions), len(spec.rewards)):
+        if group.rewards_CF is None or group.rewards_CF.shape != (group.num_samples, len(spec.rewards)):
             shape = None if group.rewards_CF is None else group.rewards_CF.shape
             raise InvalidInput(
                 f"group {group.group_id} has rewards of shape {shape}, "
-                f"expected ({len(group.completions)}, {len(spec.rewards)})"
+                f"expected ({group.num_samples}, {len(spec.rewards)})"
             )
-        for completion, rewards_F in zip(group.completions, group.rewards_CF, strict=True):
-            cut_off = spec.grpo.overlong_filtering and completion.finish_reason == "length"
-            trained = slice(0, 0 if cut_off else None)
-            reference_T = completion.reference_logprobs
-            if spec.pool_serves_reference and reference_T is None:
-                raise InvalidInput(
-                    f"group {group.group_id} has no log-probabilities of the reference, which the reward pool serves"
-                )
-            sequences.append(
-                TrainingSample(
-                    group.group_id,
-                    group.prompt_ids,
-                    completion.token_ids[trained],
-                    completion.logprobs[trained],
-                    completion.version_steps()[trained],
-                    rewards_F,
-                    reference_logprobs_T=None if reference_T is None else reference_T[trained],
-                    truncated=completion.finish_reason == "length",
-                )
+        if group.rows is None:
+            sequences += [
+                _of_completion(group, completion, rewards_F, spec)
+                for completion, rewards_F in zip(group.completions, group.rewards_CF, strict=True)
+            ]
+        else:
+            sequences += _of_rows(group, group.rows, spec)
+    return sequences
+
+
+def _of_completion(
+    group: Group, completion: Completion, rewards_F: FloatArray, spec: RunSpec
+) -> TrainingSample:
+    cut_off = spec.grpo.overlong_filtering and completion.finish_reason == "length"
+    trained = slice(0, 0 if cut_off else None)
+    reference_T = completion.reference_logprobs
+    if spec.pool_serves_reference and reference_T is None:
+        raise InvalidInput(
+            f"group {group.group_id} has no log-probabilities of the reference, which the reward pool serves"
+        )
+    return TrainingSample(
+        group.group_id,
+        group.prompt_ids,
+        completion.token_ids[trained],
+        completion.logprobs[trained],
+        completion.version_steps()[trained],
+        rewards_F,
+        reference_logprobs_T=None if reference_T is None else reference_T[trained],
+        truncated=completion.finish_reason == "length",
+    )
+
+
+def _of_rows(group: Group, rows: Rows, spec: RunSpec) -> list[TrainingSample]:
+    """Return the rows of a group. Rows of a truncated sample have the finish reason `length`."""
+    assert group.rewards_CF is not None
+    leaves_out = spec.grpo.overlong_filtering or spec.environment.truncated == "leave_out"
+    sampled = [
+        np.zeros(len(row.token_ids), bool)
+        if leaves_out and row.finish_reason == "length"
+        else np.ones(len(row.token_ids), bool)
+        if row.sampled_T is None
+        else row.sampled_T
+        for row in group.completions
+    ]
+    tokens: Counter[int] = Counter()
+    for sample, mask in zip(rows.samples, sampled, strict=True):
+        tokens[sample] += int(mask.sum())
+    turns_of: dict[int, list[Turn]] = defaultdict(list)
+    for turn in rows.turns:
+        turns_of[turn.row].append(turn)
+    sequences: list[TrainingSample] = []
+    num_turns: Counter[int] = Counter()
+    earlier = -1
+    for index, (sample, row, mask) in enumerate(zip(rows.samples, group.completions, sampled, strict=True)):
+        place = SampleRow(
+            sample, tokens[sample], sample != earlier, tuple(turns_of[index]), num_turns[sample]
+        )
+        num_turns[sample] += len(place.turns)
+        earlier = sample
+        sequences.append(
+            TrainingSample(
+                group.group_id,
+                group.prompt_ids if row.prompt_ids is None else row.prompt_ids,
+                row.token_ids,
+                row.logprobs,
+                row.version_steps(),
+                group.rewards_CF[sample],
+                trained_T=mask,
+                truncated=row.finish_reason == "length",
+                row=place,
             )
+        )
     return sequences
 
 
@@ -142,6 +224,8 @@ class PackedBatch:
     """The completion tokens, int64."""
     lengths_N: Tensor
     """float32: completion tokens of the token's sequence."""
+    sample_lengths_N: Tensor
+    """float32: completion tokens of the token's sample, which in an episode may have several sequences."""
     sequence_N: Tensor
     """Index in [0, S) of the token's sequence."""
     behaviour_N: Tensor | None
@@ -182,6 +266,7 @@ def pack_samples(sequences: Sequence[TrainingSample], device: torch.device) -> P
         predictors_N=integers(predictors_N),
         targets_N=integers(np.concatenate([_trained(s.completion_ids, s) for s in sequences])),
         lengths_N=floats(np.repeat(lengths_S, lengths_S)),
+        sample_lengths_N=floats(np.repeat([s.num_sample_tokens for s in sequences], lengths_S)),
         sequence_N=integers(np.repeat(np.arange(len(sequences)), lengths_S)),
         behaviour_N=None
         if supervised

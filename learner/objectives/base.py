@@ -55,6 +55,13 @@ class TokenArrays:
     """Tokens with a larger (log ρ)² are dropped (`m2_limit_of`); None keeps all."""
     batch_kl: float | None = None
     """KTO's KL, measured over the global batch before its first update."""
+    sample_lengths_N: Tensor | None = None
+    """Active tokens of the sample that the token belongs to; None where each sequence is a sample."""
+
+    @property
+    def weight_lengths_N(self) -> Tensor:
+        """Lengths by which a mean over samples divides."""
+        return self.lengths_N if self.sample_lengths_N is None else self.sample_lengths_N
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from learner.objectives.base import Denominators, LossResult, TokenArrays
 def token_weights(lengths_N: Tensor, denominators: Denominators, reduction: str) -> Tensor:
     """Return [N] weight of each token's loss, so that a reduction is Σ_t weight_t · loss_t.
 
+    `lengths_N` are those of samples: the rows of an episode are one sample, so that none counts more for having more rows.
+
     - `grpo`: 1 / (B · length of the sequence): mean over sequences of the mean over tokens (Shao et al. 2024).
     - `dapo`: 1 / tokens of the batch (Yu et al. 2025).
     - `dr_grpo`: 1 / (B · max_completion_tokens): no length in the denominator (Liu et al. 2025).
@@ -45,7 +47,7 @@ def reduced(
     entropy_bonus: float = 0.0,
 ) -> LossResult:
     """Return Σ_t weight_t · loss_t, minus entropy_bonus · mean entropy."""
-    loss = (losses_N * token_weights(tokens.lengths_N, denominators, reduction)).sum()
+    loss = (losses_N * token_weights(tokens.weight_lengths_N, denominators, reduction)).sum()
     if entropy_bonus:
         loss = loss - entropy_bonus * tokens.entropy_N.sum() / max(denominators.tokens, 1)
     return LossResult(loss, {"loss": loss.detach().double(), **sums}, losses_N.detach())

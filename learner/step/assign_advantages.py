@@ -34,6 +34,7 @@ from learner.objectives.corrections import per_sequence
 from learner.objectives.policy import kl_to_reference
 from learner.step.critic import Critic
 from learner.step.frozen import given
+from learner.step.turn_advantages import IndexArray, sample_of_each, turn_advantages
 from learner.step.update import MicroBatch, States, Update
 from paceline.errors import InvalidInput
 from paceline.rewards import gated, weights_at
@@ -58,10 +59,16 @@ def with_advantages(
         return _by_value_model(batch, updates, spec, device, critic, step)
     micro_batches = _real(updates)
     penalties = [_kl_penalties(micro, spec) for micro in micro_batches]
-    rows, first = rows_of_all_ranks(_scores(batch, micro_batches, penalties, spec).to(device))
+    samples = sample_of_each(batch)
+    own = _scores(batch, samples, micro_batches, penalties, spec)
+    rows, first = rows_of_all_ranks(own.to(device))
     table = rows.double().cpu().numpy()
     scored = ScoredBatch(table[:, 0].astype(np.int64), table[:, 2:], table[:, 1])
-    advantages_S = batch_advantages(scored, spec, step)[first : first + len(batch)]
+    advantages_C = batch_advantages(scored, spec, step)[first : first + len(own)]
+    if spec.environment.advantage != "outcome":
+        by_token = turn_advantages(batch, samples, advantages_C, own.numpy(), spec, step)
+        return _replaced(updates, [_with_turns(batch, by_token, micro, device) for micro in micro_batches])
+    advantages_S = advantages_C[samples]
     token_wise = spec.grpo.advantage in TOKEN_WHITENED
     by_sample = torch.from_numpy(advantages_S if token_wise else clip_advantages(advantages_S, spec))
     advantages = [
@@ -150,20 +157,33 @@ def _gae(
 
 def _scores(
     batch: Sequence[TrainingSample],
+    samples: IndexArray,
     micro_batches: Sequence[MicroBatch],
     penalties: Sequence[Tensor | None],
     spec: RunSpec,
 ) -> Tensor:
-    """Return [S, 2 + F] group id, β·ΣKL and rewards of this rank's sequences, float64."""
-    scores = torch.zeros(len(batch), 2 + len(spec.rewards), dtype=torch.float64)
-    for i, sequence in enumerate(batch):
-        scores[i, 0] = sequence.group_id
-        scores[i, 2:] = torch.from_numpy(_rewards(sequence, spec))
+    """Return [C, 2 + F] group id, β·ΣKL and rewards of this rank's samples, float64. An episode's KL is that of all its
+    rows."""
+    scores = torch.zeros(int(samples.max(initial=-1)) + 1, 2 + len(spec.rewards), dtype=torch.float64)
+    for sample, sequence in zip(samples.tolist(), batch, strict=True):
+        scores[sample, 0] = sequence.group_id
+        scores[sample, 2:] = torch.from_numpy(_rewards(sequence, spec))
     for micro, penalty_N in zip(micro_batches, penalties, strict=True):
         if penalty_N is not None:
             sums_S = per_sequence(penalty_N.double(), micro.packed.sequence_N, len(micro.indices))
-            scores[torch.tensor(micro.indices), 1] = sums_S.cpu()
+            scores[:, 1].index_add_(0, torch.from_numpy(samples[list(micro.indices)]), sums_S.cpu())
     return scores
+
+
+def _with_turns(
+    batch: Sequence[TrainingSample], by_token: Sequence[Float64Array], micro: MicroBatch, device: torch.device
+) -> MicroBatch:
+    """Return the micro-batch with the advantages of its sequences' tokens."""
+    values = [
+        by_token[i][np.ones(len(by_token[i]), bool) if (t := batch[i].trained_T) is None else t]
+        for i in micro.indices
+    ]
+    return replace(micro, advantages_N=torch.from_numpy(np.concatenate(values)).to(device, torch.float32))
 
 
 def _rewards(sequence: TrainingSample, spec: RunSpec) -> Float64Array:

@@ -67,7 +67,12 @@ def plan_updates(
                 indices_UM[u] = _of_even_cost([(i, batch[i]) for i in part], spec, shape, passes)
     counts_U4 = torch.tensor(
         [
-            (sum(batch[i].num_trained_tokens for i in p), len(p), len(m), len({batch[i].group_id for i in p}))
+            (
+                sum(batch[i].num_trained_tokens for i in p),
+                sum(batch[i].counts for i in p),
+                len(m),
+                len({batch[i].group_id for i in p}),
+            )
             for p, m in zip(parts, indices_UM, strict=True)
         ],
         device=device,
@@ -104,7 +109,11 @@ def batch_metrics(
     """Return metrics of the batch: its size, the fill of its micro-batches, the operations that training it takes, the age of
     its tokens, and the share of the tokens whose advantage is 0 (1 where nothing trains)."""
     micro_batches = [micro for update in updates for micro in update.micro_batches]
-    versions = [s.versions_T for s in batch if s.versions_T is not None]
+    versions = [
+        s.versions_T if s.row is None else s.versions_T[s.versions_T >= 0]
+        for s in batch
+        if s.versions_T is not None
+    ]
     ages = step - np.concatenate(versions) if versions else np.zeros(0)
     advantages = [m.advantages_N for m in micro_batches if m.advantages_N is not None and not m.is_dummy]
     sums = [

@@ -241,6 +241,7 @@ class Trainer:
             current_N=logprobs_N,
             entropy_N=entropy_N,
             lengths_N=micro.packed.lengths_N,
+            sample_lengths_N=micro.packed.sample_lengths_N,
             sequence_N=micro.packed.sequence_N,
             num_sequences=len(micro.packed.group_ids_S),
             behaviour_N=micro.packed.behaviour_N,

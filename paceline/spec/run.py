@@ -13,7 +13,8 @@ from paceline.spec.sections.base import Section
 from paceline.spec.sections.bundle import BundleSection
 from paceline.spec.sections.data import DataSection, RewardFunctionSection
 from paceline.spec.sections.distillation import DistillationSection
-from paceline.spec.sections.grpo import AsyncGrpoSection, GrpoSection
+from paceline.spec.sections.environment import EnvironmentSection
+from paceline.spec.sections.grpo import WITH_GROUP_BASELINE, AsyncGrpoSection, GrpoSection
 from paceline.spec.sections.loss import LossSection, preset_of
 from paceline.spec.sections.policy import PolicySection
 from paceline.spec.sections.supervised import (
@@ -56,6 +57,7 @@ class RunSpec(Section):
     rm: RmSection = RmSection()
     distillation: DistillationSection = DistillationSection()
     rewards: tuple[RewardFunctionSection, ...] = ()
+    environment: EnvironmentSection = EnvironmentSection()
     bundle: BundleSection = BundleSection()
     weights: WeightsSection = WeightsSection()
     checkpointing: CheckpointingSection = CheckpointingSection()
@@ -183,9 +185,22 @@ class RunSpec(Section):
         preset, grpo = preset_of(values.get("loss_fn")), values.get("grpo", {})
         return {**values, "grpo": {**preset.grpo, **grpo}} if preset and isinstance(grpo, dict) else values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_by_environment(cls, values: Any) -> Any:
+        """Let the environment's own reward be the only one where the spec names none."""
+        if not isinstance(values, dict) or values.get("rewards"):
+            return values
+        section = values.get("environment")
+        keys = ("class", "class_", "agent", "command")
+        if not isinstance(section, dict) or not any(section.get(key) for key in keys):
+            return values
+        return {**values, "rewards": [{"function": "environment"}]}
+
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
         self._check_schedule()
+        self._check_environment()
         self._check_best_metric()
         self._check_lora()
         if self.examples is None:
@@ -203,6 +218,33 @@ class RunSpec(Section):
             raise ValueError(
                 f"policy.scheduler: {warmup} steps of warm-up + decay_steps {scheduler.decay_steps} exceed "
                 f"the run's {self.max_num_steps} steps: 'wsd' would have no peak"
+            )
+
+    def _check_environment(self) -> None:
+        environment = self.environment
+        if not environment.is_used:
+            if any(reward.function == "environment" for reward in self.rewards):
+                raise ValueError(
+                    "rewards has the function 'environment', but environment has no class, agent or command to reward; set one"
+                )
+            return
+        if self.algorithm != "grpo":
+            raise ValueError(
+                f"environment is set with algorithm {self.algorithm!r}, but only grpo trains on episodes; remove one"
+            )
+        if self.grpo.advantage == "gae":
+            raise ValueError(
+                "environment is set with grpo.advantage 'gae', whose value model reads no episodes; set another advantage"
+            )
+        if self.pool_serves_reference:
+            raise ValueError(
+                "environment is set, and the reward pool would serve the reference, which reads no episodes; set "
+                "loss_fn.reference_policy_kl_penalty to 0 or let the learner serve it"
+            )
+        if environment.advantage != "outcome" and self.grpo.advantage not in WITH_GROUP_BASELINE:
+            raise ValueError(
+                f"environment.advantage {environment.advantage!r} compares turns within the group, and grpo.advantage "
+                f"{self.grpo.advantage!r} does not; set grpo.advantage to one of {', '.join(WITH_GROUP_BASELINE)}"
             )
 
     def _check_best_metric(self) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 from reward.builtin import judges
 from reward.builtin.code_tests import code_settings, code_tests
+from reward.builtin.environment import environment
 from reward.builtin.formats import exact_match, format_regex, think_answer_format
 from reward.builtin.lengths import length, soft_overlong
 from reward.builtin.mathematics import math_accuracy
 from reward.builtin.reward_model import process_reward_model, reward_model
 
 BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "environment": environment,
     "code_tests": code_tests,
     "exact_match": exact_match,
     "format_regex": format_regex,

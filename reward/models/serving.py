@@ -5,29 +5,25 @@ answers; with `refresh_s` a third one looks for other weights and loads them, an
 batches. The runner's end of the socket ends the process.
 
 runner → process    {"model": settings, "function": name, "memory_bytes": n}   once, first
-                    {"score": id, "prompts": [C], "completions": [C]}
+                    {"id": n, "prompts": [C], "completions": [C]}
 process → runner    {"loaded": version} | {"refused": text, "passing": bool}
-                    {"scored": id, "scores": [[…] or null], "version": text} | {"scored": id, "raised": text}
-                    | {"scored": id, "unavailable": text}
+                    {"id": n, "scores": [[…] or null], "version": text} | {"id": n, "raised": text} | {"id": n, "unavailable": text}
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
-import signal
 import socket
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 from paceline.error_texts import error_text
 from paceline.errors import InvalidInput, PacelineError, Unreadable
-from paceline.host.process import die_with_parent
-from reward.protocol import encode, receive
+from paceline.user_code.child import connect
+from paceline.user_code.frames import encode, receive
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +32,9 @@ MAX_GROUPS = 256
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is argv[2] until the runner, process argv[3], closes it."""
-    connection_fd, runner_pid = int(sys.argv[2]), int(sys.argv[3])
-    die_with_parent(runner_pid, signal.SIGKILL)
-    os.dup2(2, 1)
+    """Serve the socket until the runner closes it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    os.set_inheritable(connection_fd, False)
-    connection = socket.socket(fileno=connection_fd)
-    with connection, contextlib.suppress(EOFError, ConnectionError):
+    with connect(killed_first=False) as connection, contextlib.suppress(EOFError, ConnectionError):
         _serve(connection)
 
 
@@ -141,7 +132,7 @@ class ModelServer:
         scores = iter(self._scorer.scores([text for _, texts in encoded for text in texts]))
         for index, texts in encoded:
             own = [next(scores) for _ in texts]
-            found[index] = {"scored": requests[index]["score"], "scores": own, "version": self.version}
+            found[index] = {"id": requests[index]["id"], "scores": own, "version": self.version}
 
     def start_refreshing(self) -> None:
         """Look for other weights every `refresh_s`, in a thread, if that is set."""
@@ -170,8 +161,8 @@ class ModelServer:
 
 def _raised(request: dict[str, Any], error: Exception) -> dict[str, Any]:
     if isinstance(error, ConnectionError):
-        return {"scored": request["score"], "unavailable": str(error)[:2000]}
-    return {"scored": request["score"], "raised": f"{type(error).__name__}: {error}"[:2000]}
+        return {"id": request["id"], "unavailable": str(error)[:2000]}
+    return {"id": request["id"], "raised": f"{type(error).__name__}: {error}"[:2000]}
 
 
 def _limit_memory(memory_bytes: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.common.reporting.curve import scaled, sparkline
@@ -249,10 +249,41 @@ def sample_text(group: Mapping[str, Any], *, of_evaluation: bool = False) -> str
         )
         versions = "→".join(str(step) for _, _, _, step in completion["spans"])
         tokens = len(completion["token_ids"])
-        lines.append(f"  ▸ {rewards} · {tokens} tokens ({completion['finish_reason']}) · version {versions}")
-        lines += [f"    {line}" for line in completion["text"].splitlines() or [""]]
+        if "messages" in completion:
+            lines.append(f"  ▸ {rewards} · {_episode_line(completion)} · version {versions}")
+            lines += [f"    {line}" for line in _conversation(completion)]
+        else:
+            lines.append(
+                f"  ▸ {rewards} · {tokens} tokens ({completion['finish_reason']}) · version {versions}"
+            )
+            lines += [f"    {line}" for line in completion["text"].splitlines() or [""]]
         lines += [f"    {name}: {value}" for name, value in completion.get("extra", {}).items()]
     return "\n".join(lines)
+
+
+def _episode_line(episode: Mapping[str, Any]) -> str:
+    """Return how an episode ended, and its size: turns, rows, tokens that were sampled and that were only read."""
+    read = sum(row["sampled"].count(0) for row in episode["rows"])
+    detail = f": {episode['detail']}" if episode["detail"] else ""
+    return (
+        f"{episode['ending']}{detail} · {len(episode['turns'])} turns in {len(episode['rows'])} rows · "
+        f"{len(episode['token_ids'])} tokens sampled, {read} read"
+    )
+
+
+def _conversation(episode: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a conversation. What the model did not write is behind a bar, as the learner masks it."""
+    for message in episode["messages"]:
+        by_model = message.get("role") == "assistant"
+        content = message.get("content")
+        text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
+        mark = "" if by_model else "│ "
+        first, *rest = text.splitlines() or [""]
+        yield f"{mark}[{message.get('role')}] {first}".rstrip()
+        yield from (f"{mark}{line}" for line in rest)
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", {})
+            yield f"{mark}→ {function.get('name')}({function.get('arguments')})"
 
 
 def verify_text(run_id: str, problems: Sequence[str], facts: Mapping[str, Any]) -> str:

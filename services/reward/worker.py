@@ -12,19 +12,19 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.backoff import ExponentialBackoff, pause_after
 from paceline.bundle.requirements import check_requirements
-from paceline.errors import InvalidInput, Unreadable
+from paceline.errors import InvalidInput, Unreadable, WireError
 from paceline.files import function_files
 from paceline.files.stamps import Stamp, stamp
 from paceline.groups import Completion, IntArray
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.tracing import span
-from paceline.wire import PROTOCOL, decode_result, encode_reference
+from paceline.wire import PROTOCOL, CompletionArrays, decode_result, encode_reference, parse_message
 from protos.paceline.v1 import common_pb2, worker_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from reward.reference import ReferenceScorer
@@ -40,6 +40,7 @@ from services.common.membership import Membership
 from services.common.reporting.progress_log import ProgressLog
 from services.common.run_setup import spec_of
 from services.common.trainer_state import TRAINER_STATE
+from services.reward.group_inputs import GroupInputs, inputs_of_completions, inputs_of_episodes
 
 TASK_WAIT_S = 10.0
 PREFETCH = 8
@@ -205,7 +206,16 @@ class RewardWorker:
     ) -> None:
         """Score one task, from its text to the exchange's reply."""
         prompt_ids, completions = decode_result(arrays, texts)
+        columns = json.loads(task.columns_json)
+        state = columns.pop(TRAINER_STATE, None)
         score = pb.ScoreResult(group_id=task.group_id, attempt=task.attempt, digest=task.digest)
+        try:
+            inputs = _inputs(task, columns, arrays, texts, spec, completions)
+        except WireError as error:
+            log.error("group %d cannot be scored: %s", task.group_id, error)
+            score.error = str(error)
+            await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=score))
+            return
         frames: list[bytes] = []
         if not await self._turn_comes():
             score.handed_back = True
@@ -214,7 +224,7 @@ class RewardWorker:
         started_s = time.monotonic()
         with span("score", task.traceparent, group_id=task.group_id, attempt=task.attempt):
             try:
-                result = await self._run_functions(runner, task, completions)
+                result = await self._run_functions(runner, inputs, state)
                 if result.failure is None and task.wants_reference:
                     frames = [await self._ask_reference(prompt_ids, completions)]
             except InvalidInput as error:
@@ -227,9 +237,10 @@ class RewardWorker:
                         await self._pause(self._unavailable)
                     self._unavailable = self._unavailable + 1 if score.handed_back else 0
                 elif result.rewards_CF is not None:
-                    score.rewards.extend(result.rewards_CF.ravel().tolist())
+                    score.rewards.extend(inputs.all_rewards(result.rewards_CF).ravel().tolist())
                     score.functions.extend(reward.label for reward in spec.rewards)
-                    score.extra_json = extra_json(result.extra)
+                    extra = {name: inputs.all_values(values) for name, values in result.extra.items()}
+                    score.extra_json = extra_json(extra)
         score.score_s = time.monotonic() - started_s
         reply, _ = await self.membership.request(
             pb.ExchangeRequest(run_id=run_id, score=score), [] if score.error else frames
@@ -277,19 +288,13 @@ class RewardWorker:
             await asyncio.wait_for(self._stopping.wait(), pause_s)
 
     async def _run_functions(
-        self, runner: RewardRunner, task: pb.ScoreTask, completions: Sequence[Completion]
+        self, runner: RewardRunner, inputs: GroupInputs, state: Mapping[str, Any] | None
     ) -> RewardResult:
         """Run the functions on a task that has a process, and free the process."""
         try:
-            count = len(completions)
-            prompt, columns = json.loads(task.prompt_json), json.loads(task.columns_json)
-            state = columns.pop(TRAINER_STATE, None)
-            texts: list[Any] = [completion.text for completion in completions]
-            if not isinstance(prompt, str):
-                texts = [[{"role": "assistant", "content": text}] for text in texts]
-            ids = [completion.token_ids.tolist() for completion in completions]
-            lists = {name: [value] * count for name, value in columns.items()}
-            result = await runner.score([prompt] * count, texts, ids, lists, state)
+            result = await runner.score(
+                inputs.prompts, inputs.completions, inputs.completion_ids, inputs.columns, state
+            )
             self._logged.add(result.metrics)
             self._functions.add_result(self.functions, result)
             return result
@@ -345,6 +350,26 @@ class RewardWorker:
         scored, self._scored = self._scored, 0
         sums = self._logged.take_gauges() | self._functions.take_gauges()
         return {"groups_since_report": float(scored), **sums}
+
+
+def _inputs(
+    task: pb.ScoreTask,
+    columns: dict[str, Any],
+    arrays: bytes,
+    texts: bytes,
+    spec: RunSpec,
+    completions: Sequence[Completion],
+) -> GroupInputs:
+    """Return what reward functions get of a task. Raises WireError."""
+    prompt = json.loads(task.prompt_json)
+    row_arrays = CompletionArrays.of(arrays).rows
+    if row_arrays is None:
+        return inputs_of_completions(prompt, columns, completions)
+    samples = parse_message(pb.Texts, texts).samples
+    sums_turns = spec.environment.advantage == "outcome"
+    return inputs_of_episodes(
+        prompt, columns, completions, row_arrays.row_samples.tolist(), samples, sums_turns=sums_turns
+    )
 
 
 def _code_of(spec: RunSpec) -> tuple[Stamp, ...]:

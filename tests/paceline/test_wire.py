@@ -115,9 +115,9 @@ def test_a_foreign_payload_is_a_wire_error(frame: bytes) -> None:
         decode_group(0, frame, [])
 
 
-def test_a_group_without_lengths_is_a_wire_error() -> None:
+def test_a_group_without_arrays_is_a_wire_error() -> None:
     frame = safetensors.numpy.save({"token_ids": np.zeros(2, np.int32)})
-    with pytest.raises(WireError, match="no array 'lengths'"):
+    with pytest.raises(WireError, match="no array 'prompt_ids'"):
         decode_group(0, frame, [])
 
 

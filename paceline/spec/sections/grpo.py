@@ -18,6 +18,9 @@ AdvantageName = Literal[
 WITHOUT_GROUP = ("gae", "reinforce_pp")
 """Advantages that do not compare the completions of a group."""
 
+WITH_GROUP_BASELINE = ("trl", "nemo", "dr_grpo", "rloo")
+"""Advantages that need nothing but the rewards of the group."""
+
 
 class GrpoSection(AlgorithmSection):
     """Making of groups and number of training steps (`algorithm: grpo`)."""

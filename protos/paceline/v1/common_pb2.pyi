@@ -33,6 +33,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Scores completions."""
     ROLE_LEARNER: _Role.ValueType  # 3
     """Trains."""
+    ROLE_ENVIRONMENT: _Role.ValueType  # 4
+    """Runs the episodes of runs with environments: it holds their leases and asks rollout workers for tokens."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Role of a process."""
@@ -45,6 +47,8 @@ ROLE_REWARD: Role.ValueType  # 2
 """Scores completions."""
 ROLE_LEARNER: Role.ValueType  # 3
 """Trains."""
+ROLE_ENVIRONMENT: Role.ValueType  # 4
+"""Runs the episodes of runs with environments: it holds their leases and asks rollout workers for tokens."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final

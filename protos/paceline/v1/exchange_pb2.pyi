@@ -115,6 +115,8 @@ class ExchangeRequest(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    EPISODE_END_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of this protocol."""
     request_id: _builtins.int
@@ -161,6 +163,14 @@ class ExchangeRequest(_message.Message):
     def receipt(self) -> Global___Receipt:
         """Statement of a rank that it has trained its part."""
 
+    @_builtins.property
+    def turn(self) -> Global___EpisodeTurn:
+        """Environment worker: a finished turn of a sample; two payload frames."""
+
+    @_builtins.property
+    def episode_end(self) -> Global___EpisodeEnd:
+        """Environment worker: a sample's episode is abandoned and begins again, or is given up."""
+
     def __init__(
         self,
         *,
@@ -179,12 +189,14 @@ class ExchangeRequest(_message.Message):
         score: Global___ScoreResult | None = ...,
         batch: Global___BatchRequest | None = ...,
         receipt: Global___Receipt | None = ...,
+        turn: Global___EpisodeTurn | None = ...,
+        episode_end: Global___EpisodeEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "group", b"group", "lease", b"lease", "lease_return", b"lease_return", "receipt", b"receipt", "score", b"score", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "episode_end", b"episode_end", "group", b"group", "lease", b"lease", "lease_return", b"lease_return", "receipt", b"receipt", "score", b"score", "task", b"task", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "batch", b"batch", "body", b"body", "group", b"group", "lease", b"lease", "lease_return", b"lease_return", "member_id", b"member_id", "protocol", b"protocol", "receipt", b"receipt", "request_id", b"request_id", "run_id", b"run_id", "score", b"score", "secret", b"secret", "session", b"session", "task", b"task", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "batch", b"batch", "body", b"body", "episode_end", b"episode_end", "group", b"group", "lease", b"lease", "lease_return", b"lease_return", "member_id", b"member_id", "protocol", b"protocol", "receipt", b"receipt", "request_id", b"request_id", "run_id", b"run_id", "score", b"score", "secret", b"secret", "session", b"session", "task", b"task", "term", b"term", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["lease", "group", "lease_return", "task", "score", "batch", "receipt"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["lease", "group", "lease_return", "task", "score", "batch", "receipt", "turn", "episode_end"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -348,6 +360,9 @@ class Lease(_message.Message):
     PREFIX_FRAME_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PREFIX_FINISH_REASONS_FIELD_NUMBER: _builtins.int
+    COLUMNS_JSON_FIELD_NUMBER: _builtins.int
+    JOURNAL_FIELD_NUMBER: _builtins.int
+    PINNED_MEMBER_FIELD_NUMBER: _builtins.int
     group_id: _builtins.int
     """The group."""
     attempt: _builtins.int
@@ -364,6 +379,10 @@ class Lease(_message.Message):
     """Index of the payload frame (one-based; 0: none) with the samples that an earlier worker returned."""
     traceparent: _builtins.str
     """W3C trace context of the group."""
+    columns_json: _builtins.str
+    """Environment worker: the data set's other columns as a JSON object."""
+    pinned_member: _builtins.str
+    """Environment worker, of an evaluation: the rollout worker that is pinned to `pinned_version`; no other may be asked."""
     @_builtins.property
     def params(self) -> _common_pb2.SamplingParams:
         """Sampling parameters."""
@@ -375,6 +394,10 @@ class Lease(_message.Message):
     @_builtins.property
     def prefix_finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Finish reason of each of those samples. Samples with `abort` are continued, the others are finished."""
+
+    @_builtins.property
+    def journal(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpisodeJournal]:
+        """Environment worker: what earlier holders of the lease have journaled, a message for each sample that has a record."""
 
     def __init__(
         self,
@@ -390,19 +413,234 @@ class Lease(_message.Message):
         prefix_frame: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         prefix_finish_reasons: _abc.Iterable[_builtins.str] | None = ...,
+        columns_json: _builtins.str = ...,
+        journal: _abc.Iterable[Global___EpisodeJournal] | None = ...,
+        pinned_member: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "pinned_version", b"pinned_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "num_generations", b"num_generations", "params", b"params", "pinned_version", b"pinned_version", "prefix_finish_reasons", b"prefix_finish_reasons", "prefix_frame", b"prefix_frame", "prompt_json", b"prompt_json", "seed", b"seed", "step", b"step", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "columns_json", b"columns_json", "group_id", b"group_id", "journal", b"journal", "num_generations", b"num_generations", "params", b"params", "pinned_member", b"pinned_member", "pinned_version", b"pinned_version", "prefix_finish_reasons", b"prefix_finish_reasons", "prefix_frame", b"prefix_frame", "prompt_json", b"prompt_json", "seed", b"seed", "step", b"step", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Lease: _TypeAlias = Lease  # noqa: Y015
 
 @_typing.final
+class EpisodeJournal(_message.Message):
+    """Journal of one sample of a group: the turns of its newest life."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
+    ARRAYS_FRAMES_FIELD_NUMBER: _builtins.int
+    NOTE_FRAMES_FIELD_NUMBER: _builtins.int
+    sample: _builtins.int
+    """Index of the sample in its group, from 0."""
+    life: _builtins.int
+    """Life of the sample: 1, and one more after each EpisodeEnd."""
+    failures: _builtins.int
+    """Lives that ended by a fault of the environment (EpisodeEnd.reason `environment_failed`)."""
+    finished: _builtins.bool
+    """True when the newest life has its last turn: the sample is finished and is only submitted with its group."""
+    given_up: _builtins.bool
+    """True when the sample was given up: it is part of its group without rows."""
+    @_builtins.property
+    def arrays_frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Index of the payload frames (one-based) of each turn's arrays, in order."""
+
+    @_builtins.property
+    def note_frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Index of the payload frames (one-based) of each turn's TurnNote, in order."""
+
+    def __init__(
+        self,
+        *,
+        sample: _builtins.int = ...,
+        life: _builtins.int = ...,
+        failures: _builtins.int = ...,
+        finished: _builtins.bool = ...,
+        given_up: _builtins.bool = ...,
+        arrays_frames: _abc.Iterable[_builtins.int] | None = ...,
+        note_frames: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrays_frames", b"arrays_frames", "failures", b"failures", "finished", b"finished", "given_up", b"given_up", "life", b"life", "note_frames", b"note_frames", "sample", b"sample"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeJournal: _TypeAlias = EpisodeJournal  # noqa: Y015
+
+@_typing.final
+class EpisodeTurn(_message.Message):
+    """A finished turn: what it appends to one row of its sample. Payload: row [1] i32, index of the row within the sample (one
+    more than the rows so far begins a new row), context_ids [K] i32 (tokens that the model reads before it samples: of
+    a new row its prompt, else what the environment added), token_ids [T] i32, logprobs [T] f32, spans [S, 4] i64 (session,
+    step, start, end) over the sampled tokens; followed by a frame with a serialized TurnNote. It is answered COMMITTED,
+    DUPLICATE (the record is there already) or STALE (the attempt does not hold the lease any more).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.int
+    """The group."""
+    attempt: _builtins.int
+    """Attempt that holds the lease."""
+    sample: _builtins.int
+    """Index of the sample in its group, from 0."""
+    life: _builtins.int
+    """Life of the sample, as in EpisodeJournal."""
+    index: _builtins.int
+    """Index of the turn within that life, from 0 without gaps."""
+    last: _builtins.bool
+    """True for the last turn of the sample: it is finished."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        sample: _builtins.int = ...,
+        life: _builtins.int = ...,
+        index: _builtins.int = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "index", b"index", "last", b"last", "life", b"life", "sample", b"sample"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeTurn: _TypeAlias = EpisodeTurn  # noqa: Y015
+
+@_typing.final
+class TurnNote(_message.Message):
+    """What a turn was about: kept and passed on unchanged. Its holder alone reads it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_JSON_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    OBSERVATION_DIGEST_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    REQUEST_DIGEST_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    messages_json: _builtins.str
+    """Messages that the turn added, as a JSON list: the model's, then those of tools and of the environment."""
+    text: _builtins.str
+    """Decoded text of the sampled tokens, without special tokens."""
+    finish_reason: _builtins.str
+    """Finish reason of the sampled tokens: `stop` or `length`."""
+    observation_digest: _builtins.str
+    """XXH3-128 over what the environment answered; a replay that gives another digest is not this episode."""
+    state: _builtins.bytes
+    """State of the environment after this turn, by its `save`; empty without one."""
+    reward: _builtins.float
+    """Reward of this turn, if the environment gave one."""
+    request_digest: _builtins.str
+    """XXH3-128 over the request that led to this turn: messages and tools; only for agents that send requests."""
+    @_builtins.property
+    def sample(self) -> Global___SampleText:
+        """Last turn of a sample: how it ended and what it is worth."""
+
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Last turn of a sample: index of each journaled turn that is no part of the sample's rows (`train_call`)."""
+
+    def __init__(
+        self,
+        *,
+        messages_json: _builtins.str = ...,
+        text: _builtins.str = ...,
+        finish_reason: _builtins.str = ...,
+        observation_digest: _builtins.str = ...,
+        state: _builtins.bytes = ...,
+        reward: _builtins.float | None = ...,
+        request_digest: _builtins.str = ...,
+        sample: Global___SampleText | None = ...,
+        left_out: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward", "sample", b"sample"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "finish_reason", b"finish_reason", "left_out", b"left_out", "messages_json", b"messages_json", "observation_digest", b"observation_digest", "request_digest", b"request_digest", "reward", b"reward", "sample", b"sample", "state", b"state", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+
+Global___TurnNote: _TypeAlias = TurnNote  # noqa: Y015
+
+@_typing.final
+class EpisodeEnd(_message.Message):
+    """End of a sample's life before the sample was finished. The tokens that it has journaled are dropped for `reason`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    GIVE_UP_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.int
+    """The group."""
+    attempt: _builtins.int
+    """Attempt that holds the lease."""
+    sample: _builtins.int
+    """Index of the sample in its group, from 0."""
+    life: _builtins.int
+    """Life that ends."""
+    reason: _builtins.str
+    """`restarted` (the episode was lost with a process and can be neither replayed nor restored) or `environment_failed` (user
+    code raised, hung or broke its limits).
+    """
+    error: _builtins.str
+    """The fault, for people."""
+    give_up: _builtins.bool
+    """True: no further life begins, and the group is submitted without rows of this sample."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        sample: _builtins.int = ...,
+        life: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        error: _builtins.str = ...,
+        give_up: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "give_up", b"give_up", "group_id", b"group_id", "life", b"life", "reason", b"reason", "sample", b"sample"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeEnd: _TypeAlias = EpisodeEnd  # noqa: Y015
+
+@_typing.final
 class GroupResult(_message.Message):
     """A generated group. Payload: prompt_ids [P] i32, token_ids [ΣT] i32, lengths [C] i32, logprobs [ΣT] f32,
-    spans [S, 5] i64 (completion, session, step, start, end); followed by a frame with a serialized Texts.
+    spans [S, 5] i64 (completion, session, step, start, end), truncated [C] bool (cut off at its token limit; frames of older
+    workers lack it); followed by a frame with a serialized Texts.
+
+    Of a run with an environment a group has R rows instead of C completions, in the order of their samples; a sample may have
+    several rows, or none when it was given up. Then prompt_ids [ΣP] holds the prompts of all rows, and the payload has these
+    arrays too: prompt_lengths [R] i32; row_samples [R] i32, the sample of each row; sampled [ΣT] bool, false for tokens that
+    the model has read and not sampled (their log-probability is 0, and no span covers them); num_samples [1] i32, C;
+    turns [U, 3] i32 (row, start, end), the sampled tokens of each turn; turn_rewards [U] f32, NaN for a turn without reward.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -445,6 +683,7 @@ class Texts(_message.Message):
 
     TEXTS_FIELD_NUMBER: _builtins.int
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The decoded completions."""
@@ -453,19 +692,79 @@ class Texts(_message.Message):
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Finish reason of each: `stop`, `length` or `abort`."""
 
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleText]:
+        """Of a run with an environment: each sample. `texts` and `finish_reasons` are then of the rows. (The numbers below 7 are
+        fields of the GroupResult of older formats.)
+        """
+
     def __init__(
         self,
         *,
         texts: _abc.Iterable[_builtins.str] | None = ...,
         finish_reasons: _abc.Iterable[_builtins.str] | None = ...,
+        samples: _abc.Iterable[Global___SampleText] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reasons", b"finish_reasons", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reasons", b"finish_reasons", "samples", b"samples", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Texts: _TypeAlias = Texts  # noqa: Y015
+
+@_typing.final
+class SampleText(_message.Message):
+    """One sample of a run with an environment, as reward functions and people read it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_JSON_FIELD_NUMBER: _builtins.int
+    ENDING_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    TURN_REWARDS_FIELD_NUMBER: _builtins.int
+    PROMPT_JSON_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    messages_json: _builtins.str
+    """The conversation after the prompt of the data set, as a JSON list of messages."""
+    ending: _builtins.str
+    """How the episode ended: `done`, `truncated` (a limit of turns, tokens or seconds) or `failed` (given up)."""
+    detail: _builtins.str
+    """The limit or the fault, for people; empty for `done`."""
+    reward: _builtins.float
+    """Reward by the environment itself (`get_reward`, or what the agent returned); unset where it gave none."""
+    turn_rewards: _builtins.float
+    """Sum of the rewards of its turns; unset where no turn had one."""
+    prompt_json: _builtins.str
+    """The prompt as the model read it, where it differs from the data set's: JSON."""
+    tools_json: _builtins.str
+    """Schemas of the tools that the model had, as a JSON list; empty without tools."""
+    def __init__(
+        self,
+        *,
+        messages_json: _builtins.str = ...,
+        ending: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        reward: _builtins.float | None = ...,
+        turn_rewards: _builtins.float | None = ...,
+        prompt_json: _builtins.str = ...,
+        tools_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_turn_rewards", b"_turn_rewards", "reward", b"reward", "turn_rewards", b"turn_rewards"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_turn_rewards", b"_turn_rewards", "detail", b"detail", "ending", b"ending", "messages_json", b"messages_json", "prompt_json", b"prompt_json", "reward", b"reward", "tools_json", b"tools_json", "turn_rewards", b"turn_rewards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__turn_rewards: _TypeAlias = _typing.Literal["turn_rewards"]  # noqa: Y015
+    _WhichOneofArgType__turn_rewards: _TypeAlias = _typing.Literal["_turn_rewards", b"_turn_rewards"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__turn_rewards) -> _WhichOneofReturnType__turn_rewards | None: ...
+
+Global___SampleText: _TypeAlias = SampleText  # noqa: Y015
 
 @_typing.final
 class LeaseReturn(_message.Message):

@@ -30,12 +30,23 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     PARAMS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    PINNED_VERSION_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    BEGUN_IDS_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
     """Text of the prompt; `prompt_ids` replaces it."""
     n: _builtins.int
     """Number of completions; 0 means 1."""
     seed: _builtins.int
     """Seed of the sampling; under one version the same seed gives the same result."""
+    run_id: _builtins.str
+    """Run whose policy has to answer. FAILED_PRECONDITION by a worker that works on another; empty: any."""
+    session: _builtins.str
+    """Session whose requests follow each other and share a prefix. Its requests have the whole engine: they do not wait behind
+    those of external clients.
+    """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt; used instead of `prompt` if set."""
@@ -43,6 +54,22 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def params(self) -> _common_pb2.SamplingParams:
         """Sampling parameters; unset fields take the run's."""
+
+    @_builtins.property
+    def min_version(self) -> _common_pb2.PolicyVersion:
+        """Oldest version that may answer: its step counts, then its session. FAILED_PRECONDITION by a worker that holds an older
+        one.
+        """
+
+    @_builtins.property
+    def pinned_version(self) -> _common_pb2.PolicyVersion:
+        """The only version that may answer, for an evaluation. FAILED_PRECONDITION by a worker that holds another."""
+
+    @_builtins.property
+    def begun_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of this completion that another worker sampled before it left; the answer has only those that follow. Counted
+        in params.max_new_tokens. With n = 1 only.
+        """
 
     def __init__(
         self,
@@ -52,10 +79,15 @@ class GenerateRequest(_message.Message):
         n: _builtins.int = ...,
         params: _common_pb2.SamplingParams | None = ...,
         seed: _builtins.int = ...,
+        run_id: _builtins.str = ...,
+        min_version: _common_pb2.PolicyVersion | None = ...,
+        pinned_version: _common_pb2.PolicyVersion | None = ...,
+        session: _builtins.str = ...,
+        begun_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["min_version", b"min_version", "params", b"params", "pinned_version", b"pinned_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["n", b"n", "params", b"params", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_ids", b"begun_ids", "min_version", b"min_version", "n", b"n", "params", b"params", "pinned_version", b"pinned_version", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "run_id", b"run_id", "seed", b"seed", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -97,7 +129,7 @@ class GeneratedCompletion(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Decoded, without special tokens."""
+    """Decoded, without special tokens; begins with the text of `begun_ids`."""
     finish_reason: _builtins.str
     """`stop`, `length` or `abort`."""
     @_builtins.property

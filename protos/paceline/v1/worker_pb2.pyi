@@ -215,6 +215,7 @@ class ConnectResponse(_message.Message):
     WEIGHT_PROGRESS_FIELD_NUMBER: _builtins.int
     WEIGHT_ACKS_FIELD_NUMBER: _builtins.int
     RANK_LOST_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to Hello."""
@@ -267,6 +268,10 @@ class ConnectResponse(_message.Message):
     def rank_lost(self) -> Global___RankLost:
         """To a rank of a learner: another rank of it is silent, so no collective can complete. End at once."""
 
+    @_builtins.property
+    def engines(self) -> Global___Engines:
+        """Environment worker: the rollout workers that may be asked for tokens."""
+
     def __init__(
         self,
         *,
@@ -283,12 +288,13 @@ class ConnectResponse(_message.Message):
         weight_progress: Global___WeightProgress | None = ...,
         weight_acks: Global___WeightAcks | None = ...,
         rank_lost: Global___RankLost | None = ...,
+        engines: Global___Engines | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "rank_lost", b"rank_lost", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "engines", b"engines", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "rank_lost", b"rank_lost", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "rank_lost", b"rank_lost", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "engines", b"engines", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "rank_lost", b"rank_lost", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint", "expelled", "keep_checkpoints", "weight_progress", "weight_acks", "rank_lost"]  # noqa: Y015
+    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint", "expelled", "keep_checkpoints", "weight_progress", "weight_acks", "rank_lost", "engines"]  # noqa: Y015
     _WhichOneofArgType_directive: _TypeAlias = _typing.Literal["directive", b"directive"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_directive) -> _WhichOneofReturnType_directive | None: ...
 
@@ -313,6 +319,7 @@ class Hello(_message.Message):
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     LEARNER_ID_FIELD_NUMBER: _builtins.int
+    KNOWS_EPISODES_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """Its role."""
     member_id: _builtins.str
@@ -337,6 +344,8 @@ class Hello(_message.Message):
     """Secret from the newest Welcome, empty before the first. A stream with it replaces the member's earlier stream."""
     learner_id: _builtins.str
     """Learner of several ranks: an id that all of them share, new for each start, kept secret. Empty for one rank."""
+    knows_episodes: _builtins.bool
+    """True: the worker knows runs with an environment. One that does not is given none."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Version whose weights it holds, if any."""
@@ -357,10 +366,11 @@ class Hello(_message.Message):
         http_address: _builtins.str = ...,
         secret: _builtins.bytes = ...,
         learner_id: _builtins.str = ...,
+        knows_episodes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "http_address", b"http_address", "learner_id", b"learner_id", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "secret", b"secret", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "http_address", b"http_address", "knows_episodes", b"knows_episodes", "learner_id", b"learner_id", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "secret", b"secret", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -625,6 +635,66 @@ class Expelled(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Expelled: _TypeAlias = Expelled  # noqa: Y015
+
+@_typing.final
+class Engines(_message.Message):
+    """Rollout workers that serve the run now. Each change sends the whole list anew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineAddress]:
+        """The workers that are ready and not draining, expelled or suspected."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        engines: _abc.Iterable[Global___EngineAddress] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Engines: _TypeAlias = Engines  # noqa: Y015
+
+@_typing.final
+class EngineAddress(_message.Message):
+    """One rollout worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    """Its id."""
+    address: _builtins.str
+    """Address of its gRPC server."""
+    @_builtins.property
+    def version(self) -> _common_pb2.PolicyVersion:
+        """Version that it acknowledged last."""
+
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        version: _common_pb2.PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "member_id", b"member_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineAddress: _TypeAlias = EngineAddress  # noqa: Y015
 
 @_typing.final
 class RankLost(_message.Message):

@@ -16,6 +16,7 @@ import numpy as np
 
 from paceline.errors import InvalidInput, NotFound
 from paceline.files.whole_file import written_whole
+from paceline.spec.reading import spec_of_run
 from services.coordinator.audit.samples import samples_of_step
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ COMPLETION_COLUMNS = {
     "final_reward": "float",
     "extra": "string",
 }
+EPISODE_COLUMNS = {"messages": "string", "ending": "string"}
+"""Further columns of a run with an environment."""
+
 PAIR_COLUMNS = {
     "group_id": "int64",
     "step": "int64",
@@ -76,6 +80,8 @@ def export_samples(
     if not steps:
         raise NotFound(f"run {run_id} has trained no batch yet, so there is nothing to export")
     columns = dict(PAIR_COLUMNS if pairs else COMPLETION_COLUMNS)
+    if not pairs and spec_of_run(run_id, ledger.run(run_id)["spec_yaml"])[0].environment.is_used:
+        columns |= EPISODE_COLUMNS
     columns |= {name: kind for name, kind in _data_columns(ledger, run_id).items() if name not in columns}
     make = (lambda group: _pair(group, *pairs)) if pairs else _completion_rows
     tables = (_rows_of_step(ledger, run_id, step["step"], columns, make) for step in steps)
@@ -123,6 +129,8 @@ def _completion_rows(group: Row) -> list[Row]:
                 "prompt": group["prompt"],
                 "columns": json.dumps(group["columns"]),
                 "completion": completion["text"],
+                "messages": json.dumps(completion["messages"]) if "messages" in completion else None,
+                "ending": completion.get("ending"),
                 "finish_reason": completion["finish_reason"],
                 "prompt_ids": group["prompt_ids"],
                 "token_ids": completion["token_ids"],

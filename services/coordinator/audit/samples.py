@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.array_frames import Buffer
 from paceline.errors import NotFound
 from paceline.rewards import gated, weights_at
 from paceline.spec import RewardFunctionSection
-from paceline.wire import Buffer, decode_result, decode_rewards
+from paceline.wire import decode_result, decode_rewards
 from services.common.logged_extra import read_extra
+from services.coordinator.audit.episode_samples import ended_lives, episodes
 
 if TYPE_CHECKING:
     from services.coordinator.ledger.ledger import Ledger
@@ -129,7 +131,10 @@ def _groups(
             raise NotFound(f"{what} were not kept: the run has logger.keep_samples false")
         texts, arrays = payload.read()
         at = row["step"] if step is None else step
-        groups.append(_group(row, arrays, texts, spec.rewards, at or 0, extra.get(row["digest"], {})))
+        group = _group(row, arrays, texts, spec.rewards, at or 0, extra.get(row["digest"], {}))
+        if spec.environment.is_used:
+            group["restarts"] = ended_lives(ledger, run_id, row["group_id"])
+        groups.append(group)
     return groups
 
 
@@ -142,8 +147,20 @@ def _group(
     extra: dict[str, list[Any]],
 ) -> dict[str, Any]:
     prompt_ids, completions = decode_result(arrays, texts)
+    sampled = episodes(arrays, texts)
+    if sampled is None:
+        sampled = [
+            {
+                "text": completion.text,
+                "token_ids": completion.token_ids.tolist(),
+                "logprobs": completion.logprobs.tolist(),
+                "finish_reason": completion.finish_reason,
+                "spans": [[s.start, s.end, s.session, s.step] for s in completion.spans],
+            }
+            for completion in completions
+        ]
     functions = json.loads(row["functions"])
-    rewards_CF = decode_rewards(np.frombuffer(row["rewards"], "<f4").tolist(), len(completions))
+    rewards_CF = decode_rewards(np.frombuffer(row["rewards"], "<f4").tolist(), len(sampled))
     gated_CF, weights_F = gated(rewards_CF, rewards), weights_at(rewards, step)
     return {
         "group_id": row["group_id"],
@@ -155,22 +172,18 @@ def _group(
         "prompt_ids": prompt_ids.tolist(),
         "reward": row["reward"],
         "completions": [
-            {
-                "text": completion.text,
-                "token_ids": completion.token_ids.tolist(),
-                "logprobs": completion.logprobs.tolist(),
-                "finish_reason": completion.finish_reason,
-                "spans": [[s.start, s.end, s.session, s.step] for s in completion.spans],
+            sample
+            | {
                 "rewards": {
                     name: None if np.isnan(value) else float(value)
                     for name, value in zip(functions, rewards_F, strict=True)
                 },
                 "reward": _total(gated_CF[index].tolist(), weights_F),
                 "extra": {
-                    name: values[index] for name, values in extra.items() if len(values) == len(completions)
+                    name: values[index] for name, values in extra.items() if len(values) == len(sampled)
                 },
             }
-            for index, (completion, rewards_F) in enumerate(zip(completions, rewards_CF, strict=True))
+            for index, (sample, rewards_F) in enumerate(zip(sampled, rewards_CF, strict=True))
         ],
     }
 

@@ -19,10 +19,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from paceline.array_frames import Buffer
 from paceline.data.rows import PromptSource
 from paceline.groups import Version
 from paceline.spec import RunSpec
-from paceline.wire import PROTOCOL, Buffer
+from paceline.wire import PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
 from services.coordinator.exchange.lease_durations import LeaseDurations

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.wire import Buffer
+from paceline.array_frames import Buffer
 
 BLOCK_BYTES = 4096
 O_DIRECT = getattr(os, "O_DIRECT", 0)

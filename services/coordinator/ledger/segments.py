@@ -23,9 +23,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.array_frames import Buffer
 from paceline.errors import LedgerFault
 from paceline.files.whole_file import sync_folder
-from paceline.wire import Buffer
 from services.coordinator.ledger.segment_writer import SegmentWriter
 
 try:

@@ -43,6 +43,11 @@ class RankBatch(NamedTuple):
         """Return whether the run ends before this step, in good order."""
         return self.reply.state == pb.BATCH_STATE_LAST
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the sampled tokens of the groups, trained or not, as the token accounting counts them."""
+        return sum(group.num_tokens for group in self.groups)
+
     @classmethod
     def end_of_run(cls) -> RankBatch:
         """Return the news that the run is complete before this step."""

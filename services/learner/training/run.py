@@ -313,7 +313,10 @@ class LearnerRun:
             with span("publish", traceparent, step=self.step):
                 self.publishing.publish(self.step, last=last)
             metrics["publish_wait_s"] = time.perf_counter() - started_s
-        tokens = sum(len(sample.completion_ids) for sample in samples)
+        # Of groups all sampled tokens, also those that overlong filtering keeps from training: the books count them.
+        tokens = (
+            batch.num_tokens if self._spec.samples else sum(len(sample.completion_ids) for sample in samples)
+        )
         self._batches.send_receipt(batch, self.step - 1, tokens, metrics)
         self._log_progress(metrics)
         if self._spec.checkpointing.enabled and (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from episode_groups import episode_group
 
 from learner.batch.completion_metrics import completion_metrics
 from paceline.groups import Completion, Group, VersionSpan
@@ -37,3 +38,11 @@ def test_percentiles_are_lengths_of_completions() -> None:
 
 def test_a_batch_without_groups_has_none() -> None:
     assert completion_metrics([], torch.device("cpu")) == {}
+
+
+def test_an_episode_counts_once_with_its_rows_and_turns() -> None:
+    metrics = completion_metrics([episode_group()], torch.device("cpu"))
+    assert (metrics["completion_length/min"], metrics["completion_length/max"]) == (2.0, 4.0)
+    assert metrics["environment/rows_per_sample"] == 1.5
+    assert metrics["environment/turns_per_sample"] == 2.0
+    assert metrics["environment/mixed_version_fraction"] == 0.5

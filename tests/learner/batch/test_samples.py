@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from episode_groups import episode_group
 from tiny_policy import make_spec
 
 from learner.batch.samples import TrainingSample, pack_samples, sequences_from_groups
@@ -100,3 +101,30 @@ def test_groups_without_the_pools_answers_are_refused() -> None:
     packed = pack_samples([sequence], torch.device("cpu"))
     assert packed.reference_N is not None
     assert packed.reference_N.tolist() == [-0.5, -2]
+
+
+def test_rows_of_an_episode_train_only_what_was_sampled() -> None:
+    spec = make_spec(Path("anywhere"), sections={"environment": {"class": "a.py:A"}})
+    first, second, third = sequences_from_groups([episode_group([1.0, 0.0])], spec)
+    assert first.trained_T is not None
+    assert first.trained_T.tolist() == [True, True, False, True]
+    assert [s.prompt_ids.tolist() for s in (first, second, third)] == [[5, 6], [5, 9], [5, 6]]
+    assert [s.num_sample_tokens for s in (first, second, third)] == [4, 4, 2]
+    assert [s.counts for s in (first, second, third)] == [True, False, True]
+    assert [s.row.first_turn for s in (first, second, third) if s.row] == [0, 2, 0]
+    packed = pack_samples([first, second], torch.device("cpu"))
+    assert packed.targets_N.tolist() == [7, 8, 10, 11]
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 5, 9]]
+    assert packed.predictors_N.tolist() == [1, 2, 4, 6]
+
+
+def test_a_truncated_episode_can_be_left_out() -> None:
+    cut_off = episode_group([1.0, 0.0])
+    rows = tuple(
+        replace(c, finish_reason="length" if i < 2 else "stop") for i, c in enumerate(cut_off.completions)
+    )
+    spec = make_spec(
+        Path("anywhere"), sections={"environment": {"class": "a.py:A", "truncated": "leave_out"}}
+    )
+    samples = sequences_from_groups([replace(cut_off, completions=rows)], spec)
+    assert [s.num_trained_tokens for s in samples] == [0, 0, 2]

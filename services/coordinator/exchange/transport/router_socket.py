@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from paceline.array_frames import Buffer
 from paceline.errors import Conflict
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.wire import MAX_MESSAGE_BYTES, Buffer, parse_message
+from paceline.wire import MAX_MESSAGE_BYTES, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.common.zmq_keepalive import in_brackets, use_ipv6, watch
 from services.coordinator.exchange.transport.connections import Connections

@@ -29,10 +29,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.array_frames import Buffer
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import LedgerFault
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
-from paceline.wire import Buffer
 from services.coordinator.exchange.batches import damaged_groups, delivery
 from services.coordinator.exchange.state import Exchange, Notice, Outcome
 from services.coordinator.exchange.transport.dispatch import handle, handle_leases

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill, prune
 
+from paceline.array_frames import Buffer
 from paceline.errors import LedgerFault
-from paceline.wire import Buffer
 from services.coordinator.ledger import segments as payloads
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.segment_writer import BLOCK_BYTES

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from episode_groups import episode_group
 
 from paceline.errors import Unavailable
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -65,3 +67,11 @@ def test_a_rank_that_was_told_to_stop_waits_for_no_batch_and_its_grace_for_a_rec
     assert client.fetch(0) is None
     with pytest.raises(Unavailable, match="before this rank had to go"):
         client.send_receipt(RankBatch.end_of_run(), 0, 0, {})
+
+
+def test_tokens_of_completions_that_were_cut_off_count_though_they_do_not_train() -> None:
+    groups = [episode_group([1.0, 0.0]), episode_group([1.0, 0.0], group_id=8)]
+    cut_off = replace(
+        groups[0], completions=tuple(replace(c, finish_reason="length") for c in groups[0].completions)
+    )
+    assert RankBatch(pb.BatchReply(), [cut_off, groups[1]]).num_tokens == 12

@@ -1,0 +1,100 @@
+"""`environment`: episodes of several turns, in which the policy uses tools or talks to an environment or a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+TurnAdvantage = Literal["outcome", "discounted", "turn_level"]
+
+
+class EnvironmentSection(Section):
+    """The environment of each sample, and the limits of its episodes.
+
+    One of `class`, `agent` and `command` names the user's code; the others stay empty.
+    """
+
+    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True, validate_by_alias=True)
+
+    PATH_ARGUMENTS: ClassVar[tuple[str, ...]] = ("class", "agent", "train_call")
+    """Keys that name a function or class of a file, relative to the spec's."""
+
+    class_: Annotated[str | dict[str, str], Field(alias="class")] = ""
+    """`path/to/file.py:Class`: public methods are tools, `reset(**columns)` begins an episode, `get_reward()` ends it; or a
+    class with `step(text)`. A mapping of names to classes takes the one that the data set's column `environment` names."""
+    agent: str = ""
+    """`path/to/file.py:function`, `async def solve(row, base_url, api_key)`: a program that sends its requests to an
+    OpenAI-compatible URL of its own, and returns its reward or None."""
+    command: tuple[str, ...] = ()
+    """Command line of such a program; `{column}` stands for a column of the row. It gets OPENAI_BASE_URL and OPENAI_API_KEY,
+    and prints its reward as the last line, if it gives one."""
+    deterministic: bool = False
+    """The environment answers the same calls alike: an episode whose process was lost is replayed from its record. A class may
+    say so itself, by an attribute `deterministic = True`."""
+    max_turns: PositiveInt = 16
+    """Turns of the model after which an episode is truncated."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds after which an episode is truncated."""
+    call_timeout_s: PositiveFloat = 60.0
+    """Seconds that one call of the environment may take; a call that takes longer fails the sample's attempt."""
+    memory_mb: PositiveInt = 2048
+    """Address space that the user's code may add in its process."""
+    max_tool_tokens: PositiveInt = 4096
+    """Tokens of one answer of a tool or of the environment; what is longer is cut off, and says so."""
+    max_failures: PositiveInt = 3
+    """Attempts at a sample that may fail by a fault of the environment before it is given up; those that a worker, the network
+    or the coordinator ended do not count."""
+    parallel_calls: PositiveInt = 32
+    """Calls of the user's code at a time in one process."""
+    renderer: str = "auto"
+    """How turns become tokens: a family of the package `renderers`, `template` (the chat template, where the difference between
+    two renderings is provably an extension), or `auto`: the first where the model's name is known, else the second."""
+    tool_parser: Literal["auto", "hermes", "json", "none"] = "auto"
+    """How tool calls are read from the model's text: `hermes` (`<tool_call>{...}</tool_call>`), `json` (the whole text is one
+    call), `none`; auto asks the renderer, else the chat template."""
+    train_call: str = ""
+    """`path/to/file.py:function`, `train_call(messages, tools) -> bool`: which requests of an agent train; the others, such as
+    those for a title, are answered and left out."""
+    advantage: TurnAdvantage = "outcome"
+    """What a turn's tokens get: `outcome` the sample's advantage; `discounted` the discounted rewards from the turn on,
+    relative to those of all turns of the group; `turn_level` the sample's advantage plus `turn_weight` times the turn's reward
+    relative to those of the same turn in the group's other samples."""
+    turn_discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Factor for each turn between a reward and the tokens that it is credited to (`discounted`)."""
+    turn_weight: NonNegativeFloat = 1.0
+    """Factor of the rewards of turns (`turn_level`)."""
+    truncated: Literal["score", "leave_out"] = "score"
+    """What a truncated sample is: scored as it is, or left out of training (its reward stays in the group's baseline)."""
+    processes: NonNegativeInt = 0
+    """Processes for user code on each environment worker; 0: as many as it has cores."""
+
+    @property
+    def classes(self) -> Mapping[str, str]:
+        """Return the classes by name; a single one has the empty name."""
+        return {"": self.class_} if isinstance(self.class_, str) else self.class_
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether the run has an environment."""
+        return bool(self.class_ or self.agent or self.command)
+
+    @model_validator(mode="after")
+    def _check_one_kind(self) -> EnvironmentSection:
+        named = [
+            name
+            for name, value in (("class", self.class_), ("agent", self.agent), ("command", self.command))
+            if value
+        ]
+        if len(named) > 1:
+            raise ValueError(
+                f"{' and '.join(named)} are both set, but an environment is one of them; remove the others"
+            )
+        if self.train_call and "class" in named:
+            raise ValueError(
+                "train_call decides on an agent's requests, and a class sends none; remove train_call"
+            )
+        return self

@@ -1,0 +1,119 @@
+"""What reward functions get of a group: one entry for each completion or, with an environment, for each episode.
+
+An episode that was given up is not scored: it has no reward, and no function has to know of it.
+
+Suffixes: C samples of a group, F reward functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import WireError
+from paceline.groups import Completion, FloatArray
+from protos.paceline.v1 import exchange_pb2 as pb
+
+FAILED = "failed"
+"""Ending of an episode that was given up."""
+
+
+@dataclass(frozen=True)
+class GroupInputs:
+    """Arguments of reward functions, and the samples that they are about."""
+
+    prompts: list[Any]
+    completions: list[Any]
+    """Texts, or lists of messages where the prompt is one; of episodes always messages."""
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    samples: list[int]
+    """Index of the sample of each entry."""
+    num_samples: int
+    """C."""
+
+    def all_rewards(self, rewards_EF: FloatArray) -> FloatArray:
+        """Return [C, F] rewards of all samples from those of the entries; NaN for samples that were given up."""
+        rewards_CF = np.full((self.num_samples, rewards_EF.shape[1]), np.nan, np.float32)
+        rewards_CF[self.samples] = rewards_EF
+        return rewards_CF
+
+    def all_values(self, values: Sequence[Any]) -> list[Any]:
+        """Return one value for each sample from those of the entries; None for samples that were given up."""
+        by_sample = dict(zip(self.samples, values, strict=True))
+        return [by_sample.get(sample) for sample in range(self.num_samples)]
+
+
+def inputs_of_completions(
+    prompt: Any, columns: dict[str, Any], completions: Sequence[Completion]
+) -> GroupInputs:
+    """Return the inputs of a group without an environment."""
+    count = len(completions)
+    texts: list[Any] = [completion.text for completion in completions]
+    if not isinstance(prompt, str):
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    return GroupInputs(
+        [prompt] * count,
+        texts,
+        [completion.token_ids.tolist() for completion in completions],
+        {name: [value] * count for name, value in columns.items()},
+        list(range(count)),
+        count,
+    )
+
+
+def inputs_of_episodes(
+    prompt: Any,
+    columns: dict[str, Any],
+    rows: Sequence[Completion],
+    row_samples: Sequence[int],
+    samples: Sequence[pb.SampleText],
+    *,
+    sums_turns: bool,
+) -> GroupInputs:
+    """Return the inputs of a group with an environment: each conversation as messages, and the tokens that the model sampled
+    in it. Further columns: `environment_reward`, `environment_turn_rewards` (their sum) and `environment_ending`.
+
+    sums_turns: the reward of an episode that got none as a whole is the sum of its turns' rewards. Raises WireError for
+    texts that do not fit the rows.
+    """
+    if any(not 0 <= sample < len(samples) for sample in row_samples):
+        raise WireError(
+            f"rows of samples {sorted(set(row_samples))[:8]}, but there are texts of {len(samples)} samples"
+        )
+    entries = [index for index, sample in enumerate(samples) if sample.ending != FAILED]
+    texts = [samples[index] for index in entries]
+    sampled: dict[int, list[int]] = {index: [] for index in entries}
+    for row, sample in zip(rows, row_samples, strict=True):
+        ids = row.token_ids if row.sampled_T is None else row.token_ids[row.sampled_T]
+        sampled.setdefault(sample, []).extend(ids.tolist())
+    turns = [text.turn_rewards if text.HasField("turn_rewards") else None for text in texts]
+    rewards = [
+        text.reward if text.HasField("reward") else of_turns if sums_turns else None
+        for text, of_turns in zip(texts, turns, strict=True)
+    ]
+    lists = {name: [value] * len(entries) for name, value in columns.items()}
+    lists |= {
+        "environment_reward": rewards,
+        "environment_turn_rewards": turns,
+        "environment_ending": [text.ending for text in texts],
+    }
+    return GroupInputs(
+        [_parsed(text.prompt_json, "prompt_json") if text.prompt_json else prompt for text in texts],
+        [_parsed(text.messages_json, "messages_json") for text in texts],
+        [sampled[index] for index in entries],
+        lists,
+        entries,
+        len(samples),
+    )
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise WireError(f"{name} of a sample is not JSON: {error}") from None
