@@ -3,7 +3,8 @@
     python benchmarks/sandbox.py [--backend auto|sandlock|bwrap|landlock|none] [--runs 400] [--parallel 2] [--json]
 
 The program is one line of Python; a run makes its folder, starts it, reads its output and removes the folder. The first runs
-warm up. Besides, the bounds that a hostile program meets: bytes of output that are kept of a print loop, bytes on disk of a
+warm up. `processor_ms` are a run's seconds of a processor, ours and the program's, which other work on the machine hardly
+changes. Besides, the bounds that a hostile program meets: bytes of output that are kept of a print loop, bytes on disk of a
 program that writes what it can, and seconds of an endless loop with a limit of one second.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import sys
 import threading
 import time
@@ -41,14 +44,24 @@ def measure(sandbox: Sandbox, runs: int, parallel: int) -> dict[str, Any]:
 
     with ThreadPoolExecutor(parallel) as threads:
         list(threads.map(run, range(WARM_UP)))
-        started_s = time.perf_counter()
+        started_s, used_s = time.perf_counter(), _processor_seconds()
         took_s = sorted(threads.map(run, range(runs)))
-        whole_s = time.perf_counter() - started_s
+        whole_s, used_s = time.perf_counter() - started_s, _processor_seconds() - used_s
     return {
         "runs_per_s": round(runs / whole_s, 1),
         "p50_ms": round(1000 * took_s[runs // 2], 1),
         "p99_ms": round(1000 * took_s[min(runs - 1, int(0.99 * runs))], 1),
+        "processor_ms": round(1000 * used_s / runs, 1),
+        "load_average": os.getloadavg()[0],
     }
+
+
+def _processor_seconds() -> float:
+    """Return the processor seconds of this process and its ended children."""
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
 
 
 def bounds(sandbox: Sandbox) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import yaml
 from aiohttp import web
 
 from paceline.data.rows import open_prompts, open_rows
-from paceline.errors import SpecError
+from paceline.errors import InvalidInput, SpecError
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
 from reward.builtin import SETTINGS
@@ -82,6 +82,10 @@ def notebook_cells(path: Path) -> list[str]:
 def read_json(path: Path) -> dict[str, Any]:
     tree: dict[str, Any] = json.loads(path.read_text())
     return tree
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def run_notebook(path: Path) -> dict[str, Any]:
@@ -164,6 +168,39 @@ def test_the_arithmetic_example_can_be_copied_and_prepared(tmp_path: Path) -> No
     assert not prompts & {held_out.draw(i)[0] for i in range(len(held_out))}
 
 
+def test_the_code_example_can_be_copied_and_prepared(tmp_path: Path) -> None:
+    folder = tmp_path / "copied"
+    shutil.copytree(EXAMPLES / "code", folder, ignore=shutil.ignore_patterns("data", "model", "runs"))
+    subprocess.run(
+        [sys.executable, "prepare.py", "--seed", "1"],
+        cwd=folder,
+        check=True,
+        timeout=120,
+        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    sft, grpo = load_spec(folder / "sft.yaml"), load_spec(folder / "grpo.yaml")
+    assert Path(sft.policy.model_name) == folder / "model"
+    open_data(grpo)
+    rows = read_json_lines(folder / "data" / "train.jsonl")
+    held_out = read_json_lines(folder / "data" / "validation.jsonl")
+    assert not {row["prompt"] for row in rows} & {row["prompt"] for row in held_out}
+    assert len(rows) + 8 * len(held_out) == 8 * 27**2
+
+
+async def test_the_code_examples_reward_runs_the_tests(tmp_path: Path) -> None:
+    names = runpy.run_path(str(EXAMPLES / "code" / "prepare.py"))
+    steps = ("plus", "3"), ("times", "4")
+    columns = {"tests": names["tests_of"](*steps), "entry_point": "f"}
+    spec = load_spec(EXAMPLES / "code" / "grpo.yaml")
+    completions = [names["body_of"](*steps), "x*4+12", "(x-3)*4", "(x+3*4", ""]
+    try:
+        scores = await score(spec, names["prompt_of"](*steps), completions, columns)
+    except InvalidInput as error:  # no sandbox holds on this machine
+        pytest.skip(str(error))
+    assert scores == [[1.0], [1.0], [0.0], [0.0], [0.0]]
+
+
 async def test_the_arithmetic_reward_is_exact_and_the_other_gives_partial_credit() -> None:
     spec = load_spec(EXAMPLES / "arithmetic" / "grpo.yaml")
     answers = {"answer": "250"}
@@ -237,9 +274,11 @@ async def test_gsm8k_rewards_weigh_accuracy_above_format(gsm8k: Path) -> None:
     assert await score(spec, prompt, completions, columns) == [[1.0, 1.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("page", ["examples/gsm8k/README.md", "examples/arithmetic/README.md"])
+@pytest.mark.parametrize(
+    "page", ["examples/gsm8k/README.md", "examples/arithmetic/README.md", "examples/code/README.md"]
+)
 def test_every_override_of_an_examples_readme_loads(page: str, gsm8k: Path) -> None:
-    folder = gsm8k if "gsm8k" in page else EXAMPLES / "arithmetic"
+    folder = gsm8k if "gsm8k" in page else (ROOT / page).parent
     text = "\n".join(code_blocks(ROOT / page, "bash")).replace("\\\n", " ")
     commands = [shlex.split(line, comments=True) for line in text.splitlines()]
     overridden = [words for words in commands if words[:2] == ["paceline", "up"] and len(words) > 3]

@@ -37,6 +37,27 @@ functions_from_option = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder that reward functions may come from; may be given several times. Default: the folder of the run's spec.",
 )
+
+
+def _built_in(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    from reward.builtin import BUILTIN_FUNCTIONS
+
+    for name in names:
+        if name not in BUILTIN_FUNCTIONS:
+            raise click.BadParameter(
+                f"{name!r} is no built-in reward function; built in are {', '.join(sorted(BUILTIN_FUNCTIONS))}"
+            )
+    return names
+
+
+only_option = click.option(
+    "--only",
+    multiple=True,
+    metavar="FUNCTION",
+    callback=_built_in,
+    help="Score only runs all of whose reward functions are built-ins named here; may be given several times. For a pool of its "
+    "own that runs what models wrote: --only code_tests.",
+)
 store_option = click.option(
     "--store",
     default="",

@@ -15,7 +15,12 @@ from paceline.tracing import set_up_tracing
 from protos.paceline.v1 import reward_pb2_grpc
 from services.common.advertise import advertised_host
 from services.common.grpc_server import GrpcServer, run_service
-from services.common.options import functions_from_option, token_file_option, worker_options
+from services.common.options import (
+    functions_from_option,
+    only_option,
+    token_file_option,
+    worker_options,
+)
 from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
 from services.common.processes.ready_file import announce
@@ -30,6 +35,7 @@ log = logging.getLogger(__name__)
 @worker_options("reward", grace="Seconds to finish tasks at SIGTERM.")
 @click.option("--processes", default=1, show_default=True, help="Number of groups to score at the same time.")
 @functions_from_option
+@only_option
 @token_file_option
 def main(
     coordinator: str,
@@ -40,6 +46,7 @@ def main(
     processes: int,
     grace_s: float,
     functions_from: tuple[Path, ...],
+    only: tuple[str, ...],
     ready_file: Path | None,
 ) -> None:
     """A reward worker: scores completions for the coordinator's run."""
@@ -55,6 +62,7 @@ def main(
             f"{name}-{uuid.uuid4().hex[:8]}",
             processes,
             functions_from=functions_from,
+            only=only,
         )
         server = GrpcServer(host, port, worker_guard())
         servicer = RewardServicer(worker)

@@ -88,6 +88,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         used = {function.label: function for function in self._worker.functions}
         if not names and not used:
             raise Conflict("no run is set up here; name the functions to score with")
+        if self._worker.only and (others := sorted({*names} - {*used} - self._worker.only)):
+            raise Conflict(
+                f"this worker scores only with {', '.join(sorted(self._worker.only))} (--only), not with {', '.join(others)}; "
+                "ask another one"
+            )
         for name in names:
             if name not in used and name not in BUILTIN_FUNCTIONS:
                 raise InvalidInput(

@@ -64,10 +64,13 @@ class RewardWorker:
         num_processes: int,
         pause: ExponentialBackoff | None = None,
         functions_from: Sequence[Path] = (),
+        only: Sequence[str] = (),
     ):
         self.member_id = member_id
         self._coordinator = coordinator
         self._functions_from = functions_from
+        self.only = frozenset(only)
+        """Built-in functions that this worker scores with; empty is all functions."""
         self.assigned = AssignedRun()
         self._set_up_pause = pause or ExponentialBackoff()
         self.refused_pause = ExponentialBackoff()
@@ -128,6 +131,12 @@ class RewardWorker:
         """Return the spec with the functions' files of the run's bundle, fetched. Raises Unreadable for files that this worker
         does not allow, which another worker may allow; errors of the transfer."""
         spec, bundle = spec_of(assignment), assignment.bundle
+        others = [reward.function for reward in spec.rewards if reward.function not in self.only]
+        if self.only and others:
+            raise Unreadable(
+                f"this worker scores only with {', '.join(sorted(self.only))} (--only), but the run has {', '.join(others)}; "
+                "start a reward worker without --only, or name them too"
+            )
         if why := "" if bundle else function_files.refusal(spec, self._functions_from):
             raise Unreadable(f"this worker does not run the functions: {why}")
         bundled = await asyncio.to_thread(

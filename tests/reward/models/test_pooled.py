@@ -138,7 +138,7 @@ def test_settings_that_belong_to_the_server_are_refused(changes: dict[str, Any],
 
 
 @contextmanager
-def vllm_server(folder: Path, *options: str) -> Iterator[dict[str, Any]]:
+def vllm_server(folder: Path, *options: str, **variables: str) -> Iterator[dict[str, Any]]:
     """The real vLLM's server on this machine's CPUs, until the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -155,7 +155,7 @@ def vllm_server(folder: Path, *options: str) -> Iterator[dict[str, Any]]:
         str(port),
     ]
     command += ["--dtype", "float32", "--max-model-len", "64", "--enforce-eager", *options]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **variables}
     log = folder.with_suffix(".log")
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
@@ -179,7 +179,10 @@ def vllm_server(folder: Path, *options: str) -> Iterator[dict[str, Any]]:
 def test_scores_are_those_of_the_real_vllm(tmp_path: Path, ranks: int) -> None:
     """With two ranks the model is divided among two processes."""
     folder = save_classifier(tmp_path / "rm", hidden_size=64, head_dim=32)
-    with vllm_server(folder, "--tensor-parallel-size", str(ranks)) as endpoint:
+    cores = "|".join(map(str, range(ranks)))  # one for each rank
+    with vllm_server(
+        folder, "--tensor-parallel-size", str(ranks), VLLM_CPU_OMP_THREADS_BIND=cores
+    ) as endpoint:
         same(ModelSettings(path=str(folder)), endpoint)
 
 

@@ -1,4 +1,5 @@
-"""A function's file outside of the allowed folders is refused at submission, and again in the worker that would run it."""
+"""A function's file outside of the allowed folders is refused at submission, and again in the worker that would run it; so are
+functions that a worker's `--only` does not name."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from click.testing import CliRunner
 from control_plane import Plane, refusal
 from exchange_drivers import make_spec
 
 from paceline.backoff import ExponentialBackoff
 from paceline.spec.reading import spec_to_yaml
 from protos.paceline.v1 import run_pb2, worker_pb2
+from services.reward.main import main
 from services.reward.worker import RewardWorker
 
 CODE = "def f(completions, **_):\n    return [1.0] * len(completions)\n"
@@ -72,3 +75,25 @@ async def test_a_worker_runs_only_what_its_own_folders_allow(tmp_path: Path) -> 
     assert "this worker does not run the functions: rewards.0.function" in refused.error
     assert refused.fault == worker_pb2.FAULT_PASSING
     assert "theirs/f.py is not below" in (await first_report(assignment)).error
+
+
+async def test_a_worker_of_some_functions_takes_no_run_with_others(tmp_path: Path) -> None:
+    """Another worker may take it, so the run does not end."""
+    rewards = [{"function": "exact_match"}, {"function": "length", "kwargs": {"tolerance_tokens": 9}}]
+    assignment = worker_pb2.RunAssignment(
+        run_id="run-1", spec_yaml=spec_to_yaml(make_spec(tmp_path, rewards=rewards))
+    )
+    refused = await first_report(assignment, only=["code_tests", "length"])
+    assert "scores only with code_tests, length (--only), but the run has exact_match" in refused.error
+    assert refused.fault == worker_pb2.FAULT_PASSING
+    worker = RewardWorker("nowhere:1", "reward-1", 1, only=["exact_match", "length"])
+    worker.membership._context.term()
+    bundled = await worker._bundled_spec(assignment)
+    assert len(bundled.spec.rewards) == 2
+    bundled.close()
+
+
+def test_only_names_built_in_functions() -> None:
+    refused = CliRunner().invoke(main, ["--only", "my_rewards.py:f"])
+    assert refused.exit_code == 2
+    assert "'my_rewards.py:f' is no built-in reward function; built in are code_tests" in refused.output

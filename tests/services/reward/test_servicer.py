@@ -25,8 +25,8 @@ class Context:
         raise Aborted(code, details)
 
 
-def servicer() -> RewardServicer:
-    worker: Any = SimpleNamespace(functions=())
+def servicer(*only: str) -> RewardServicer:
+    worker: Any = SimpleNamespace(functions=(), only=frozenset(only))
     return RewardServicer(worker)
 
 
@@ -65,3 +65,9 @@ async def test_calls_beyond_the_bound_are_told_to_come_later() -> None:
     }
     assert len((await score(service, **asked)).scores[0].scores) == 2
     assert service._calls == 0
+
+
+async def test_a_worker_of_some_functions_scores_with_no_others() -> None:
+    with pytest.raises(Aborted, match=r"scores only with code_tests \(--only\), not with length") as refused:
+        await score(servicer("code_tests"), functions=["length"], completions=["a"])
+    assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
