@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-PACKAGES = ("paceline", "rollout", "reward", "learner", "services")
+PACKAGES = ("paceline", "rollout", "reward", "learner", "environment", "services")
 MAX_HOPS = 2
 """Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
@@ -45,6 +45,11 @@ COVERED_BY = {
     "learner/weights/store/jobs.py": "test_members.py",
     "paceline/array_frames.py": "test_wire.py",
     "paceline/bundle_transfer.py": "tests/services/coordinator/test_bundle_servicer.py",
+    "paceline/chat/answers.py": "tests/services/rollout/openai/test_agents.py",
+    "paceline/chat/api_errors.py": "tests/services/rollout/openai/test_server.py",
+    "paceline/chat/choices.py": "tests/services/rollout/openai/test_server.py",
+    "paceline/chat/preparing.py": "tests/services/rollout/openai/test_agents.py",
+    "paceline/chat/requests.py": "tests/services/rollout/openai/test_server.py",
     "paceline/errors.py": "test_wire.py",
     "paceline/files/names.py": "tests/learner/checkpoints/test_export.py",
     "paceline/files/run_folders.py": "tests/services/learner/training/test_checkpoints.py",
@@ -60,6 +65,7 @@ COVERED_BY = {
     "paceline/spec/sections/bundle.py": "tests/paceline/bundle/test_collecting.py",
     "paceline/spec/sections/data.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/distillation.py": "tests/paceline/spec/test_reading.py",
+    "paceline/spec/sections/environment.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/grpo.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/policy.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/supervised.py": "tests/paceline/spec/test_reading.py",
@@ -67,6 +73,13 @@ COVERED_BY = {
     "paceline/spec/sections/vllm.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/value.py": "test_reading.py",
     "paceline/tracing.py": "tests/e2e/test_tracing.py",
+    "paceline/user_code/child.py": "tests/reward/test_runner.py",
+    "paceline/user_code/ends.py": "tests/reward/test_runner.py",
+    "paceline/user_code/frames.py": "tests/reward/test_runner.py",
+    "paceline/user_code/loading.py": "tests/reward/test_loading.py",
+    "paceline/user_code/process.py": "tests/reward/test_runner.py",
+    "paceline/user_code/shared_process.py": "tests/reward/models/test_pool.py",
+    "paceline/user_code/spawning.py": "tests/reward/test_runner.py",
     "paceline/weights/link.py": "tests/rollout/weights/test_link_receiver.py",
     "paceline/weights/lora_names.py": "tests/rollout/weights/test_adapter.py",
     "paceline/weights/packing.py": "test_manifest.py",
@@ -75,11 +88,13 @@ COVERED_BY = {
     "reward/builtin/answers.py": "test_mathematics.py",
     "reward/builtin/inputs.py": "test_formats.py",
     "reward/builtin/reward_model.py": "tests/e2e/test_preference_runs.py",
+    "reward/code/harness.py": "test_grading.py",
+    "reward/code/settings.py": "tests/reward/builtin/test_code_tests.py",
     "reward/judging/settings.py": "tests/reward/builtin/test_judges.py",
     "reward/models/client.py": "test_pool.py",
     "reward/models/settings.py": "test_pool.py",
+    "reward/models/texts.py": "test_scorer.py",
     "reward/process.py": "test_runner.py",
-    "reward/protocol.py": "test_runner.py",
     "reward/results.py": "test_runner.py",
     "reward/sandbox/bwrap.py": "test_attacks.py",
     "reward/sandbox/landlock.py": "test_attacks.py",
@@ -117,6 +132,7 @@ COVERED_BY = {
     "services/common/assigned_run.py": "test_run_setup.py",
     "services/common/bundled_spec.py": "tests/services/coordinator/lifecycle/test_run_bundles.py",
     "services/common/grpc_server.py": "test_membership.py",
+    "services/common/json_http.py": "tests/services/rollout/openai/test_server.py",
     "services/common/healthcheck.py": "tests/test_deploy.py",
     "services/common/options.py": "tests/services/cli/test_main.py",
     "services/common/processes/parent_death.py": "tests/services/learner/test_launcher.py",
@@ -194,10 +210,7 @@ COVERED_BY = {
     "services/rollout/gather.py": "tests/services/rollout/openai/test_server.py",
     "services/rollout/group_sampler.py": "test_run.py",
     "services/rollout/main.py": "tests/e2e/faults/test_drain.py",
-    "services/rollout/openai/answers.py": "test_server.py",
     "services/rollout/openai/gate.py": "test_server.py",
-    "services/rollout/openai/messages.py": "test_server.py",
-    "services/rollout/openai/requests.py": "test_server.py",
     "services/rollout/openai/sampling.py": "test_server.py",
 }
 """Modules without a test of their name, and the file that exercises each; a bare name is in the mirrored folder."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -68,11 +68,16 @@ def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
 
 
 def encode_prompt(
-    tokenizer: Any, prompt: Any, template: str, template_kwargs: Mapping[str, Any] = NO_KWARGS
+    tokenizer: Any,
+    prompt: Any,
+    template: str,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> IntArray:
     """Return [P] token ids of a prompt: messages by the chat template, text as it is.
 
-    `template` is data.apply_chat_template, `template_kwargs` data.chat_template_kwargs. Raises InvalidInput: no template where one is needed, no tokens, or whatever
+    `template` is data.apply_chat_template, `template_kwargs` data.chat_template_kwargs, `tools` the definitions of tools
+    that the template gets. Raises InvalidInput: no template where one is needed, no tokens, or whatever
     tokenizer or template raise.
     """
     if isinstance(prompt, str) and template == "always":
@@ -88,10 +93,33 @@ def encode_prompt(
                 "the prompt is a list of messages, but the tokenizer has no chat template (or "
                 "data.apply_chat_template is 'never'); use text prompts or another tokenizer"
             )
-        ids = _by_template(tokenizer, prompt, template_kwargs, add_generation_prompt=True)
+        options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+        ids = _by_template(tokenizer, prompt, template_kwargs, add_generation_prompt=True, **options)
     if not ids:
         raise InvalidInput(f"the tokenizer has no tokens for the prompt {prompt!r:.60}")
     return np.array(ids, np.int32)
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Any,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Return messages as the text that the chat template makes of them. Raises InvalidInput as `encode_prompt` does."""
+    options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+    return str(
+        _by_template(
+            tokenizer,
+            messages,
+            template_kwargs,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **options,
+        )
+    )
 
 
 def _by_template(
@@ -99,10 +127,11 @@ def _by_template(
     messages: Any,
     template_kwargs: Mapping[str, Any],
     *,
+    tokenize: bool = True,
     return_dict: bool = False,
     **options: Any,
 ) -> Any:
-    """Return the chat template's output for messages: token ids, or a dict with more. Raises InvalidInput with the
+    """Return the chat template's output for messages: token ids, a text, or a dict with more. Raises InvalidInput with the
     template's error, because templates refuse conversations that their model does not know (two turns of the user in
     a row), and for an argument that the template does not read."""
     source = str(tokenizer.chat_template) if template_kwargs else ""
@@ -114,7 +143,7 @@ def _by_template(
             )
     with _refusals("the chat template", f"the messages {messages!r:.60}"):
         return tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=return_dict, **template_kwargs, **options
+            messages, tokenize=tokenize, return_dict=return_dict, **template_kwargs, **options
         )
 
 

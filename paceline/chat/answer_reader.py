@@ -1,0 +1,238 @@
+"""An answer's content, reasoning and tool calls, read from the model's text while it comes.
+
+Promise: the joined parts do not depend on how the text was split, nothing of the text is lost but the marks and the white
+space beside them, and no returned part changes later. So a call is returned when it is whole, and what begins like a call and
+is none becomes content, word for word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paceline.chat.call_formats import (
+    CLOSE,
+    OPEN,
+    CallFormat,
+    MalformedCall,
+    ToolCall,
+    may_be_json_call,
+    read_json_calls,
+    read_marked_call,
+)
+from paceline.chat.messages import Json
+from paceline.chat.rendering import END_THINK, THINK
+
+
+class TextPart(NamedTuple):
+    """Further text of the content, or of the reasoning."""
+
+    text: str
+    reasoning: bool = False
+
+
+class Malformed(NamedTuple):
+    """A text that began like a call; it is part of the content too."""
+
+    text: str
+    fault: str
+    """Why it is no call, for the model or a person."""
+
+
+AnswerPart = TextPart | ToolCall
+
+
+@dataclass
+class AnswerReader:
+    """Reader of one answer."""
+
+    calls: CallFormat = "none"
+    """`none` leaves calls in the content."""
+    reasons: bool = False
+    """True when reasoning between `<think>` and `</think>` is not content."""
+    in_reasoning: bool = False
+    """True when the prompt has opened the reasoning."""
+    tools: Sequence[Json] = ()
+    max_calls: int | None = None
+    """Most calls that are returned; further ones are left out, because the client wants no more."""
+    malformed: list[Malformed] = field(default_factory=list)
+    num_calls: int = 0
+    _held: str = ""
+    _state: str = ""
+
+    def __post_init__(self) -> None:
+        self._state = "start" if self.reasons and not self.in_reasoning else "content"
+        if self.in_reasoning:
+            self._state = "reasoning"
+        self._trims = self.in_reasoning
+        """True when white space at the beginning of the state's text is dropped."""
+
+    def push(self, text: str) -> list[AnswerPart]:
+        """Take further text and return the parts that are certain by now."""
+        self._held += text
+        parts: list[AnswerPart] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[AnswerPart]:
+        """Return the rest, because no more text will come."""
+        parts: list[AnswerPart] = []
+        held, self._held = self._held, ""
+        match self._state:
+            case "reasoning":
+                _add(parts, (held.lstrip("\n") if self._trims else held).rstrip("\n"), reasoning=True)
+            case "call":
+                self._read_marked(held, "", parts)
+            case "json":
+                self._read_json(held, parts)
+            case _:
+                if self.num_calls:
+                    held = held.rstrip()
+                _add(parts, held.lstrip() if self._trims else held)
+        return parts
+
+    def _step(self, parts: list[AnswerPart]) -> bool:
+        """Move on by one mark; return whether there may be more to do."""
+        match self._state:
+            case "start":
+                return self._start()
+            case "reasoning":
+                return self._reason(parts)
+            case "content":
+                return self._say(parts)
+            case "call":
+                return self._call(parts)
+            case _:
+                return False
+
+    def _start(self) -> bool:
+        begun = self._held.lstrip()
+        if begun.startswith(THINK):
+            self._held = begun[len(THINK) :]
+            self._enter("reasoning", trims=True)
+            return True
+        if THINK.startswith(begun):
+            return False
+        self._enter("content", trims=False)
+        return True
+
+    def _reason(self, parts: list[AnswerPart]) -> bool:
+        text = self._held.lstrip("\n") if self._trims else self._held
+        before, mark, after = text.partition(END_THINK)
+        if mark:
+            _add(parts, before.rstrip("\n"), reasoning=True)
+            self._held = after
+            self._enter("content", trims=True)
+            return True
+        keep = len(text) - len(_without_begun(text, END_THINK).rstrip("\n"))
+        self._give(parts, text, keep, reasoning=True)
+        return False
+
+    def _say(self, parts: list[AnswerPart]) -> bool:
+        text = self._held.lstrip() if self._trims else self._held
+        if self._trims and not text:
+            return False
+        if self.calls == "json" and may_be_json_call(text):
+            if text.strip():
+                self._state = "json"
+            return False
+        if self.calls != "hermes":
+            self.calls = "none"
+            self._give(parts, text, 0)
+            return False
+        before, mark, after = text.partition(OPEN)
+        if mark:
+            _add(parts, before.rstrip())
+            self._held = after
+            self._enter("call", trims=False)
+            return True
+        self._give(parts, text, len(text) - len(_without_begun(text, OPEN).rstrip()))
+        return False
+
+    def _call(self, parts: list[AnswerPart]) -> bool:
+        body, mark, after = self._held.partition(CLOSE)
+        if not mark:
+            return False
+        self._read_marked(body, CLOSE, parts)
+        self._held = after
+        self._enter("content", trims=self.num_calls > 0)
+        return True
+
+    def _read_marked(self, body: str, closed: str, parts: list[AnswerPart]) -> None:
+        try:
+            self._add_call(read_marked_call(body, self.tools), parts)
+        except MalformedCall as error:
+            text = OPEN + body + closed
+            self.malformed.append(Malformed(text, str(error)))
+            _add(parts, text)
+
+    def _read_json(self, text: str, parts: list[AnswerPart]) -> None:
+        try:
+            for call in read_json_calls(text):
+                self._add_call(call, parts)
+        except MalformedCall as error:
+            if re.search(r'"name"\s*:', text):  # other JSON is an answer like any other
+                self.malformed.append(Malformed(text, str(error)))
+            _add(parts, text)
+
+    def _add_call(self, call: ToolCall, parts: list[AnswerPart]) -> None:
+        self.num_calls += 1
+        if self.max_calls is None or self.num_calls <= self.max_calls:
+            parts.append(call)
+
+    def _enter(self, state: str, *, trims: bool) -> None:
+        self._state, self._trims = state, trims
+
+    def _give(self, parts: list[AnswerPart], text: str, keep: int, *, reasoning: bool = False) -> None:
+        """Return `text` but for its last `keep` characters, which are held back."""
+        certain = text[: len(text) - keep]
+        self._held = text[len(text) - keep :]
+        if certain:
+            self._trims = False
+            _add(parts, certain, reasoning=reasoning)
+
+
+def read_answer(text: str, reader: AnswerReader) -> list[AnswerPart]:
+    """Return the parts of a whole text, by a new reader: neighbours of the same kind are joined."""
+    return joined([*reader.push(text), *reader.finish()])
+
+
+def joined(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
+    """Return parts with neighbouring texts of the same kind joined."""
+    result: list[AnswerPart] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart) and part.reasoning == last.reasoning:
+            result[-1] = TextPart(last.text + part.text, part.reasoning)
+        else:
+            result.append(part)
+    return result
+
+
+def content_of(parts: Iterable[AnswerPart]) -> str:
+    """Return the content of an answer."""
+    return "".join(part.text for part in parts if isinstance(part, TextPart) and not part.reasoning)
+
+
+def reasoning_of(parts: Iterable[AnswerPart]) -> str:
+    """Return the reasoning of an answer."""
+    return "".join(part.text for part in parts if isinstance(part, TextPart) and part.reasoning)
+
+
+def calls_of(parts: Iterable[AnswerPart]) -> list[ToolCall]:
+    """Return the calls of an answer."""
+    return [part for part in parts if isinstance(part, ToolCall)]
+
+
+def _add(parts: list[AnswerPart], text: str, *, reasoning: bool = False) -> None:
+    if text:
+        parts.append(TextPart(text, reasoning))
+
+
+def _without_begun(text: str, mark: str) -> str:
+    """Return `text` without an end that may be the beginning of `mark`."""
+    kept = next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+    return text[: len(text) - kept]
