@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from environment.protocols import GroupRows, TurnRequest
-from environment.setting import EpisodeSetting
 from episode_world import (
     FORGETFUL,
     HERMES,
@@ -24,6 +21,9 @@ from episode_world import (
     spelled,
     user,
 )
+
+from environment.protocols import GroupRows, TurnRequest
+from environment.setting import EpisodeSetting
 
 TALK = ("I add. ", "Let me see: 15 plus 92\n\n", "  ", "", "Résumé 漢字 ☃ ", "the tool_call is <next> ")
 
@@ -45,13 +45,18 @@ class Tools:
         """
         if a == 0:
             raise ValueError("a is 0 <tool_call> user")
-        return self.dice.choice([str(a + b), f"{a} + {b} = {a + b}\n", "", "☃ <|im_end|> x", "numbers and " * 40])
+        return self.dice.choice(
+            [str(a + b), f"{a} + {b} = {a + b}\n", "", "☃ <|im_end|> x", "numbers and " * 40]
+        )
 
 
 def call(dice: random.Random) -> str:
     """A call as a model may write it: with spaces that no template writes, or broken."""
     arguments = {"a": dice.randint(0, 20), "b": dice.randint(0, 99)}
-    text = json.dumps({"name": "add", "arguments": arguments}, separators=dice.choice([(",", ":"), (", ", ": "), (" ,", ":  ")]))
+    text = json.dumps(
+        {"name": "add", "arguments": arguments},
+        separators=dice.choice([(",", ":"), (", ", ": "), (" ,", ":  ")]),
+    )
     match dice.randint(0, 9):
         case 0:
             text = text[:-1]

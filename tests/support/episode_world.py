@@ -183,7 +183,9 @@ class LocalInstance:
     def __init__(self, code: LocalCode, name: str, environment: Any):
         self.facts, self._code, self._environment = code.classes[name], code, environment
 
-    async def tools(self, calls: Sequence[tuple[str, Any]], time_left_s: float) -> tuple[list[dict[str, Any]], str]:
+    async def tools(
+        self, calls: Sequence[tuple[str, Any]], time_left_s: float
+    ) -> tuple[list[dict[str, Any]], str]:
         self._code.num_calls += len(calls)
         results = []
         for name, arguments in calls:
@@ -235,7 +237,11 @@ def run_spec(**changes: Any) -> RunSpec:
     sections: dict[str, Any] = {
         "name": "episodes",
         "data": {"train": "rows.jsonl"},
-        "policy": {"model_name": "made", "max_total_sequence_length": 4096, "generation": {"max_new_tokens": 512}},
+        "policy": {
+            "model_name": "made",
+            "max_total_sequence_length": 4096,
+            "generation": {"max_new_tokens": 512},
+        },
         "environment": {"class": "code.py:Class"},
         "rewards": [{"function": "length"}],
     }

@@ -152,10 +152,21 @@ async def test_methods_are_tools_with_their_schemas(file: Path) -> None:
         assert (facts.steps, facts.deterministic, facts.saves, facts.rewards) == (False, False, False, True)
         instance, text = await code.open("", {"start": 3, "other": 1}, 60, SampleDeaths())
         assert text == "from 3"
-        calls = [("add", {"n": 2}), ("wait", {"seconds": 0}), ("nothing", {}), ("add", {"m": 2}), ("add", 5), ("add", {"n": 1})]
+        calls = [
+            ("add", {"n": 2}),
+            ("wait", {"seconds": 0}),
+            ("nothing", {}),
+            ("add", {"m": 2}),
+            ("add", 5),
+            ("add", {"n": 1}),
+        ]
         results, state = await instance.tools(calls, 60)
         assert state == ""
-        assert [result["result"] for result in results[:3]] == ["5", "waited", "{'error': 'Tool nothing not found.'}"]
+        assert [result["result"] for result in results[:3]] == [
+            "5",
+            "waited",
+            "{'error': 'Tool nothing not found.'}",
+        ]
         assert "unexpected keyword argument" in results[3]["result"]
         assert [bool(result.get("raised")) for result in results] == [False, False, True, True, True, False]
         assert await instance.reward(60) == 3.0
@@ -284,7 +295,9 @@ async def test_calls_of_one_process_overlap(file: Path) -> None:
     async with running(file) as code:
         instances = [(await code.open("", {}, 60, SampleDeaths()))[0] for _ in range(8)]
         async with asyncio.timeout(20):
-            replies = await asyncio.gather(*(each.tools([("wait", {"seconds": 1.0})], 60) for each in instances))
+            replies = await asyncio.gather(
+                *(each.tools([("wait", {"seconds": 1.0})], 60) for each in instances)
+            )
         assert [results[0]["result"] for results, _ in replies] == ["waited"] * 8
 
 
@@ -306,13 +319,33 @@ async def test_agents_and_their_choice_of_calls(file: Path) -> None:
     ("name", "source", "error", "message"),
     [
         ("Missing", "", Unreadable, "there is no file"),
-        ("Contr", "class Control:\n    def reset(self): ...", InvalidInput, "has no class 'Contr', did you mean 'Control'"),
-        ("A", "class A:\n    def rest(self): ...", InvalidInput, "has no method 'reset', did you mean 'rest'"),
+        (
+            "Contr",
+            "class Control:\n    def reset(self): ...",
+            InvalidInput,
+            "has no class 'Contr', did you mean 'Control'",
+        ),
+        (
+            "A",
+            "class A:\n    def rest(self): ...",
+            InvalidInput,
+            "has no method 'reset', did you mean 'rest'",
+        ),
         ("A", "def A(): ...", InvalidInput, "it has to be a class"),
-        ("A", "class A:\n    def reset(self): ...\n    def tool(self, x): ...", InvalidInput, "the tool 'tool' of A has no schema"),
+        (
+            "A",
+            "class A:\n    def reset(self): ...\n    def tool(self, x): ...",
+            InvalidInput,
+            "the tool 'tool' of A has no schema",
+        ),
         ("A", "import no_such_module", Unreadable, "fails to import: ModuleNotFoundError"),
         ("A", "x = bytearray(1 << 33)", InvalidInput, "MemoryError"),
-        ("A", "import os; os._exit(3)", InvalidInput, "ended its process with exit code 3 while it loaded the code"),
+        (
+            "A",
+            "import os; os._exit(3)",
+            InvalidInput,
+            "ended its process with exit code 3 while it loaded the code",
+        ),
     ],
 )
 async def test_code_that_cannot_be_loaded_is_refused_with_the_fault(
