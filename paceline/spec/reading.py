@@ -25,6 +25,7 @@ from paceline.spec.foreign.whole_files import hint_by_suffix, import_hint
 from paceline.spec.keys import ITEM
 from paceline.spec.sections.base import STORED
 from paceline.spec.sections.bundle import BundleSection
+from paceline.spec.sections.environment import EnvironmentSection
 from paceline.spec.sections.policy import ParallelSection
 
 MAX_PATH = 1024
@@ -49,6 +50,7 @@ NEWER_KEYS: dict[str, Any] = {
     "data.train_config": None,
     "data.validation_config": None,
     "bundle": BundleSection().model_dump(mode="json"),
+    "environment": EnvironmentSection().model_dump(mode="json"),
     "policy.parallel": ParallelSection().model_dump(mode="json"),
     "priority": 0,
     "max_hours": None,
