@@ -30,8 +30,7 @@ def load_function(function: str, kwargs: Mapping[str, Any] | None = None) -> Rew
         load_from_file(Path(path), name, "reward function") if colon else _builtin(function)
     )
     if not colon and function in _settings():
-        settings = _settings()[function](dict(kwargs or {}))
-        settings.endpoint.key()  # a worker without the key cannot score, and another one may have it
+        _settings()[function](dict(kwargs or {})).check_host()
     else:
         _check_kwargs(function, loaded, dict(kwargs or {}), takes_columns_only=not colon)
     return loaded

@@ -8,7 +8,7 @@ is none becomes content, word for word.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -195,25 +195,36 @@ class AnswerReader:
             _add(parts, certain, reasoning=reasoning)
 
 
-class Answer(NamedTuple):
-    """A whole answer."""
-
-    content: str
-    reasoning: str
-    calls: tuple[ToolCall, ...]
-    malformed: tuple[Malformed, ...]
+def read_answer(text: str, reader: AnswerReader) -> list[AnswerPart]:
+    """Return the parts of a whole text, by a new reader: neighbours of the same kind are joined."""
+    return joined([*reader.push(text), *reader.finish()])
 
 
-def read_answer(text: str, reader: AnswerReader) -> Answer:
-    """Return the answer in a whole text, by a new reader."""
-    parts = [*reader.push(text), *reader.finish()]
-    texts = [part for part in parts if isinstance(part, TextPart)]
-    return Answer(
-        "".join(part.text for part in texts if not part.reasoning),
-        "".join(part.text for part in texts if part.reasoning),
-        tuple(part for part in parts if isinstance(part, ToolCall)),
-        tuple(reader.malformed),
-    )
+def joined(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
+    """Return parts with neighbouring texts of the same kind joined."""
+    result: list[AnswerPart] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart) and part.reasoning == last.reasoning:
+            result[-1] = TextPart(last.text + part.text, part.reasoning)
+        else:
+            result.append(part)
+    return result
+
+
+def content_of(parts: Iterable[AnswerPart]) -> str:
+    """Return the content of an answer."""
+    return "".join(part.text for part in parts if isinstance(part, TextPart) and not part.reasoning)
+
+
+def reasoning_of(parts: Iterable[AnswerPart]) -> str:
+    """Return the reasoning of an answer."""
+    return "".join(part.text for part in parts if isinstance(part, TextPart) and part.reasoning)
+
+
+def calls_of(parts: Iterable[AnswerPart]) -> list[ToolCall]:
+    """Return the calls of an answer."""
+    return [part for part in parts if isinstance(part, ToolCall)]
 
 
 def _add(parts: list[AnswerPart], text: str, *, reasoning: bool = False) -> None:

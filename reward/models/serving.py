@@ -7,7 +7,7 @@ batches. The runner's end of the socket ends the process.
 runner → process    {"model": settings, "function": name, "memory_bytes": n}   once, first
                     {"id": n, "prompts": [C], "completions": [C]}
 process → runner    {"loaded": version} | {"refused": text, "passing": bool}
-                    {"id": n, "scores": [[…] or null], "version": text} | {"id": n, "raised": text}
+                    {"id": n, "scores": [[…] or null], "version": text} | {"id": n, "raised": text} | {"id": n, "unavailable": text}
 """
 
 from __future__ import annotations
@@ -77,22 +77,23 @@ class ModelServer:
     """The loaded model, and the one that takes its place."""
 
     def __init__(self, load: dict[str, Any]) -> None:
-        """Load the model. Raises what `load_scorer` raises."""
-        from reward.models.scorer import device_of, load_scorer
+        """Load the model. Raises what `open_scorer` raises."""
+        from reward.models.pooled import open_scorer
+        from reward.models.scorer import device_of
         from reward.models.settings import model_settings
 
         self._settings = model_settings(load["function"], load["model"])
         if device_of(self._settings).type == "cpu":  # CUDA reserves far more address space than it uses
             _limit_memory(load["memory_bytes"])
-        self._load = load_scorer
-        self._scorer = load_scorer(self._settings)
+        self._load = open_scorer
+        self._scorer: Any = open_scorer(self._settings)
         self._newer: Any = None
         """The newest weights that the thread has loaded."""
 
     @property
     def version(self) -> str:
         """Version of the weights that score."""
-        return self._scorer.version
+        return str(self._scorer.version)
 
     def answers(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return a reply to each request. Groups share passes; where a common pass fails, each is scored alone, so that it
@@ -111,6 +112,9 @@ class ModelServer:
                 found[index] = _raised(request, error)
         try:
             self._score_together(requests, encoded, found)
+        except ConnectionError as error:  # of the server that holds the model
+            for index, _ in encoded:
+                found[index] = _raised(requests[index], error)
         except Exception:
             for item in encoded:
                 try:
@@ -156,6 +160,8 @@ class ModelServer:
 
 
 def _raised(request: dict[str, Any], error: Exception) -> dict[str, Any]:
+    if isinstance(error, ConnectionError):
+        return {"id": request["id"], "unavailable": str(error)[:2000]}
     return {"id": request["id"], "raised": f"{type(error).__name__}: {error}"[:2000]}
 
 

@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 
 from paceline.backoff import ExponentialBackoff
+from paceline.chat.requests import MAX_CHOICES
 from paceline.data.tokens import encode_prompt
 from paceline.errors import Conflict, EngineDied, InvalidInput
 from paceline.groups import Completion
@@ -29,7 +30,6 @@ from services.common.membership import Membership
 from services.common.run_setup import spec_of
 from services.rollout.engine_settings import with_engine_settings
 from services.rollout.gather import gather_or_cancel
-from services.rollout.openai.requests import MAX_CHOICES
 from services.rollout.openai.sampling import MAX_CHARS_PER_TOKEN
 from services.rollout.openai.server import Endpoint
 from services.rollout.run import RolloutRun

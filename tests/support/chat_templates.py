@@ -8,39 +8,36 @@ from transformers import PreTrainedTokenizerFast
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 
 HERMES = """\
-{%- if tools %}<|im_start|>system
-{% if messages[0].role == 'system' %}{{ messages[0].content }}
-{% endif %}Tools:{% for tool in tools %}
-{{ tool | tojson }}{% endfor %}<|im_end|>
-{% elif messages[0].role == 'system' %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}
+{%- if tools %}{{ '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}
+{{- 'Tools:' }}{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set asked = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
-{%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% elif m.role == 'assistant' %}<|im_start|>assistant
-{% if m.reasoning_content and loop.index0 >= messages | length - 2 %}<think>
-{{ m.reasoning_content }}
-</think>
-
-{% endif %}{{ m.content }}
-{%- for call in m.tool_calls or [] %}{% if m.content or not loop.first %}
-{% endif %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% elif m.role == 'tool' %}<|im_start|>user
-<tool_response>
-{{ m.content }}
-</tool_response><|im_end|>
-{% endif %}
+{%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- elif m.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if m.reasoning_content and loop.index0 > asked.last %}
+{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- m.content }}
+{%- for call in m.tool_calls or [] %}
+{%- if m.content or not loop.first %}{{ '\\n' }}{% endif %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
 {%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking %}<think>
-
-</think>
-
-{% endif %}{% endif %}"""
-"""Marks of Hermes and Qwen: results by order, reasoning of the last answers, thinking on or off."""
+{{- '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+"""Marks of Hermes and Qwen: results by order, reasoning since the last question, thinking on or off."""
 
 FUNCTIONS = """\
 {%- for tool in tools or [] %}{{ tool | tojson }}

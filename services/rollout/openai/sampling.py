@@ -6,19 +6,25 @@ request may outlive its version; then it ends with VersionGone and none of its t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from paceline.chat.answer_reader import AnswerPart, AnswerReader, calls_of, content_of, joined
+from paceline.chat.choices import Choice, Delta, cut_spans, model_name
+from paceline.chat.messages import Unsupported
+from paceline.chat.preparing import PreparedChat, prepare_chat
 from paceline.chat.rendering import ChatTemplate
-from paceline.data.tokens import NO_KWARGS, encode_prompt
+from paceline.chat.requests import GREEDY, Ask, ChatAsk
+from paceline.chat.text_stream import TextStream
+from paceline.data.tokens import encode_prompt
 from paceline.errors import InvalidInput, NotFound, Unavailable
-from paceline.groups import Completion, IntArray, Version, VersionSpan
+from paceline.groups import Completion, IntArray, Version
 from paceline.spec import RunSpec
 from rollout.engine import MAX_ID, Engine, GenerationRequest, SamplingParams
-from services.rollout.openai.text import TextStream
 
 MAX_CHARS_PER_TOKEN = 64
 """Limit on a prompt's characters for each token of the longest sequence; a longer prompt is not even tokenized."""
@@ -41,33 +47,6 @@ class VersionGone(NotFound):
     """The requested version is not the one that the worker holds."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A finished completion, cut at its stop string if it met one."""
-
-    index: int
-    prompt_ids: IntArray
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    spans: tuple[VersionSpan, ...]
-    finish_reason: str
-
-
-@dataclass(frozen=True)
-class Delta:
-    """New text and tokens since the last delta of the same choice."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    offset: int
-    """Characters before `text`."""
-    spans: tuple[VersionSpan, ...]
-    """Spans of the whole choice so far."""
-
-
 @dataclass
 class Sampler:
     """Generator of choice number `index` of an answer. `on_delta` gets each delta; None waits for the end."""
@@ -78,10 +57,12 @@ class Sampler:
     request_id: str
     seed: int
     index: int
+    reader: AnswerReader
+    """Reader of the text, new."""
     stop: tuple[str, ...] = ()
     pinned: Version | None = None
     on_delta: Callable[[Delta], None] | None = None
-    _text: str = ""
+    _parts: list[AnswerPart] = field(default_factory=list)
     _told: int = 0
     _stream: TextStream = field(init=False)
 
@@ -109,11 +90,11 @@ class Sampler:
                 raise Unavailable(
                     f"the worker stopped serving {self.served.run_id} while it generated; ask another or later"
                 )
-        self._tell(completion, tail, num_tokens)
+        self._tell(completion, [*self.reader.push(tail), *self.reader.finish()], num_tokens, last=True)
         return Choice(
             self.index,
             self.prompt_ids,
-            self._text,
+            joined(self._parts),
             completion.token_ids[:num_tokens].tolist(),
             completion.logprobs[:num_tokens].tolist(),
             cut_spans(completion.spans, num_tokens),
@@ -131,24 +112,28 @@ class Sampler:
 
     def _take(self, completion: Completion, num_tokens: int) -> None:
         text = self._stream.push(completion.token_ids[self._stream.num_tokens : num_tokens].tolist())
-        if text:
-            self._tell(completion, text, self._stream.num_tokens)
+        if parts := self.reader.push(text):
+            self._tell(completion, parts, self._stream.num_tokens)
 
-    def _tell(self, completion: Completion, text: str, num_tokens: int) -> None:
-        if self.on_delta is not None and (text or num_tokens > self._told):
+    def _tell(
+        self, completion: Completion, parts: list[AnswerPart], num_tokens: int, *, last: bool = False
+    ) -> None:
+        """Hand parts on, with the tokens since the last ones: those of text that was held back come with what it became."""
+        if self.on_delta is not None and (parts or (last and num_tokens > self._told)):
             new = slice(self._told, num_tokens)
             self.on_delta(
                 Delta(
                     self.index,
-                    text,
+                    parts,
                     completion.token_ids[new].tolist(),
                     completion.logprobs[new].tolist(),
-                    len(self._text),
+                    len(content_of(self._parts)),
+                    len(calls_of(self._parts)),
                     cut_spans(completion.spans, num_tokens),
                 )
             )
         self._told = num_tokens
-        self._text += text
+        self._parts = joined([*self._parts, *parts])
 
     def _gone(self, completion: Completion) -> bool:
         pinned = self.pinned
@@ -181,50 +166,66 @@ def served_names(served: Served) -> str:
     return f"{served.run_id!r}" + (f" and {model_name(served.run_id, version)!r}" if version else "")
 
 
-def encode(
-    served: Served, prompt: Any, *, chat: bool, template_kwargs: Mapping[str, Any] = NO_KWARGS
-) -> IntArray:
-    """Return the [P] tokens of one prompt. A chat goes through the chat template, with the run's arguments and those of
-    the request; a text of `/v1/completions` never does.
+def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
+    """Return the [P] tokens of a prompt of `/v1/completions`, a text or ids: it never goes through the chat template.
 
-    Raises InvalidInput for ids or a text that no sequence could hold, for a field of a message that the template does
-    not render, and as `encode_prompt` does.
+    Raises InvalidInput for ids or a text that no sequence could hold, and as `encode_prompt` does.
     """
     limit = served.spec.policy.max_total_sequence_length
-    if isinstance(prompt, list) and not chat:
+    if isinstance(prompt, list):
         if len(prompt) > limit or max(prompt) > MAX_ID:
             raise InvalidInput(
                 f"a prompt of {len(prompt)} token ids up to {max(prompt)}: {limit} ids are the most"
             )
         return np.array(prompt, np.int32)
-    size = sum(len(message["content"]) for message in prompt) if chat else len(prompt)
+    check_size(served, len(prompt))
+    return encode_prompt(served.tokenizer, prompt, "never")
+
+
+def prepare(served: Served, ask: ChatAsk) -> PreparedChat:
+    """Return a chat made ready, with the run's arguments of the template and its way to write calls.
+
+    Raises InvalidInput for a text that no sequence could hold, and as `prepare_chat` does.
+    """
+    spec = served.spec
+    try:
+        check_size(served, len(json.dumps([ask.rendered(), ask.tools])))
+        template = ChatTemplate(served.tokenizer)
+        return prepare_chat(ask, template, spec.data.chat_template_kwargs, spec.environment.tool_parser)
+    except RecursionError:
+        raise InvalidInput("messages or tools are nested too deeply") from None
+
+
+def check_size(served: Served, size: int) -> None:
+    """Raises InvalidInput for a prompt of `size` characters if no sequence could hold it."""
+    limit = served.spec.policy.max_total_sequence_length
     if size > MAX_CHARS_PER_TOKEN * limit:
         raise InvalidInput(
             f"a prompt of {size} characters cannot be {limit} tokens, as many as prompt and completion may have"
         )
-    kwargs = {**served.spec.data.chat_template_kwargs, **template_kwargs}
-    if chat:
-        return ChatTemplate(served.tokenizer).encode(prompt, template_kwargs=kwargs)
-    return encode_prompt(served.tokenizer, prompt, "never", kwargs)
+
+
+def sampling_params(ask: Ask, default: SamplingParams, limit: int) -> SamplingParams:
+    """Return the parameters of a request, with `default` for missing fields. Raises InvalidInput beyond `limit` tokens in
+    all."""
+    most = ask.max_tokens or default.max_new_tokens
+    if most > limit:
+        raise Unsupported(
+            f"max_tokens {most} exceeds {limit}, the tokens of prompt and completion together", "max_tokens"
+        )
+    temperature = default.temperature if ask.temperature is None else max(ask.temperature, GREEDY)
+    return SamplingParams(
+        max_new_tokens=most,
+        min_new_tokens=min(default.min_new_tokens, most) if ask.min_tokens is None else ask.min_tokens,
+        temperature=temperature,
+        top_p=default.top_p if ask.top_p is None else ask.top_p,
+        top_k=default.top_k if ask.top_k is None else max(ask.top_k, 0),
+        stop_token_ids=tuple(dict.fromkeys((*default.stop_token_ids, *(ask.stop_token_ids or ())))),
+        min_p=default.min_p if ask.min_p is None else ask.min_p,
+        repetition_penalty=ask.repetition_penalty or default.repetition_penalty,
+    )
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
     """Return the text of tokens, without special ones."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
-
-def version_name(version: tuple[int, ...]) -> str:
-    """Return `<session>.<step>`."""
-    return f"{version[0]}.{version[1]}"
-
-
-def model_name(run_id: str, version: tuple[int, ...]) -> str:
-    """Return `<run>@<session>.<step>`."""
-    return f"{run_id}@{version_name(version)}"
-
-
-def cut_spans(spans: tuple[VersionSpan, ...], num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Return the `spans` of the first `num_tokens` tokens."""
-    return tuple(
-        VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens)) for s in spans if s.start < num_tokens
-    )

@@ -7,59 +7,33 @@ request, and with it the sequences in the engine. Nothing here reaches leases, t
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from aiohttp import web
 
-from paceline.chat.messages import Unsupported
-from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.chat.answer_reader import AnswerReader
+from paceline.chat.answers import Answer
+from paceline.chat.api_errors import error_answer
+from paceline.chat.choices import Choice, Delta, model_name
+from paceline.chat.messages import Json, Unsupported
+from paceline.chat.requests import Ask, ChatAsk, CompletionAsk, read_ask
+from paceline.errors import PacelineError, Unavailable
 from paceline.groups import Version
-from paceline.rate_limited_log import unforeseen
 from rollout.engine import sample_seed
+from services.common.json_http import JsonListener, event_stream, send_event
 from services.rollout.gather import gather_or_cancel
-from services.rollout.openai.answers import Answer, Json
 from services.rollout.openai.gate import Gate
-from services.rollout.openai.requests import Ask, ChatAsk, CompletionAsk, read_ask
 from services.rollout.openai.sampling import (
-    Choice,
-    Delta,
     Sampler,
     Served,
     decode,
-    encode,
-    model_name,
+    encode_text,
+    prepare,
     resolve,
+    sampling_params,
 )
-
-MAX_BODY_BYTES = 8 << 20
-MAX_BODIES = 16
-"""Request bodies that are read at a time, because everyone who can reach the port can send them."""
-
-BODY_S = 30.0
-"""Seconds for a body to arrive."""
-
-MAX_CONNECTIONS = 512
-"""Connections; a further connection is closed at once, because the worker needs files for other things."""
-
-SHUTDOWN_S = 2.0
-"""Seconds that answers under way have when the endpoint closes; by then their sequences have ended."""
-
-RETRY_AFTER_S = 1
-
-STATUS: Sequence[tuple[type[PacelineError], int, str, str | None]] = (
-    (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
-    (NotFound, 404, "invalid_request_error", "model_not_found"),
-    (InvalidInput, 400, "invalid_request_error", None),
-    (Unavailable, 503, "service_unavailable_error", None),
-    (PacelineError, 500, "server_error", None),
-)
-"""Error, status, type and code; the first match wins."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
@@ -68,44 +42,20 @@ class Endpoint:
     def __init__(self, source: Callable[[], Served | None]) -> None:
         self._source = source
         self._gate: tuple[Served, Gate] | None = None
-        self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
-        self._bodies = 0
-        """Limit on bodies that are being read."""
-        self._app = web.Application(middlewares=[_with_errors], client_max_size=MAX_BODY_BYTES)
-        self._app.router.add_get("/v1/models", self._models)
-        self._app.router.add_get("/v1/models/{model:.+}", self._model)
-        self._app.router.add_post("/v1/chat/completions", self._chat)
-        self._app.router.add_post("/v1/completions", self._complete)
+        self._listener = JsonListener("the HTTP endpoint", "choose another --http-port")
+        router = self._listener.app.router
+        router.add_get("/v1/models", self._models)
+        router.add_get("/v1/models/{model:.+}", self._model)
+        router.add_post("/v1/chat/completions", self._chat)
+        router.add_post("/v1/completions", self._complete)
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port; 0 takes a free one. Raises Conflict when the port is taken."""
-        self._runner = web.AppRunner(
-            self._app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
-        )
-        await self._runner.setup()
-        try:
-            self._listener = await asyncio.get_running_loop().create_server(self._protocol, host, port)
-        except OSError as error:
-            await self._runner.cleanup()
-            raise Conflict(
-                f"the HTTP endpoint cannot listen on {host}:{port} ({error.strerror}); choose another --http-port"
-            ) from None
-        return int(self._listener.sockets[0].getsockname()[1])
+        return await self._listener.start(host, port)
 
     async def close(self) -> None:
         """Take no more requests; answers under way are finished first."""
-        if self._listener is not None:
-            self._listener.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    def _protocol(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection."""
-        assert self._runner is not None
-        server = self._runner.server
-        assert server is not None
-        return server() if len(server.connections) < MAX_CONNECTIONS else _Full()
+        await self._listener.close()
 
     # Models
 
@@ -127,14 +77,16 @@ class Endpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, CompletionAsk)
 
-    async def _answer(self, request: web.Request, kind: type[Ask]) -> web.StreamResponse:
-        ask = read_ask(kind, await self._body(request))
+    async def _answer(
+        self, request: web.Request, kind: type[ChatAsk] | type[CompletionAsk]
+    ) -> web.StreamResponse:
+        ask = read_ask(kind, await self._listener.body(request))
         served = self._served()
         pinned = resolve(served, ask.model)
         gate = self.gate_of(served)
-        chat = kind is ChatAsk
+        chat = isinstance(ask, ChatAsk)
         answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        number = len(ask.prompts()) * (ask.n or 1)
+        number = (1 if isinstance(ask, ChatAsk) else len(ask.prompts())) * (ask.n or 1)
         if number > gate.capacity:
             raise Unsupported(
                 f"{number} completions in one request, at most {gate.capacity} fit; ask for fewer", "n"
@@ -150,32 +102,11 @@ class Endpoint:
             decode=lambda ids: decode(served.tokenizer, ids),
         )
         with gate.admitted(number):
-            samplers = await asyncio.to_thread(_samplers, served, ask, answer_id, pinned, chat)
+            samplers = await asyncio.to_thread(_samplers, served, ask, answer_id, pinned)
             if not ask.stream:
                 choices = await gather_or_cancel(_placed(gate, sampler) for sampler in samplers)
                 return web.json_response(answer.whole(choices))
             return await _stream(request, ask, gate, answer, samplers, chat)
-
-    async def _body(self, request: web.Request) -> Any:
-        # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
-        if request.content_type != "application/json":
-            raise InvalidInput(f"the content type is {request.content_type!r}, must be 'application/json'")
-        if self._bodies >= MAX_BODIES:
-            raise Busy(f"{self._bodies} requests are being read; try again")
-        self._bodies += 1
-        try:
-            async with asyncio.timeout(BODY_S):
-                content = await request.read()
-        except TimeoutError:
-            raise InvalidInput(f"the body did not come within {BODY_S:g} s") from None
-        finally:
-            self._bodies -= 1
-        try:
-            return json.loads(content)
-        except ValueError as error:
-            raise InvalidInput(f"the body is no JSON: {error}") from None
-        except RecursionError:
-            raise InvalidInput("the body is nested too deeply") from None
 
     def _served(self) -> Served:
         served = self._source()
@@ -190,14 +121,6 @@ class Endpoint:
         return self._gate[1]
 
 
-class _Full(asyncio.Protocol):
-    """Protocol of a connection beyond the limit."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close it."""
-        transport.close()
-
-
 def _entries(served: Served) -> list[Json]:
     version = served.engine.version
     names = [] if version is None else [served.run_id, model_name(served.run_id, version)]
@@ -208,18 +131,26 @@ def _entries(served: Served) -> list[Json]:
     ]
 
 
-def _samplers(served: Served, ask: Ask, answer_id: str, pinned: Version | None, chat: bool) -> list[Sampler]:
-    params = ask.params(served.params, served.spec.policy.max_total_sequence_length)
+def _samplers(
+    served: Served, ask: ChatAsk | CompletionAsk, answer_id: str, pinned: Version | None
+) -> list[Sampler]:
+    params = sampling_params(ask, served.params, served.spec.policy.max_total_sequence_length)
     seed = secrets.randbits(63) if ask.seed is None else ask.seed
     stops = served.spec.policy.generation.stop_strings if ask.stop is None else ask.stops
+    if isinstance(ask, ChatAsk):
+        prepared = prepare(served, ask)
+        prompts, reader = [prepared.prompt_ids], prepared.reader
+    else:
+        prompts, reader = [encode_text(served, prompt) for prompt in ask.prompts()], AnswerReader
     samplers: list[Sampler] = []
-    for number, prompt in enumerate(ask.prompts()):
-        prompt_ids = encode(served, prompt, chat=chat, template_kwargs=ask.chat_template_kwargs or {})
+    for number, prompt_ids in enumerate(prompts):
         for i in range(ask.n or 1):
             index = len(samplers)
             request_id = f"http/{answer_id}/{index}"
             one_seed = sample_seed(seed, number, i)
-            samplers.append(Sampler(served, prompt_ids, params, request_id, one_seed, index, stops, pinned))
+            samplers.append(
+                Sampler(served, prompt_ids, params, request_id, one_seed, index, reader(), stops, pinned)
+            )
     return samplers
 
 
@@ -249,9 +180,7 @@ async def _stream(
         finally:
             chunks.put_nowait(None)
 
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    )
+    response = event_stream()
     work = asyncio.create_task(produce_all())
     try:
         first = await chunks.get()
@@ -259,52 +188,21 @@ async def _stream(
             await work  # it failed before the first chunk: an ordinary error with its status
         await response.prepare(request)
         for sampler in samplers if chat else ():
-            await _send(response, answer.opening(sampler.index))
+            await send_event(response, answer.opening(sampler.index))
         chunk = first
         while chunk is not None:
-            await _send(response, chunk)
+            await send_event(response, chunk)
             chunk = await chunks.get()
         try:
             choices = await work
         except PacelineError as error:
-            await _send(response, _error_body(error)[1])
+            await send_event(response, error_answer(error)[1])
             return response
         if ask.include_usage:
-            await _send(response, answer.counts(choices))
+            await send_event(response, answer.counts(choices))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-
-
-async def _send(response: web.StreamResponse, event: Json) -> None:
-    await response.write(b"data: " + json.dumps(event, allow_nan=False).encode() + b"\n\n")
-
-
-def _error_body(error: PacelineError) -> tuple[int, Json]:
-    status, kind, code = next(
-        (status, kind, code) for error_type, status, kind, code in STATUS if isinstance(error, error_type)
-    )
-    field = error.field if isinstance(error, Unsupported) else "model" if status == 404 else None
-    return status, {"error": {"message": str(error), "type": kind, "param": field, "code": code}}
-
-
-@web.middleware
-async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error as the API's JSON."""
-    try:
-        return await handler(request)
-    except PacelineError as error:
-        status, body = _error_body(error)
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
-        return web.json_response(body, status=status, headers=headers)
-    except web.HTTPException as error:
-        message = f"{request.method} {request.path}: {error.reason}; see /v1/models for what is here"
-        body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
-        return web.json_response(body, status=error.status)
-    except Exception as error:  # any error is answered to its sender, and others are served on
-        message = unforeseen.note(f"an HTTP {request.method}", error)
-        body = {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
-        return web.json_response(body, status=500)

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from paceline.chat.answer_reader import Answer, AnswerReader, Malformed, TextPart, read_answer
+from paceline.chat.answer_reader import (
+    AnswerReader,
+    Malformed,
+    TextPart,
+    calls_of,
+    content_of,
+    joined,
+    read_answer,
+    reasoning_of,
+)
 from paceline.chat.call_formats import CLOSE, OPEN, ToolCall
 
 CALL = f'{OPEN}\n{{"name": "add", "arguments": {{"x": 1}}}}\n{CLOSE}'
@@ -43,8 +52,10 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, str, tuple[ToolCall, ...]]]] =
 
 @pytest.mark.parametrize(("text", "settings", "expected"), CASES)
 def test_an_answer_is_read_alike_however_it_comes(text: str, settings: Any, expected: Any) -> None:
-    whole = read_answer(text, AnswerReader(**settings))
-    assert (whole.content, whole.reasoning, whole.calls) == expected
+    reader = AnswerReader(**settings)
+    whole = read_answer(text, reader)
+    assert (content_of(whole), reasoning_of(whole), tuple(calls_of(whole))) == expected
+    malformed = reader.malformed
     numbers = random.Random(0)
     for _ in range(50):
         reader, parts, position = AnswerReader(**settings), [], 0
@@ -53,25 +64,24 @@ def test_an_answer_is_read_alike_however_it_comes(text: str, settings: Any, expe
             parts += reader.push(text[position : position + size])
             position += size
         parts += reader.finish()
-        texts = [part for part in parts if isinstance(part, TextPart)]
-        again = Answer(
-            "".join(part.text for part in texts if not part.reasoning),
-            "".join(part.text for part in texts if part.reasoning),
-            tuple(part for part in parts if isinstance(part, ToolCall)),
-            tuple(reader.malformed),
-        )
-        assert again == whole
+        assert joined(parts) == whole
+        assert reader.malformed == malformed
+
+
+def malformed_of(text: str, calls: Any) -> list[Malformed]:
+    reader = AnswerReader(calls)
+    read_answer(text, reader)
+    return reader.malformed
 
 
 def test_what_begins_like_a_call_and_is_none_is_named() -> None:
-    (malformed,) = read_answer(BROKEN, AnswerReader("hermes")).malformed
+    (malformed,) = malformed_of(BROKEN, "hermes")
     assert malformed.text == BROKEN
     assert "no JSON" in malformed.fault
-    named = read_answer('{"name": "add", "parameters": [1]}', AnswerReader("json")).malformed
-    assert named == (
-        Malformed('{"name": "add", "parameters": [1]}', "the \"arguments\" of 'add' have to be an object"),
-    )
-    assert read_answer('{"answer": 1}', AnswerReader("json")).malformed == ()
+    assert malformed_of('{"name": "add", "parameters": [1]}', "json") == [
+        Malformed('{"name": "add", "parameters": [1]}', "the \"arguments\" of 'add' have to be an object")
+    ]
+    assert malformed_of('{"answer": 1}', "json") == []
 
 
 def test_a_call_comes_as_soon_as_it_is_whole_and_content_as_soon_as_it_is_certain() -> None:

@@ -103,8 +103,8 @@ def test_what_the_template_would_leave_out_is_refused_by_name(source: str, messa
 def test_reasoning_is_rendered_where_the_template_wants_it_and_its_absence_elsewhere_is_no_fault() -> None:
     chat = template(chat_templates.HERMES)
     old = {"role": "assistant", "content": "2", "reasoning_content": "one and one"}
-    assert "one and one" in text(chat, USER, old, USER)
-    assert "one and one" not in text(chat, USER, old, USER, {"role": "assistant", "content": "3"}, USER)
+    assert "one and one" in text(chat, USER, old, {"role": "tool", "content": "3"})
+    assert "one and one" not in text(chat, USER, old, USER)
 
 
 def test_a_developer_is_the_system_where_the_template_knows_no_developer() -> None:
@@ -163,10 +163,8 @@ def test_another_template_is_noticed() -> None:
 
 
 def test_reasoning_may_be_opened_by_the_prompt() -> None:
-    opened = (
-        chat_templates.HERMES.removesuffix("{% endif %}")
-        + "{% if not enable_thinking is defined %}<think>\n{% endif %}{% endif %}"
-    )
+    opens = "{%- if enable_thinking is not defined %}{{ '<think>\\n' }}{% endif %}{%- endif %}"
+    opened = chat_templates.HERMES.removesuffix("{%- endif %}") + opens
     chat = template(opened)
     assert chat.answer_format == AnswerFormat("hermes", True, '<tool_call>\n{"name": "', '", "arguments": ')
     assert chat.opens_reasoning(chat.encode(rendered(USER)))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +12,25 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
-import pytest_asyncio
 import torch
+from endpoint_run import RUN, EndpointRun
 from openai import AsyncOpenAI
 from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from paceline.data.tokens import load_tokenizer
-from paceline.groups import Completion, Version
+from paceline.chat.requests import ChatAsk, CompletionAsk
+from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
-from paceline.spec import RunSpec
-from rollout.engine import Engine, GenerationRequest, SamplingParams
-from rollout.engines import create_engine
-from services.rollout.openai.requests import ChatAsk, CompletionAsk
+from rollout.engine import GenerationRequest, SamplingParams
 from services.rollout.openai.server import Endpoint
 
-RUN = "demo-1"
-FIRST, SECOND = Version(1, 4), Version(1, 5)
+SECOND = Version(1, 5)
 ENDLESS = 3000
 LONG = 1200
 """Tokens that an engine takes seconds for, of which a test waits for the last."""
-BATCH = 16
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-
-
-@pytest.fixture(params=["native", pytest.param("vllm", marks=pytest.mark.vllm)])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -66,91 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_spec(folder: Path, backend: str) -> RunSpec:
-    generation: dict[str, Any] = {"backend": backend, "max_new_tokens": 24, "max_batch_size": BATCH}
-    if backend == "vllm":
-        generation["vllm_cfg"] = {"kv_cache_memory_bytes": 256 << 20}
-    return RunSpec.model_validate(
-        {
-            "policy": {
-                "model_name": str(folder),
-                "max_total_sequence_length": 4096,
-                "generation": generation,
-            },
-            "data": {"train": "train.jsonl"},
-            "rewards": [{"function": "exact_match"}],
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def vllm_engine(folder: Path) -> Iterator[Engine]:
-    """Return one engine for the whole module, because it takes long to start."""
-    engine = create_engine(make_spec(folder, "vllm"))
-    yield engine
-    asyncio.run(engine.close())
-
-
-@dataclass
-class Run:
-    """A run for the endpoint: an engine with its run's name, without a coordinator."""
-
-    run_id: str
-    spec: RunSpec
-    engine: Engine
-    tokenizer: Any
-    params: SamplingParams
-
-    async def generate_external(self, request: GenerationRequest) -> Completion:
-        return await self.engine.generate(request)
-
-
-@pytest.fixture
-def weights(folder: Path) -> Callable[[float], dict[str, torch.Tensor]]:
-    """`weights(scale)`: the model's, scaled, so that versions differ."""
-    auto: Any = Qwen3ForCausalLM
-    state = auto.from_pretrained(folder, dtype=torch.float32).state_dict()
-    return lambda scale=1.0: {name: tensor * scale for name, tensor in state.items()}
-
-
-@pytest_asyncio.fixture
-async def run(request: pytest.FixtureRequest, folder: Path, backend: str, weights: Any) -> AsyncIterator[Run]:
-    spec = make_spec(folder, backend)
-    if backend == "vllm":
-        engine = request.getfixturevalue("vllm_engine")
-    else:
-        engine = await asyncio.to_thread(create_engine, spec)
-    await engine.update_weights(FIRST, weights())
-    params = SamplingParams.from_spec(spec.policy.generation)
-    yield Run(RUN, spec, engine, load_tokenizer(spec.policy), params)
-    if backend == "native":
-        await engine.close()
-
-
-@pytest_asyncio.fixture
-async def url(run: Run) -> AsyncIterator[str]:
-    endpoint = Endpoint(lambda: run)
-    yield f"http://127.0.0.1:{await endpoint.start('127.0.0.1', 0)}/v1"
-    await endpoint.close()
-
-
-@pytest_asyncio.fixture
-async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
-        yield client
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    async def wait(holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not holds():  # noqa: ASYNC110 - the engine's counters have no event to wait for
-                await asyncio.sleep(0.005)
-
-    return wait
-
-
-async def test_a_chat_is_the_template_the_engine_and_the_tokenizer(client: AsyncOpenAI, run: Run) -> None:
+async def test_a_chat_is_the_template_the_engine_and_the_tokenizer(
+    client: AsyncOpenAI, run: EndpointRun
+) -> None:
     said = await client.chat.completions.create(
         model=RUN, messages=MESSAGES, max_completion_tokens=9, seed=3, extra_body={"return_token_ids": True}
     )
@@ -228,7 +135,7 @@ async def test_a_text_stream_has_offsets_and_ends_with_a_reason(client: AsyncOpe
 
 
 async def test_a_stop_string_ends_the_choice_and_is_no_part_of_it(
-    client: AsyncOpenAI, run: Run, until: Callable[..., Awaitable[None]]
+    client: AsyncOpenAI, run: EndpointRun, until: Callable[..., Awaitable[None]]
 ) -> None:
     ask: Any = {"model": RUN, "prompt": "abc", "seed": 11, "extra_body": {"min_tokens": 60}}
     free = (await client.completions.create(**ask, max_tokens=60)).choices[0].text
@@ -249,7 +156,7 @@ async def test_a_stop_string_ends_the_choice_and_is_no_part_of_it(
 
 
 async def test_the_runs_stop_strings_and_template_arguments_are_the_default(
-    client: AsyncOpenAI, run: Run
+    client: AsyncOpenAI, run: EndpointRun
 ) -> None:
     ask: Any = {"model": RUN, "prompt": "abc", "seed": 11, "max_tokens": 60}
     free = (await client.completions.create(**ask)).choices[0].text
@@ -270,7 +177,7 @@ async def test_the_runs_stop_strings_and_template_arguments_are_the_default(
         assert run.tokenizer.decode(chat.choices[0].prompt_token_ids).endswith(f"<a>{mark}")
 
 
-async def test_a_stop_token_ends_the_choice_and_has_no_text(client: AsyncOpenAI, run: Run) -> None:
+async def test_a_stop_token_ends_the_choice_and_has_no_text(client: AsyncOpenAI, run: EndpointRun) -> None:
     ask: Any = {"model": RUN, "prompt": "abc", "seed": 12, "max_tokens": 60}
     more: Any = {"return_token_ids": True}
     free: Any = (await client.completions.create(**ask, extra_body=more)).choices[0]
@@ -285,7 +192,7 @@ async def test_a_stop_token_ends_the_choice_and_has_no_text(client: AsyncOpenAI,
 
 
 async def test_logprobs_are_those_of_a_plain_forward_pass(
-    client: AsyncOpenAI, run: Run, folder: Path
+    client: AsyncOpenAI, run: EndpointRun, folder: Path
 ) -> None:
     said = await client.chat.completions.create(
         model=RUN, messages=MESSAGES, max_tokens=30, temperature=0.7, logprobs=True, seed=2,
@@ -316,7 +223,9 @@ async def test_temperature_zero_is_greedy(client: AsyncOpenAI) -> None:
     assert len(texts) == 1
 
 
-async def test_several_prompts_and_token_ids_have_choices_in_order(client: AsyncOpenAI, run: Run) -> None:
+async def test_several_prompts_and_token_ids_have_choices_in_order(
+    client: AsyncOpenAI, run: EndpointRun
+) -> None:
     ids = [run.tokenizer(text)["input_ids"] for text in ("ab", "c")]
     ask: Any = {"model": RUN, "n": 2, "seed": 4, "max_tokens": 8}
     by_text = await client.completions.create(**ask, prompt=["ab", "c"])
@@ -330,7 +239,7 @@ async def test_several_prompts_and_token_ids_have_choices_in_order(client: Async
 
 
 async def test_models_are_the_run_and_the_version_it_holds(
-    client: AsyncOpenAI, run: Run, weights: Any
+    client: AsyncOpenAI, run: EndpointRun, weights: Any
 ) -> None:
     assert [model.id async for model in client.models.list()] == [RUN, f"{RUN}@1.4"]
     assert (await client.models.retrieve(f"{RUN}@1.4")).id == f"{RUN}@1.4"
@@ -347,7 +256,7 @@ async def test_models_are_the_run_and_the_version_it_holds(
 
 
 async def test_a_completion_lives_through_an_update_unless_it_asked_for_one_version(
-    client: AsyncOpenAI, run: Run, weights: Any
+    client: AsyncOpenAI, run: EndpointRun, weights: Any
 ) -> None:
     def ask(model: str) -> Any:
         # The update comes after the first chunk and before these many tokens are through.
@@ -372,7 +281,7 @@ async def test_a_completion_lives_through_an_update_unless_it_asked_for_one_vers
 
 
 async def test_a_pinned_request_without_a_stream_is_told_so_too(
-    client: AsyncOpenAI, run: Run, weights: Any, until: Callable[..., Awaitable[None]]
+    client: AsyncOpenAI, run: EndpointRun, weights: Any, until: Callable[..., Awaitable[None]]
 ) -> None:
     asked = asyncio.create_task(
         client.completions.create(
@@ -387,7 +296,7 @@ async def test_a_pinned_request_without_a_stream_is_told_so_too(
 
 
 async def test_a_client_that_goes_away_ends_its_sequences(
-    client: AsyncOpenAI, run: Run, until: Callable[..., Awaitable[None]]
+    client: AsyncOpenAI, run: EndpointRun, until: Callable[..., Awaitable[None]]
 ) -> None:
     endless: Any = {
         "model": RUN, "prompt": "abc", "max_tokens": ENDLESS, "extra_body": {"min_tokens": ENDLESS}
@@ -403,7 +312,7 @@ async def test_a_client_that_goes_away_ends_its_sequences(
 
 
 async def test_a_full_queue_says_so_and_training_keeps_its_places(
-    client: AsyncOpenAI, run: Run, until: Callable[..., Awaitable[None]]
+    client: AsyncOpenAI, run: EndpointRun, until: Callable[..., Awaitable[None]]
 ) -> None:
     places = max(1, run.engine.max_batch_size // 8)
     endless: Any = {
@@ -448,11 +357,7 @@ async def test_a_full_queue_says_so_and_training_keeps_its_places(
         ({"prompt": ["a"] * 2000}, "prompt", "prompt"),
         ({"stop": ["a"] * 17}, "stop", "1 to 16 strings"),
         ({"min_p": 1.5}, "min_p", "less than 1"),
-        (
-            {"chat_template_kwargs": {"tokenize": False}},
-            "chat_template_kwargs",
-            "'tokenize', which templates",
-        ),
+        ({"chat_template_kwargs": {"mark": "?"}}, "chat_template_kwargs", "is unknown"),
         ({"stop_token_ids": [2**70]}, None, "stop_token_ids is .*at most 256 ids from 0 to 2147483647"),
         ({"stop_token_ids": list(range(1000))}, None, "stop_token_ids is .*at most 256 ids"),
         ({"top_k": 2**70}, None, "top_k is .*from 0 to 2147483647"),
@@ -473,7 +378,17 @@ async def test_what_chat_cannot_do_is_refused_with_the_field(client: AsyncOpenAI
     for body, message in (
         ({"messages": image}, "text only"),
         ({"messages": []}, "messages"),
-        ({"tools": tools}, "tools is not supported"),
+        ({"tools": tools}, "tools are given, which the chat template of this model does not render"),
+        ({"tool_choice": "required"}, "the request has no tools"),
+        ({"reasoning_effort": "low"}, "reasoning_effort is 'low', which the chat template"),
+        (
+            {"chat_template_kwargs": {"tokenize": False}},
+            "'tokenize', which is not an argument of the template",
+        ),
+        (
+            {"chat_template_kwargs": {"mark": "?"}},
+            "'mark', which the chat template of the tokenizer does not read",
+        ),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
@@ -512,7 +427,7 @@ def test_a_list_of_faults_is_told_by_few_of_them(kind: Any, body: dict[str, Any]
 async def test_prompts_are_counted_before_they_are_tokenized(
     client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.openai.server.encode", None)
+    monkeypatch.setattr("services.rollout.openai.server.encode_text", None)
     with pytest.raises(openai.BadRequestError, match="600 completions in one request, at most 32 fit"):
         await client.completions.create(model=RUN, prompt=["a"] * 300, n=2)
 
@@ -529,7 +444,7 @@ async def test_what_is_nested_without_end_is_the_clients_fault(url: str) -> None
 async def test_connections_that_say_nothing_leave_files_for_the_worker(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.openai.server.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("services.common.json_http.MAX_CONNECTIONS", 2)
     host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
     silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -552,8 +467,8 @@ async def test_connections_that_say_nothing_leave_files_for_the_worker(
 async def test_bodies_that_do_not_end_are_bounded_in_number_and_time(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.openai.server.MAX_BODIES", 1)
-    monkeypatch.setattr("services.rollout.openai.server.BODY_S", 3600.0)
+    monkeypatch.setattr("services.common.json_http.MAX_BODIES", 1)
+    monkeypatch.setattr("services.common.json_http.BODY_S", 3600.0)
     host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
     begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     _, slow = await asyncio.open_connection(host, int(port))
@@ -569,7 +484,7 @@ async def test_bodies_that_do_not_end_are_bounded_in_number_and_time(
             async with session.post(f"{url}/completions", json={}) as answer:
                 status = answer.status
         assert status == 400
-    monkeypatch.setattr("services.rollout.openai.server.BODY_S", 0.05)
+    monkeypatch.setattr("services.common.json_http.BODY_S", 0.05)
     reader, slow = await asyncio.open_connection(host, int(port))
     slow.write(begun)
     async with asyncio.timeout(60):
@@ -613,7 +528,7 @@ async def chat(client: AsyncOpenAI, messages: Any, **fields: Any) -> Any:
 
 
 async def test_calls_and_results_of_tools_are_rendered_as_the_template_does(
-    client: AsyncOpenAI, run: Run
+    client: AsyncOpenAI, run: EndpointRun
 ) -> None:
     run.tokenizer.chat_template = TOOL_TEMPLATE
     answer = await chat(client, CALLED)
@@ -653,7 +568,7 @@ async def test_what_the_template_would_leave_out_is_refused_by_name(
     assert refused.value.param == "messages"
 
 
-async def test_fields_that_say_nothing_change_nothing(client: AsyncOpenAI, run: Run) -> None:
+async def test_fields_that_say_nothing_change_nothing(client: AsyncOpenAI, run: EndpointRun) -> None:
     plain = await chat(client, [{"role": "user", "content": "Why?"}])
     echoed = {"role": "user", "content": "Why?", "refusal": None, "tool_calls": None, "name": None}
     same = await chat(client, [echoed])
@@ -661,7 +576,9 @@ async def test_fields_that_say_nothing_change_nothing(client: AsyncOpenAI, run: 
     assert ids[0] == ids[1]
 
 
-async def test_a_chat_that_the_template_refuses_is_the_client_s_fault(client: AsyncOpenAI, run: Run) -> None:
+async def test_a_chat_that_the_template_refuses_is_the_client_s_fault(
+    client: AsyncOpenAI, run: EndpointRun
+) -> None:
     run.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(openai.BadRequestError, match="roles must alternate"):
         await chat(client, MESSAGES)

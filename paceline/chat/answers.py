@@ -6,18 +6,19 @@ tokens. `model` names the newest of them and `system_fingerprint` all of them, o
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
+from paceline.chat.answer_reader import AnswerPart, TextPart
+from paceline.chat.call_formats import ToolCall
+from paceline.chat.choices import Choice, Delta, model_name, version_name
+from paceline.chat.messages import Json
 from paceline.groups import Version, VersionSpan
-from services.rollout.openai.sampling import Choice, Delta, model_name, version_name
-
-Json = dict[str, Any]
 
 
 class Answer:
-    """The frame of an answer. `decode` turns token ids into text, `at_first` is the version when the request came."""
+    """The frame of an answer, which `answer_id` names. `decode` turns token ids into text, `at_first` is the version when the request came."""
 
     def __init__(
         self,
@@ -45,8 +46,10 @@ class Answer:
         entries = []
         for choice in choices:
             self._note(choice.spans)
-            text = {"role": "assistant", "content": choice.text, "refusal": None}
-            entry = self._choice(choice, choice.text, 0, {"message": text}, choice.finish_reason)
+            content = {"message": message_of(choice, self._id)} if self._chat else {"text": choice.content}
+            entry = self._choice(
+                choice, content, 0, reason_of(choice) if self._chat else choice.finish_reason
+            )
             entry["versions"] = _ranges(choice.spans)
             if self._token_ids:
                 entry["prompt_token_ids"] = choice.prompt_ids.tolist()
@@ -62,16 +65,17 @@ class Answer:
         return self._frame("chat.completion.chunk", [entry])
 
     def chunk(self, delta: Delta) -> Json:
-        """Return a chunk with the text since the last chunk of the same choice."""
+        """Return a chunk with the text and the calls since the last chunk of the same choice."""
         self._note(delta.spans)
-        entry = self._choice(delta, delta.text, delta.offset, {"delta": {"content": delta.text}}, None)
-        return self._frame(self._chunk_kind, [entry])
+        content: Json = {"delta": self._delta(delta)} if self._chat else {"text": _content(delta.parts)}
+        return self._frame(self._chunk_kind, [self._choice(delta, content, delta.offset, None)])
 
     def closing(self, choice: Choice) -> Json:
         """Return a choice's last chunk: its finish reason and its versions."""
         self._note(choice.spans)
         content: Json = {"delta": {}} if self._chat else {"text": ""}
-        entry = {"index": choice.index, **content, "logprobs": None, "finish_reason": choice.finish_reason}
+        reason = reason_of(choice) if self._chat else choice.finish_reason
+        entry = {"index": choice.index, **content, "logprobs": None, "finish_reason": reason}
         return self._frame(self._chunk_kind, [entry | {"versions": _ranges(choice.spans)}])
 
     def counts(self, choices: Sequence[Choice]) -> Json:
@@ -96,19 +100,30 @@ class Answer:
             "choices": choices,
         }
 
-    def _choice(
-        self, part: Choice | Delta, text: str, offset: int, chat: Json, finish_reason: str | None
-    ) -> Json:
-        content = chat if self._chat else {"text": text}
+    def _delta(self, delta: Delta) -> Json:
+        fields: Json = {}
+        if text := _content(delta.parts):
+            fields["content"] = text
+        if reasoning := _content(delta.parts, reasoning=True):
+            fields["reasoning_content"] = reasoning
+        calls = [part for part in delta.parts if isinstance(part, ToolCall)]
+        if calls:
+            fields["tool_calls"] = [
+                {"index": number, **_call(call, self._id, delta.index, number)}
+                for number, call in enumerate(calls, delta.num_calls)
+            ]
+        return fields or {"content": ""}
+
+    def _choice(self, part: Choice | Delta, content: Json, offset: int, finish_reason: str | None) -> Json:
         entry = {"index": part.index, **content, "logprobs": None, "finish_reason": finish_reason}
         if self._logprobs:
             shape = self._chat_logprobs if self._chat else self._text_logprobs
             entry["logprobs"] = shape(part.token_ids, part.logprobs, offset)
         if self._token_ids:
-            entry["token_ids"] = part.token_ids
+            entry["token_ids"] = list(part.token_ids)
         return entry
 
-    def _chat_logprobs(self, token_ids: list[int], logprobs: list[float], _: int) -> Json:
+    def _chat_logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float], _: int) -> Json:
         content = []
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
             token = self._decode([token_id])
@@ -123,7 +138,7 @@ class Answer:
             )
         return {"content": content, "refusal": None}
 
-    def _text_logprobs(self, token_ids: list[int], logprobs: list[float], offset: int) -> Json:
+    def _text_logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float], offset: int) -> Json:
         tokens = [self._decode([token_id]) for token_id in token_ids]
         offsets = []
         for token in tokens:
@@ -131,10 +146,35 @@ class Answer:
             offset += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": logprobs,
+            "token_logprobs": list(logprobs),
             "top_logprobs": None,
             "text_offset": offsets,
         }
+
+
+def message_of(choice: Choice, answer_id: str) -> Json:
+    """Return the assistant's message of a chat: `content` is null beside calls alone."""
+    calls = [_call(call, answer_id, choice.index, number) for number, call in enumerate(choice.calls)]
+    message: Json = {
+        "role": "assistant",
+        "content": choice.content or (None if calls else ""),
+        "refusal": None,
+    }
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def reason_of(choice: Choice) -> str:
+    """Return why a choice of a chat ended: a choice that ended by itself after calls waits for their results."""
+    return "tool_calls" if choice.calls and choice.finish_reason == "stop" else choice.finish_reason
+
+
+def call_id(answer_id: str, index: int, number: int) -> str:
+    """Return the id of call `number` of choice `index`: the same for the same answer, in a stream and whole."""
+    return f"call_{hashlib.sha256(f'{answer_id}/{index}/{number}'.encode()).hexdigest()[:24]}"
 
 
 def usage(choices: Sequence[Choice]) -> Json:
@@ -147,6 +187,18 @@ def usage(choices: Sequence[Choice]) -> Json:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+def _call(call: ToolCall, answer_id: str, index: int, number: int) -> Json:
+    return {
+        "id": call_id(answer_id, index, number),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _content(parts: Iterable[AnswerPart], *, reasoning: bool = False) -> str:
+    return "".join(part.text for part in parts if isinstance(part, TextPart) and part.reasoning is reasoning)
 
 
 def _ranges(spans: Iterable[VersionSpan]) -> list[list[int]]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.openai.text import TextStream
+from paceline.chat.text_stream import TextStream
 
 
 def decode(ids: list[int]) -> str:

@@ -7,14 +7,14 @@ Fields that change nothing about the completion (`user`, `metadata` …) are ign
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.chat.messages import MAX_MESSAGES, Json, Message, Unsupported
+from paceline.chat.tools import read_choice, read_tools
 from paceline.errors import InvalidInput
 from paceline.spec.sections.data import RESERVED_TEMPLATE_KWARGS
-from rollout.engine import SamplingParams
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
@@ -23,7 +23,7 @@ GREEDY = 1e-4
 
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "prediction", "verbosity",
+    "prediction", "verbosity", "cache_salt", "priority",
 }  # fmt: skip
 """Fields that change nothing about the tokens."""
 
@@ -33,8 +33,6 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "logit_bias": ({},),
     "echo": (False,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -49,6 +47,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
 MAX_IDS = 1 << 20
 MAX_PROMPTS = 1024
 
+AskKind = TypeVar("AskKind", bound=BaseModel)
 Stops = tuple[str, ...]
 # Stop at the first error: a list of millions would otherwise give an error for each of its values.
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_IDS, fail_fast=True)]
@@ -83,8 +82,6 @@ class Ask(BaseModel):
     stop_token_ids: Ids | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    chat_template_kwargs: Json | None = None
-    """Arguments of the chat template, besides the run's."""
     return_token_ids: bool | None = None
     """True when the answer holds the token ids of prompt and completion."""
 
@@ -97,11 +94,6 @@ class Ask(BaseModel):
             raise Unsupported(f"{name} {why}; remove it (it is {value!r:.60})", name)
         if len(self.stops) > MAX_STOPS or "" in self.stops:
             raise Unsupported(f"stop must be 1 to {MAX_STOPS} strings that are not empty", "stop")
-        if taken := sorted(set(self.chat_template_kwargs or {}) & RESERVED_TEMPLATE_KWARGS):
-            raise Unsupported(
-                f"chat_template_kwargs has {taken[0]!r}, which templates do not get; remove it",
-                "chat_template_kwargs",
-            )
         if self.stream_options is not None and not self.stream:
             raise Unsupported("stream_options goes with stream=true only", "stream_options")
         return self
@@ -120,31 +112,6 @@ class Ask(BaseModel):
     def include_usage(self) -> bool:
         """Return whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-    def prompts(self) -> list[Any]:
-        """Return the prompts, each as text, messages or token ids."""
-        raise NotImplementedError
-
-    def params(self, default: SamplingParams, limit: int) -> SamplingParams:
-        """Return the sampling parameters, with `default` for missing fields. Raises InvalidInput beyond `limit` tokens
-        in all."""
-        most = self.max_tokens or default.max_new_tokens
-        if most > limit:
-            raise Unsupported(
-                f"max_tokens {most} exceeds {limit}, the tokens of prompt and completion together",
-                "max_tokens",
-            )
-        temperature = default.temperature if self.temperature is None else max(self.temperature, GREEDY)
-        return SamplingParams(
-            max_new_tokens=most,
-            min_new_tokens=min(default.min_new_tokens, most) if self.min_tokens is None else self.min_tokens,
-            temperature=temperature,
-            top_p=default.top_p if self.top_p is None else self.top_p,
-            top_k=default.top_k if self.top_k is None else max(self.top_k, 0),
-            stop_token_ids=tuple(dict.fromkeys((*default.stop_token_ids, *(self.stop_token_ids or ())))),
-            min_p=default.min_p if self.min_p is None else self.min_p,
-            repetition_penalty=self.repetition_penalty or default.repetition_penalty,
-        )
 
 
 class CompletionAsk(Ask):
@@ -174,7 +141,7 @@ class CompletionAsk(Ask):
         return self.logprobs is not None
 
     def prompts(self) -> list[Any]:
-        """See `Ask`."""
+        """Return the prompts, each as text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
@@ -186,6 +153,15 @@ class ChatAsk(Ask):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[Json] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    """False: at most one call in an answer."""
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Json | None = None
+    """Arguments of the chat template, besides the run's."""
+    separate_reasoning: bool | None = None
+    """False leaves reasoning in the content."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatAsk:
@@ -197,8 +173,15 @@ class ChatAsk(Ask):
                     "max_completion_tokens",
                 )
             self.max_tokens = self.max_completion_tokens
+        if taken := sorted(set(self.chat_template_kwargs or {}) & {*RESERVED_TEMPLATE_KWARGS, "tools"}):
+            raise Unsupported(
+                f"chat_template_kwargs has {taken[0]!r}, which is not an argument of the template; remove it",
+                "chat_template_kwargs",
+            )
         for message in self.messages:
             message.check()
+        self.tools = read_tools(self.tools)
+        self.tool_choice = read_choice(self.tool_choice, self.tools)
         return self
 
     @property
@@ -206,12 +189,12 @@ class ChatAsk(Ask):
         """See `Ask`."""
         return bool(self.logprobs)
 
-    def prompts(self) -> list[Any]:
-        """See `Ask`."""
-        return [[message.rendered() for message in self.messages]]
+    def rendered(self) -> list[Json]:
+        """Return the messages as chat templates take them."""
+        return [message.rendered() for message in self.messages]
 
 
-def read_ask(kind: type[Ask], body: Any) -> Ask:
+def read_ask(kind: type[AskKind], body: Any) -> AskKind:
     """Return the request in `body`, a parsed JSON document. Raises InvalidInput that names the field."""
     if not isinstance(body, dict):
         raise InvalidInput("the body must be a JSON object")

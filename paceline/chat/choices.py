@@ -1,0 +1,73 @@
+"""One choice of an answer, whole or as it comes, and the names of the weights that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.chat.answer_reader import AnswerPart, calls_of, content_of, reasoning_of
+from paceline.chat.call_formats import ToolCall
+from paceline.groups import IntArray, VersionSpan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A finished completion, cut at its stop string if it met one."""
+
+    index: int
+    prompt_ids: IntArray
+    parts: Sequence[AnswerPart]
+    """Content, reasoning and calls, in order."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: str
+    """`stop` or `length`."""
+
+    @property
+    def content(self) -> str:
+        """Return the text that is content."""
+        return content_of(self.parts)
+
+    @property
+    def reasoning(self) -> str:
+        """Return the text that is reasoning."""
+        return reasoning_of(self.parts)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Return the calls of tools."""
+        return calls_of(self.parts)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New parts and tokens since the last delta of the same choice."""
+
+    index: int
+    parts: Sequence[AnswerPart]
+    token_ids: list[int]
+    logprobs: list[float]
+    offset: int
+    """Characters of content before these parts."""
+    num_calls: int
+    """Calls before these parts."""
+    spans: tuple[VersionSpan, ...]
+    """Spans of the whole choice so far."""
+
+
+def version_name(version: tuple[int, ...]) -> str:
+    """Return `<session>.<step>`."""
+    return f"{version[0]}.{version[1]}"
+
+
+def model_name(run_id: str, version: tuple[int, ...]) -> str:
+    """Return `<run>@<session>.<step>`."""
+    return f"{run_id}@{version_name(version)}"
+
+
+def cut_spans(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
+    """Return the `spans` of the first `num_tokens` tokens."""
+    return tuple(
+        VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens)) for s in spans if s.start < num_tokens
+    )
