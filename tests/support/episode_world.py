@@ -98,7 +98,7 @@ def spelled(text: str, tokenizer: Any, dice: random.Random) -> list[int]:
     ids: list[int] = []
     while text:
         size = dice.randint(1, 9)
-        mark = next((m for m in ("<tool_call>", "</tool_call>") if text.startswith(m)), None)
+        mark = next((m for m in tokenizer.get_added_vocab() if text.startswith(m)), None)
         piece = mark or text[:size]
         if mark is None and "<" in piece[1:]:
             piece = piece[: piece.index("<", 1)]
