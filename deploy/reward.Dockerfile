@@ -19,6 +19,7 @@ COPY services services
 COPY rollout rollout
 COPY reward reward
 COPY learner learner
+COPY environment environment
 RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/paceline/bin/python -m pip install -c constraints.txt .
 

@@ -22,6 +22,9 @@ from paceline.wire import MAX_VERSION
 MAX_ROW = 1 << 16
 """Most rows of a sample."""
 
+MAX_NOTE_BYTES = 16 << 20
+"""Largest serialized TurnNote: messages, text and the environment's saved state."""
+
 
 class TurnArrays(NamedTuple):
     """Tokens of one turn."""

@@ -21,6 +21,7 @@ import yaml
 from paceline.errors import InvalidInput
 from services.common.advertise import advertised_host
 from services.coordinator.main import main as coordinator_main
+from services.environment.main import main as environment_main
 from services.learner.main import main as learner_main
 from services.reward.main import main as reward_main
 from services.rollout.main import main as rollout_main
@@ -31,6 +32,7 @@ COMMANDS: dict[str, click.Command] = {
     "coordinator": coordinator_main,
     "rollout": rollout_main,
     "reward": reward_main,
+    "environment": environment_main,
     "learner": learner_main,
 }
 STARTS_S = 30.0
@@ -102,6 +104,7 @@ def test_compose_runs_every_pool_on_cpus() -> None:
     assert set(pools) == set(COMMANDS)
     assert pools["rollout"]["deploy"]["replicas"] == 2
     assert pools["reward"]["deploy"]["replicas"] == 1
+    assert pools["environment"]["deploy"]["replicas"] == 1
     for role, service in pools.items():
         assert service["build"]["dockerfile"] == f"deploy/{role}.Dockerfile"
         _, *fixed = json.loads(last(role, "ENTRYPOINT"))

@@ -11,8 +11,8 @@ import numpy as np
 
 from environment.protocols import SampledTurn
 from environment.rendering.protocol import Call, Conversation, Parsed
-from paceline.chat.answer_reader import AnswerReader, content_of, read_answer, reasoning_of
-from paceline.chat.call_formats import CallFormat, ToolCall
+from paceline.chat.answer_reader import AnswerReader, calls_of, content_of, read_answer, reasoning_of
+from paceline.chat.call_formats import CallFormat
 from paceline.chat.messages import Json
 from paceline.data.tokens import encode_prompt
 from paceline.groups import IntArray
@@ -52,6 +52,6 @@ def read_turn(text: str, reader: AnswerReader) -> Parsed:
     return Parsed(
         content_of(parts),
         reasoning_of(parts),
-        tuple(Call(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)),
+        tuple(Call(call.name, json.loads(call.arguments)) for call in calls_of(parts)),
         tuple(malformed.fault for malformed in reader.malformed),
     )

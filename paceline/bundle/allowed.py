@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.bundle.layout import place_of_folder
 from paceline.bundle.manifest import Manifest
 from paceline.spec import RunSpec
+from paceline.spec.code_paths import code_paths, file_of
 
 
 def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]) -> str:
@@ -43,7 +44,7 @@ def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]
 
 def _origins(spec: RunSpec) -> dict[str, Path]:
     """Return the submitter's folders by their places in the bundle."""
-    files = [Path(file) for file, colon, _ in (r.function.rpartition(":") for r in spec.rewards) if colon]
+    files = [Path(file_of(code)) for code in code_paths(spec).values()]
     origins = {
         place_of_folder(spec.folder, str(file.parent)): file.parent for file in files if file.is_absolute()
     }

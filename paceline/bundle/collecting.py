@@ -27,7 +27,8 @@ from paceline.bundle.layout import (
 from paceline.bundle.manifest import BundledFile, Kind, Manifest
 from paceline.bundle.requirements import undeclared
 from paceline.errors import SpecError
-from paceline.spec import RewardFunctionSection, RunSpec
+from paceline.spec import RunSpec
+from paceline.spec.code_paths import code_paths, file_of
 
 MB = 1 << 20
 
@@ -97,18 +98,18 @@ def collect(spec: RunSpec, data_of: Manifest | None = None) -> Bundle:
 
 
 def _add_code(found: _Found) -> list[str]:
-    """Add the files of the reward functions with what they import from their folders; return warnings."""
+    """Add the files of the run's code with what they import from their folders; return warnings."""
     spec, others, warnings = found.spec, dict[str, Path](), []
-    for index, reward in enumerate(spec.rewards):
-        file, colon, _ = reward.function.rpartition(":")
+    for name, code in code_paths(spec).items():
+        file = file_of(code)
         path = Path(file)
-        if not colon or not path.is_absolute():
+        if not path.is_absolute():
             continue
-        name = f"rewards.{index}.function"
         if not path.exists():
+            workers = "reward" if name.startswith("rewards") else "environment"
             warnings.append(
                 f"{name}: no file {file!r} is on this machine, so none travels with the run; correct the path, unless the "
-                "reward workers' hosts have it there"
+                f"{workers} workers' hosts have it there"
             )
             continue
         found.add("code", name, place_of_file(spec.folder, file), path)
@@ -134,7 +135,7 @@ def _not_included(found: _Found, source: Path, base: Path) -> list[str]:
     included = {path for index in range(len(spec.bundle.include)) for path in _included(spec, index)}
     return [
         f"{source.name} names {text!r}, a file beside it that does not travel with the run; add it to bundle.include if the "
-        "reward function reads it"
+        "code reads it"
         for text in sorted(literal_files(source))
         if source.parent / text not in included and not text.endswith(".py")
     ]
@@ -237,8 +238,8 @@ def _digested(place: str, kind: Kind, name: str, path: Path) -> BundledFile:
 
 def collect_again(spec: RunSpec, before: Manifest | None) -> Bundle | None:
     """Return the bundle of a run's files as they are now, `before` being its bundle if that is known; None where this machine
-    does not have the functions' files. Data that are not here, and examples, stay those of `before`. Raises SpecError."""
-    code = {place_of_file(spec.folder, file): file for file, colon, _ in map(_split, spec.rewards) if colon}
+    does not have the code's files. Data that are not here, and examples, stay those of `before`. Raises SpecError."""
+    code = {place_of_file(spec.folder, file): file for file in map(file_of, code_paths(spec).values())}
     had = {file.path for file in before.files if file.kind == "code"} if before is not None else set(code)
     if any(place in had and not os.path.isfile(file) for place, file in code.items()):
         return None
@@ -248,10 +249,6 @@ def collect_again(spec: RunSpec, before: Manifest | None) -> Bundle | None:
     if spec.samples and data <= _places_of_data(spec):
         return collect(spec)
     return collect(spec, data_of=before)
-
-
-def _split(reward: RewardFunctionSection) -> tuple[str, str, str]:
-    return reward.function.rpartition(":")
 
 
 def _places_of_data(spec: RunSpec) -> set[str]:

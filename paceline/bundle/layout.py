@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.bundle.manifest import Manifest
 from paceline.spec import RunSpec
+from paceline.spec.code_paths import code_paths, file_of, with_code_paths
 
 
 def place_of_folder(spec_folder: str, folder: str) -> str:
@@ -88,19 +89,17 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
     def several(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         return tuple(map(data, value)) if isinstance(value, tuple) else value and data(value)
 
-    rewards = tuple(r.model_copy(update={"function": function(r.function)}) for r in spec.rewards)
     found = {"train": several(spec.data.train), "validation": several(spec.data.validation)}
-    update: dict[str, Any] = {"data": spec.data.model_copy(update=found), "rewards": rewards}
-    if rewards != spec.rewards:
+    update: dict[str, Any] = {"data": spec.data.model_copy(update=found)}
+    moved = with_code_paths(spec, function)
+    if moved != spec:
         update["folder"] = str(root)
-    return spec.model_copy(update=update)
+    return moved.model_copy(update=update)
 
 
 def with_original_paths(text: str, spec: RunSpec, root: Path) -> str:
     """Return a message about files in `root` with the paths that the submitter knows."""
-    folders = [
-        str(PurePosixPath(r.function.rpartition(":")[0]).parent) for r in spec.rewards if ":" in r.function
-    ]
+    folders = [str(PurePosixPath(file_of(code)).parent) for code in code_paths(spec).values()]
     originals = {place_of_folder(spec.folder, folder): folder for folder in folders}
     for name in (name for names in data_names(spec).values() for name in names if is_path(name)):
         folder = split_glob(name)[0]

@@ -25,6 +25,7 @@ from paceline.spec.foreign.whole_files import hint_by_suffix, import_hint
 from paceline.spec.keys import ITEM
 from paceline.spec.sections.base import STORED
 from paceline.spec.sections.bundle import BundleSection
+from paceline.spec.sections.environment import EnvironmentSection
 from paceline.spec.sections.policy import ParallelSection
 
 MAX_PATH = 1024
@@ -286,7 +287,21 @@ def _with_absolute_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
     rewards = tree.get("rewards")
     if isinstance(rewards, list | tuple):
         tree["rewards"] = [_with_absolute_function(item, base) for item in rewards]
+    environment = tree.get("environment")
+    if isinstance(environment, dict):
+        for key in environment.keys() & {*EnvironmentSection.PATH_ARGUMENTS, "class_"}:
+            environment[key] = _absolute_code(environment[key], base)
     return tree
+
+
+def _absolute_code(code: Any, base: Path) -> Any:
+    """Return `file:name`, or a mapping of them, with the file relative to `base` as an absolute path."""
+    if isinstance(code, dict):
+        return {name: _absolute_code(each, base) for name, each in code.items()}
+    if not isinstance(code, str) or ":" not in code:
+        return code
+    file, _, name = code.rpartition(":")
+    return f"{(base / Path(file).expanduser()).resolve()}:{name}"
 
 
 def _absolute(value: str, base: Path) -> str:
@@ -309,7 +324,4 @@ def _with_absolute_function(item: Any, base: Path) -> Any:
     kwargs, argument = item.get("kwargs"), RewardFunctionSection.PATH_ARGUMENTS.get(function)
     if argument is not None and isinstance(kwargs, dict) and isinstance(kwargs.get(argument), str):
         return {**item, "kwargs": {**kwargs, argument: _absolute(kwargs[argument], base)}}
-    if ":" not in function:
-        return item
-    file, _, name = function.rpartition(":")
-    return {**item, "function": f"{(base / Path(file).expanduser()).resolve()}:{name}"}
+    return {**item, "function": _absolute_code(function, base)}

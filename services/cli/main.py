@@ -65,7 +65,10 @@ COMMANDS = {
         "services.cli.recorded.replay:replay",
         "Train recorded steps of a run again, without the services, and compare the weights.",
     ),
-    "serve": ("services.cli.serve:serve", "Run one service: coordinator, rollout, reward or learner."),
+    "serve": (
+        "services.cli.serve:serve",
+        "Run one service: coordinator, rollout, reward, environment or learner.",
+    ),
     "doctor": ("services.cli.doctor:doctor", "Check this machine: what is missing and how to get it."),
 }
 

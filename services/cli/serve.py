@@ -13,6 +13,10 @@ SERVICES = {
     ),
     "rollout": ("services.rollout.main:main", "A rollout worker: generates completions."),
     "reward": ("services.reward.main:main", "A reward worker: scores completions."),
+    "environment": (
+        "services.environment.main:main",
+        "An environment worker: runs episodes of several turns.",
+    ),
     "learner": ("services.learner.main:main", "The learner: trains and publishes weights."),
 }
 

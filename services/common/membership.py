@@ -62,6 +62,10 @@ received payloads, also while its disk is full."""
 TROUBLE_LOG_S = 60.0
 """Shortest time between two lines about a coordinator that is away or refuses this worker."""
 
+MAX_TURNS = 64
+"""Finished turns of episodes that wait for their replies at a time. They are small, and those that come together share one
+synced write."""
+
 OUTBOX_SIZE = 1024
 FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 REFUSED = {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED}
@@ -119,6 +123,7 @@ class Membership:
         """Pending requests by the number of each sending whose reply counts."""
         self._numbers = itertools.count(1)
         self._bulk = asyncio.Semaphore(MAX_BULK)
+        self._turns = asyncio.Semaphore(MAX_TURNS)
         self.term = 0
         self._secret = b""
         """Secret of the last Welcome."""
@@ -202,7 +207,8 @@ class Membership:
         await self._welcomed.wait()
         request.protocol, request.member_id = PROTOCOL, self._hello().member_id
         pending = Pending(request, payloads or [], asyncio.get_running_loop().create_future())
-        async with self._bulk if payloads else contextlib.nullcontext():
+        limit = self._turns if request.WhichOneof("body") == "turn" else self._bulk
+        async with limit if payloads else contextlib.nullcontext():
             try:
                 await self._send(pending)
                 return await pending.reply
@@ -246,7 +252,7 @@ class Membership:
     async def _speak_on(self, call: Stream, heard: asyncio.Event) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             hello = self._hello()
-            hello.secret = self._secret
+            hello.secret, hello.knows_episodes = self._secret, True
             await call.write(worker_pb2.ConnectRequest(hello=hello))
             await heard.wait()
             beat_s = time.monotonic()

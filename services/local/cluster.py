@@ -53,14 +53,15 @@ LEARNER_ENDS = (
     ": the learner ends its step and writes a checkpoint, and one that is cut off is not used: training goes on from the one "
     "before"
 )
-ROLES = ("rollout", "reward", "learner", "coordinator")
+WORKERS = ("rollout", "reward", "environment", "learner")
+ROLES = (*WORKERS, "coordinator")
 NOTHING_ELSE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
 
 
 class LocalCluster:
-    """A coordinator, rollout × N, reward × M and one learner of K ranks on this host, supervised."""
+    """A coordinator, rollout × N, reward × M, environment × E and one learner of K ranks on this host, supervised."""
 
     def __init__(
         self,
@@ -152,7 +153,8 @@ class LocalCluster:
         return self.address
 
     def start_workers(self) -> None:
-        """Start the workers and the learner; they find the coordinator by themselves."""
+        """Start the workers and the learner; they find the coordinator by themselves. `cluster.environment_workers` is a
+        number here: the caller knows whether its runs have environments."""
         if self._visible and not named_in(self.cluster) and self.cluster.device != "cpu":
             self._say(
                 f"everything runs on CPUs, and this host has GPUs ({len(self._visible)}): name them in cluster.learner_gpus and "
@@ -161,6 +163,7 @@ class LocalCluster:
         for role, number in (
             ("rollout", self.cluster.rollout_workers),
             ("reward", self.cluster.reward_workers),
+            ("environment", self.cluster.environment_workers or 0),
             ("learner", 1),
         ):
             for _ in range(number):
@@ -214,7 +217,7 @@ class LocalCluster:
     def stop(self) -> None:
         """End all services in good order: SIGTERM to the workers and the learner, which return their leases and write a
         checkpoint, then to the coordinator, which takes both. A service that needs longer than its grace is killed."""
-        for roles in (("rollout", "reward", "learner"), ("coordinator",)):
+        for roles in (WORKERS, ("coordinator",)):
             services = [service for role in roles for service in self._services[role]]
             for service in services:
                 service.terminate()

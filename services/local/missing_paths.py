@@ -9,6 +9,7 @@ from paceline.data.files import names_files
 from paceline.errors import SpecError
 from paceline.files.storage import is_url
 from paceline.spec import RewardFunctionSection, RunSpec
+from paceline.spec.code_paths import code_paths, file_of
 from paceline.spec.explaining.nearest import nearest
 from paceline.spec.reading import MODEL_FIELDS
 
@@ -17,7 +18,7 @@ MAX_SIBLINGS = 1000
 
 
 def check_paths_are_here(spec: RunSpec) -> None:
-    """Raises SpecError, a line for each local path of a model, data file or reward function that is not on this machine."""
+    """Raises SpecError, a line for each local path of a model, data file or file of code that is not on this machine."""
     missing = missing_paths(spec)
     if missing:
         raise SpecError("\n".join(missing))
@@ -58,10 +59,11 @@ def _data(spec: RunSpec) -> list[str]:
 
 def _functions(spec: RunSpec) -> list[str]:
     found = []
+    for name, code in code_paths(spec).items():
+        file = Path(file_of(code))
+        if file.is_absolute() and not file.is_file():
+            found.append(f"{name}: no file {str(file)!r}{_remedy(file)}")
     for index, reward in enumerate(spec.rewards):
-        file, colon, _ = reward.function.rpartition(":")
-        if colon and Path(file).is_absolute() and not Path(file).is_file():
-            found.append(f"rewards.{index}.function: no file {file!r}{_remedy(Path(file))}")
         argument = RewardFunctionSection.PATH_ARGUMENTS.get(reward.function)
         model = reward.kwargs.get(argument) if argument is not None else None
         if isinstance(model, str) and Path(model).is_absolute() and not Path(model).is_dir():

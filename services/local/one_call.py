@@ -24,13 +24,14 @@ from paceline.client import ENDED_STATES, Client, Event, RunState
 from paceline.errors import InvalidInput, PacelineError
 from paceline.files.whole_file import write_whole
 from paceline.run_records import samples
-from paceline.spec import ClusterSection, RewardFunctionSection, RunSpec
+from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.reading import load_spec, parse_spec
 from paceline.token import VARIABLE
 from services.common.gpus import divide, visible_gpus
 from services.local.cluster import LocalCluster
 from services.local.function_source import named_function
 from services.local.missing_paths import check_paths_are_here
+from services.local.sizes import sizes_for
 
 MAX_DEATHS = 5
 """Deaths in a row after which a service is given up: a caller prefers an error to waiting."""
@@ -91,7 +92,7 @@ def train(
     spec = assembled(spec, overrides, sections, rewards, data, validation, directory)
     check_paths_are_here(spec)
     gpus = visible_gpus()
-    sizes, division = divide(_sizes(spec), len(gpus), rollout=spec.samples)
+    sizes, division = divide(sizes_for([spec]), len(gpus), rollout=spec.samples)
     say = show or (lambda line: None)
     if division:
         say(division)
@@ -187,14 +188,6 @@ def _data_file(source: Data, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)
     return str(path)
-
-
-def _sizes(spec: RunSpec) -> ClusterSection:
-    """Return the services that the run needs; one that trains on examples has no workers."""
-    if spec.samples:
-        return spec.cluster
-    none = {"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
-    return spec.cluster.model_copy(update=none)
 
 
 @contextlib.contextmanager

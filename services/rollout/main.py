@@ -26,6 +26,7 @@ from services.common.processes.quiet_torch import QUIET_TORCH
 from services.common.processes.ready_file import announce
 from services.common.token_guard import worker_guard
 from services.rollout.engine_settings import engine_option
+from services.rollout.servicer import RolloutServicer
 from services.rollout.worker import RolloutWorker
 
 log = logging.getLogger(__name__)
@@ -68,8 +69,9 @@ def main(
         worker.engine_settings = engine_settings
         worker.cpu_chosen = device == "cpu"
         server = GrpcServer(host, port, worker_guard())
+        servicer = RolloutServicer(worker)
         server.add(
-            worker, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
+            servicer, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
         )
         worker.address = f"{reachable}:{server.port}"
         worker.assigned.on_readiness = partial(server.set_serving, "paceline.v1.RolloutService")

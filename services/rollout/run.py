@@ -3,6 +3,9 @@
 Order of waiting: the lease loop waits for room or for the exchange; each group's task waits for its samples and then
 for the exchange's reply. A finished group is kept until the reply. New weights arrive independently
 (`services/rollout/weights.py`).
+
+In a run with an environment this worker has no leases: it samples the turns that environment workers ask for
+(`services/rollout/servicer.py`).
 """
 
 from __future__ import annotations
@@ -83,9 +86,12 @@ class RolloutRun:
         self._room = asyncio.Event()
         self.refused_pause = ExponentialBackoff()
         """Backoff before the next request for leases, after the exchange has refused a request."""
-        self._draining = False
+        self._draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._turns = 0
+        """Turns of sessions that are being sampled."""
+        self._turn_tokens = 0
         self._external: dict[str, None] = {}
         self._no_external = asyncio.Event()
         self._no_external.set()
@@ -130,13 +136,13 @@ class RolloutRun:
 
     @property
     def generated_tokens(self) -> int:
-        """Return the tokens that this worker has generated for leases of the run."""
-        return self._sampler.generated_tokens
+        """Return the tokens that this worker has generated for leases of the run and for sessions of its episodes."""
+        return self._sampler.generated_tokens + self._turn_tokens
 
     @property
     def draining(self) -> bool:
         """Return whether `drain` was called: no further lease is taken."""
-        return self._draining
+        return self._draining.is_set()
 
     @property
     def num_leases(self) -> int:
@@ -149,10 +155,13 @@ class RolloutRun:
         await self.engine.close()
 
     async def generate_forever(self) -> None:
-        """Take leases and generate until cancelled, or until all leases are returned after `drain`."""
+        """Take leases and generate until cancelled, or until all leases are returned after `drain`. In a run with an
+        environment, sample turns for that long."""
         async with asyncio.TaskGroup() as tasks:
             guard = tasks.create_task(self._end_if_hung())
-            while not self._draining:
+            if self.spec.environment.is_used:
+                await self._draining.wait()
+            while not self.draining:
                 group_size = self.spec.grpo.num_generations_per_prompt
                 running = sum(self._running_by_group.values())
                 # One group is requested ahead, so that the engine never has room without work.
@@ -181,7 +190,7 @@ class RolloutRun:
                 for lease in reply.lease.leases:
                     if lease.group_id in self._running_by_group:
                         continue  # leased again while it is generated here: the result of any attempt counts
-                    if self._draining:
+                    if self.draining:
                         await self._return_lease(lease)
                         continue
                     payload = payloads[lease.prefix_frame - 1] if lease.prefix_frame else None
@@ -223,7 +232,7 @@ class RolloutRun:
         External requests have the same time, and then end as they are. Returns within `grace_s` seconds, also when no
         coordinator accepts the returned leases: it then notices the worker's silence.
         """
-        self._draining = True
+        self._draining.set()
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_external.wait())
         group_size = self.spec.grpo.num_generations_per_prompt
@@ -245,7 +254,7 @@ class RolloutRun:
     async def generate_external(self, request: GenerationRequest) -> Completion:
         """Generate a completion for a request from outside of the run: no lease, no token accounting. Raises the errors
         of `Engine.generate`."""
-        if self._draining:
+        if self.draining:
             raise Unavailable("this worker is leaving; ask another")
         self._external[request.request_id] = None
         self._no_external.clear()
@@ -255,6 +264,22 @@ class RolloutRun:
             del self._external[request.request_id]
             if not self._external:
                 self._no_external.set()
+
+    async def generate_turn(self, request: GenerationRequest) -> Completion:
+        """Generate a turn of an episode, or its end after a prefix: the run's own work. Raises as `generate_external`."""
+        self._turns += 1
+        if self._turns == 1:
+            self._pace.begin_work()
+        try:
+            completion = await self.generate_external(request)
+        finally:
+            self._turns -= 1
+            if not self._turns:
+                self._pace.end_work()
+        self._turn_tokens += len(completion.token_ids) - (
+            len(request.prefix.token_ids) if request.prefix else 0
+        )
+        return completion
 
     def text(self, completion: Completion) -> str:
         """Return the text of a completion, as reward functions read it."""

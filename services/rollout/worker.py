@@ -1,6 +1,7 @@
 """The rollout service: it takes leases, submits groups, and receives weights while it samples.
 
-`RolloutWorker` is a member of the pool and answers `RolloutService`; `services/rollout/run.py` is its work on one run.
+`RolloutWorker` is a member of the pool; `services/rollout/run.py` is its work on one run, `services/rollout/servicer.py`
+answers `RolloutService`.
 Started by `paceline serve rollout` (also `paceline-rollout`).
 """
 
@@ -8,37 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Sequence
-from typing import Any
-
-import grpc
-import numpy as np
 
 from paceline.backoff import ExponentialBackoff
-from paceline.chat.requests import MAX_CHOICES
-from paceline.data.tokens import encode_prompt
-from paceline.errors import Conflict, EngineDied, InvalidInput
-from paceline.groups import Completion
+from paceline.errors import EngineDied
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
-from rollout.engine import MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
+from protos.paceline.v1 import common_pb2, worker_pb2
 from services.common.assigned_run import AssignedRun
 from services.common.gpus import refuse_cpu
-from services.common.grpc_server import with_status
 from services.common.membership import Membership
 from services.common.run_setup import spec_of
 from services.rollout.engine_settings import with_engine_settings
-from services.rollout.gather import gather_or_cancel
-from services.rollout.openai.sampling import MAX_CHARS_PER_TOKEN
 from services.rollout.openai.server import Endpoint
 from services.rollout.run import RolloutRun
 
 log = logging.getLogger(__name__)
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
+class RolloutWorker:
     """One member of the rollout pool: at most one run at a time.
 
     A set-up that fails is retried after a growing pause for as long as the run is assigned; `pause` is that backoff.
@@ -209,74 +197,6 @@ class RolloutWorker(rollout_pb2_grpc.RolloutServiceServicer):
     def _gauges(self) -> dict[str, float]:
         return self._run.gauges() if self._run is not None else {}
 
-    # RolloutService
-
-    @with_status
-    async def Generate(
-        self, request: rollout_pb2.GenerateRequest, context: Context
-    ) -> rollout_pb2.GenerateResponse:
-        run = self.served
-        if run is None or run.engine.version is None:
-            raise Conflict("this worker holds no weights yet; try again when a run has started")
-        _check_bounds(request, run.spec.policy.max_total_sequence_length)
-        if request.prompt_ids:
-            prompt_ids = np.array(request.prompt_ids, np.int32)
-        else:
-            prompt_ids = await asyncio.to_thread(
-                encode_prompt,
-                run.tokenizer,
-                request.prompt,
-                run.spec.data.apply_chat_template,
-                run.spec.data.chat_template_kwargs,
-            )
-        params = _params(request.params, run) if request.HasField("params") else run.params
-        call, gate = uuid.uuid4().hex, self.endpoint.gate_of(run)
-        if request.n > gate.capacity:
-            raise InvalidInput(
-                f"n is {request.n}, at most {gate.capacity} completions are made for one call here"
-            )
-
-        async def sample(index: int) -> Completion:
-            seed = sample_seed(request.seed, 0, index)
-            async with gate.place():
-                call_id = f"call/{call}/{index}"
-                return await run.generate_external(
-                    GenerationRequest(call_id, prompt_ids, params, seed, stop=run.stop)
-                )
-
-        with gate.admitted(request.n or 1):
-            completions = await gather_or_cancel(sample(i) for i in range(request.n or 1))
-        response = rollout_pb2.GenerateResponse()
-        for completion in completions:
-            generated = response.completions.add(
-                text=run.text(completion),
-                token_ids=completion.token_ids.tolist(),
-                logprobs=completion.logprobs.tolist(),
-                finish_reason=completion.finish_reason,
-            )
-            for span in completion.spans:
-                version = common_pb2.PolicyVersion(session=span.session, step=span.step)
-                generated.spans.add(version=version, start=span.start, end=span.end)
-        return response
-
-    @with_status
-    async def Status(
-        self, request: rollout_pb2.RolloutServiceStatusRequest, context: Context
-    ) -> rollout_pb2.RolloutServiceStatusResponse:
-        response = rollout_pb2.RolloutServiceStatusResponse(member_id=self.member_id)
-        run = self.served
-        if run is not None:
-            response.run_id = run.run_id
-            response.num_running, response.num_waiting = run.engine.num_running, run.engine.num_waiting
-            response.num_leases, response.generated_tokens = run.num_leases, run.generated_tokens
-            if run.engine.version is not None:
-                response.version.session, response.version.step = run.engine.version
-        return response
-
-    @with_status
-    async def Drain(self, request: rollout_pb2.DrainRequest, context: Context) -> rollout_pb2.DrainResponse:
-        return rollout_pb2.DrainResponse(returned=await self.drain(request.grace_s))
-
 
 async def _ended(cancelled: asyncio.Task[None]) -> None:
     """Wait for a task that was cancelled. Raises the task's error, and CancelledError only if the caller is cancelled
@@ -295,27 +215,3 @@ def _first(group: BaseExceptionGroup[EngineDied]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _check_bounds(request: rollout_pb2.GenerateRequest, max_tokens: int) -> None:
-    """Raises InvalidInput for a request whose numbers or texts are larger than anything that could be generated."""
-    bounds = (
-        ("n", request.n, MAX_CHOICES),
-        ("the number of prompt_ids", len(request.prompt_ids), max_tokens),
-        ("the length of prompt", len(request.prompt), MAX_CHARS_PER_TOKEN * max_tokens),
-        ("the number of stop_token_ids", len(request.params.stop_token_ids), MAX_STOP_IDS),
-        ("min_new_tokens", request.params.min_new_tokens, max_tokens),
-    )
-    for name, value, most in bounds:
-        if value > most:
-            raise InvalidInput(f"{name} is {value}, at most {most} are possible for this run")
-
-
-def _params(params: common_pb2.SamplingParams, run: RolloutRun) -> SamplingParams:
-    """Return the request's parameters; zero or unset fields take the run's."""
-    if params.max_new_tokens > run.spec.policy.max_total_sequence_length:
-        raise InvalidInput(
-            f"max_new_tokens {params.max_new_tokens} exceeds policy.max_total_sequence_length "
-            f"{run.spec.policy.max_total_sequence_length}"
-        )
-    return SamplingParams.from_request(params, run.params)

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tiny_chat import save_tiny_chat
 
 from paceline.client import ENDED_STATES, Client, state_name
 from paceline.errors import Conflict
@@ -22,10 +20,6 @@ from services.demo.model import make_model
 from services.demo.task import answer, problem
 from services.local.cluster import LocalCluster
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 RUN_TIMEOUT_S = 180.0
 """Runs here take some ten seconds; a machine that is busy with other things may need longer."""
 
@@ -50,31 +44,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 over bytes, with its chat template."""
-    folder = tmp_path_factory.mktemp("chat-model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
-    fast.add_special_tokens({"additional_special_tokens": special[1:]})
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(fast),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        eos_token_id=fast.eos_token_id,
-        pad_token_id=fast.pad_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_tiny_chat(tmp_path_factory.mktemp("chat-model"))
 
 
 @pytest.fixture(scope="module")

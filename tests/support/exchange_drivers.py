@@ -23,7 +23,7 @@ from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.leases import revoke_from_member
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice, Outcome
 from services.coordinator.exchange.transport.dispatch import handle
-from services.coordinator.exchange.uploads.group_checks import Limits
+from services.coordinator.exchange.uploads.array_checks import Limits
 from services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
 from services.coordinator.ledger import pruning
 from services.coordinator.ledger.ledger import Ledger

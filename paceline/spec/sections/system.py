@@ -114,6 +114,8 @@ class ClusterSection(Section):
     """Rollout services."""
     reward_workers: PositiveInt = 1
     """Reward services."""
+    environment_workers: NonNegativeInt | None = None
+    """Environment services; unset: one where the run has an environment, else none."""
     learner_ranks: PositiveInt = 1
     """Ranks of the learner."""
     device: Literal["auto", "cpu"] = "auto"

@@ -57,7 +57,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def min_version(self) -> _common_pb2.PolicyVersion:
-        """Oldest version that may answer. FAILED_PRECONDITION by a worker that holds an older one."""
+        """Oldest version that may answer: its step counts, then its session. FAILED_PRECONDITION by a worker that holds an older
+        one.
+        """
 
     @_builtins.property
     def pinned_version(self) -> _common_pb2.PolicyVersion:
@@ -127,7 +129,7 @@ class GeneratedCompletion(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Decoded, without special tokens."""
+    """Decoded, without special tokens; begins with the text of `begun_ids`."""
     finish_reason: _builtins.str
     """`stop`, `length` or `abort`."""
     @_builtins.property

@@ -32,6 +32,7 @@ from services.common.options import (
 from services.local.cluster import GRACE_S, LocalCluster
 from services.local.missing_paths import check_paths_are_here
 from services.local.room import planned_here
+from services.local.sizes import sizes_for
 
 USUAL_PORT = 7070
 MIN_FREE_MB = 512
@@ -158,6 +159,7 @@ def run_here(
     options = {
         "coordinator": ["--min-free-mb", str(min_free_mb), *stored, *allowed],
         "reward": allowed,
+        "environment": allowed,
     }
     cluster = LocalCluster(
         directory,
@@ -201,12 +203,7 @@ def _placed(
 ) -> tuple[RunSpec | None, ClusterSection]:
     """Return the spec as it runs on this host, with what it leaves open chosen, and the services that `specs` need here. Says
     what was chosen. Raises SpecError for what does not fit."""
-    sizes = next((each.cluster for each in specs if each.samples), specs[0].cluster)
-    if not any(each.samples for each in specs):
-        sizes = sizes.model_copy(
-            update={"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
-        )
-    named = sizes
+    sizes = named = sizes_for(specs)
     sizes, division = divide(sizes, num_gpus, rollout=sizes.rollout_workers > 0)
     if division:
         say(division)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.array_frames import Buffer
 from paceline.groups import Completion, Rows
 from paceline.wire import CompletionArrays, decode_result, parse_message, split_rows
 from protos.paceline.v1 import exchange_pb2 as pb
+
+if TYPE_CHECKING:
+    from services.coordinator.ledger.ledger import Ledger
 
 
 def episodes(arrays: Buffer, texts: Buffer) -> list[dict[str, Any]] | None:
@@ -25,6 +28,14 @@ def episodes(arrays: Buffer, texts: Buffer) -> list[dict[str, Any]] | None:
         return None
     samples = parse_message(pb.Texts, texts).samples
     return [_episode(index, rows, owners, text) for index, text in enumerate(samples)]
+
+
+def ended_lives(ledger: Ledger, run_id: str, group_id: int) -> list[dict[str, Any]]:
+    """Return the lives of a group's samples that were not trained, whole or in part: sample, life, reason, error, and the turns
+    and tokens that were dropped.
+    """
+    names = ("sample", "life", "reason", "error", "turns", "tokens")
+    return [{name: row[name] for name in names} for row in ledger.episodes.ended(run_id, group_id)]
 
 
 def _episode(index: int, rows: tuple[Completion, ...], owners: Rows, text: pb.SampleText) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from paceline.array_frames import Buffer
 from paceline.errors import LedgerFault
 from paceline.groups import FloatArray, Group, scores_digest
-from paceline.wire import decode_reference, decode_result
+from paceline.wire import CompletionArrays, decode_reference, decode_result, split_rows
 from services.coordinator.ledger.integrity.report import VerifyReport
 from services.coordinator.ledger.ledger import Ledger
 
@@ -96,18 +96,19 @@ def _compare_arrays(
 ) -> None:
     texts, arrays = read_checked(record.ledger, stored)
     prompt_ids, completions = decode_result(arrays, texts)
-    group = Group(row["group_id"], prompt_ids, completions)
+    rows = split_rows(CompletionArrays.of(arrays), completions)
+    group = Group(row["group_id"], prompt_ids, completions, rows=rows)
     text = "its arrays give the digest {}, on record is {}"
     report.compare(subject, text, group.digest(row["digest"]), row["digest"])
     report.compare(subject, "it has {} tokens, on record are {}", group.num_tokens, row["tokens"])
-    in_sequences = group.num_tokens + len(completions) * len(prompt_ids)
+    in_sequences = group.num_sequence_tokens
     text = "its sequences have {} tokens, on record are {}"
     report.compare(subject, text, in_sequences, row["sequence_tokens"])
     report.compare(subject, "its oldest version is {}, on record {}", group.oldest_step, row["oldest_step"])
     if row["rewards"] is None:
         return
     functions = json.loads(row["functions"])
-    expected = len(completions) * len(functions)
+    expected = group.num_samples * len(functions)
     report.compare(subject, "it has {} rewards, expected {}", len(row["rewards"]) // 4, expected)
     labels = [reward.label for reward in record.spec.rewards]
     report.compare(subject, "its rewards are of the functions {}, the run has {}", functions, labels)

@@ -3,7 +3,8 @@ as it was.
 
 The coordinator must be stopped: the ledger's lock is taken. From the file up: a SQLite file that is broken is made anew
 of the rows that can be read; a row in which one bit has changed gets it back from its checksum; counters are counted
-again; groups whose arrays cannot be read and that no session has trained are generated again; checkpoints that are
+again; groups whose arrays cannot be read and that no session has trained are generated again; samples with a turn that is
+lost begin again, or go on from the turn before; checkpoints that are
 missing or damaged are marked, so that no session begins from them. The rest needs a backup, and `verify` reports it.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from paceline.errors import Conflict, LedgerFault, NotFound
 from paceline.spec.reading import spec_from_ledger
-from services.coordinator.audit import artifacts
+from services.coordinator.audit import artifacts, journals
 from services.coordinator.audit.rescue import rescue
 from services.coordinator.exchange.batches import damaged_groups
 from services.coordinator.exchange.state import ActiveRun, Exchange
@@ -114,7 +115,7 @@ def _repair_rows(path: Path, say: Say) -> None:
                     damaged = _with_spec_of_folder(path, damaged)
                 if damaged.change is not None:
                     _put_back(db, damaged, say)
-                elif name == "events":
+                elif name in ("events", "episodes"):
                     _delete(db, damaged)
                     say(f"{damaged.name}: it could not be read and was taken out")
                 elif name != "counters":
@@ -233,6 +234,7 @@ def _repair_run(ledger: Ledger, run_id: str, say: Say) -> None:
             exchange = Exchange(ledger)
             exchange.active = run = ActiveRun(run_id, spec, None, None)
             _generate_again(exchange, run, say)
+            journals.repair(exchange, run, say)
             for notice in exchange.take_notices():
                 say(f"run {run_id}: {notice.content.get('message', notice.kind)}")
         _count_again(ledger, run_id, say)
@@ -263,6 +265,7 @@ def _count_again(ledger: Ledger, run_id: str, say: Say) -> None:
     groups = ledger.db.execute(
         "SELECT state, reason, tokens FROM groups WHERE run_id = ? AND class = 'train'", (run_id,)
     ).fetchall()
+    ended = ledger.episodes.tokens_by_reason(run_id)
     counted: Counter[str] = Counter(
         {"groups:ever_admitted": len(groups), "groups:trained": 0, "tokens:trained": 0}
     )
@@ -274,6 +277,9 @@ def _count_again(ledger: Ledger, run_id: str, say: Say) -> None:
             counted["groups:trained"] += 1
             counted["tokens:trained"] += group["tokens"]
         counted["tokens:generated"] += group["tokens"]
+    for reason, tokens in ended.items():
+        counted[f"tokens:dropped:{reason}"] += tokens
+        counted["tokens:generated"] += tokens
     on_record = ledger.counters(run_id)
     counters = {name: on_record.get(name, 0) for name in on_record if name.startswith(("groups:", "tokens:"))}
     counters.pop("tokens:wasted", None)

@@ -15,7 +15,7 @@ from paceline.rewards import gated, weights_at
 from paceline.spec import RewardFunctionSection
 from paceline.wire import decode_result, decode_rewards
 from services.common.logged_extra import read_extra
-from services.coordinator.audit.episode_samples import episodes
+from services.coordinator.audit.episode_samples import ended_lives, episodes
 
 if TYPE_CHECKING:
     from services.coordinator.ledger.ledger import Ledger
@@ -131,7 +131,10 @@ def _groups(
             raise NotFound(f"{what} were not kept: the run has logger.keep_samples false")
         texts, arrays = payload.read()
         at = row["step"] if step is None else step
-        groups.append(_group(row, arrays, texts, spec.rewards, at or 0, extra.get(row["digest"], {})))
+        group = _group(row, arrays, texts, spec.rewards, at or 0, extra.get(row["digest"], {}))
+        if spec.environment.is_used:
+            group["restarts"] = ended_lives(ledger, run_id, row["group_id"])
+        groups.append(group)
     return groups
 
 

@@ -1,9 +1,9 @@
 """`paceline ledger verify`: compares records that were written independently of each other.
 
 Promise: it does not add up one table. Groups are compared with the durable counters and the cursor, batches with the
-receipts that the ranks sent, digests with the stored arrays, rewards and reference, the hash chain with the batches and
-the checkpoints with the chain and their files on disk (`services/coordinator/audit/evidence.py`, `artifacts.py` and
-`side_records.py`). Before all of that it checks the SQLite file itself
+receipts that the ranks sent, digests with the stored arrays, rewards and reference, open groups with their journals, the hash
+chain with the batches and the checkpoints with the chain and their files on disk (`services/coordinator/audit/evidence.py`,
+`journals.py`, `artifacts.py` and `side_records.py`). Before all of that it checks the SQLite file itself
 (`services/coordinator/ledger/integrity/file_check.py`). It reads one consistent snapshot and writes nothing, so it may run beside
 the coordinator; whatever damage it meets is a problem in the report, never an exception.
 """
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from paceline.spec.reading import spec_from_ledger
-from services.coordinator.audit import artifacts, evidence, side_records
+from services.coordinator.audit import artifacts, evidence, journals, side_records
 from services.coordinator.audit.record import Record
 from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 from services.coordinator.ledger.groups import OPEN_STATES
@@ -137,7 +137,7 @@ def _slots(record: Record, report: VerifyReport) -> None:
 
 
 def _tokens(record: Record, report: VerifyReport) -> None:
-    """Check that generated = trained + dropped + live, each computed from the groups."""
+    """Check that generated = trained + dropped + live, each computed from the groups and the ended lives of their samples."""
     counters, groups = record.counters, record.groups
     trained = sum(g["tokens"] for g in groups if g["state"] == "trained")
     live = sum(g["tokens"] for g in groups if g["state"] in OPEN_STATES)
@@ -145,6 +145,8 @@ def _tokens(record: Record, report: VerifyReport) -> None:
     for group in groups:
         if group["state"] == "dropped":
             dropped[str(group["reason"])] += group["tokens"]
+    for reason, tokens in record.ledger.episodes.tokens_by_reason(record.run_id).items():
+        dropped[reason] = dropped.get(reason, 0) + tokens
     generated, booked = counters.get("tokens:generated", 0), _by_reason(counters, "tokens")
     in_books = counters.get("tokens:trained", 0)
     report.compare("tokens", "{} are in trained groups, {} in the books", trained, in_books)
@@ -226,6 +228,7 @@ COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
     "batches": _batches,
     "receipts": evidence.receipts,
     "payloads": evidence.payloads,
+    "episodes": journals.episodes,
     "references": evidence.references,
     "prompts": side_records.prompts,
     "events": side_records.events,

@@ -1,16 +1,18 @@
 """Evaluation: validation prompts in a separate class, pinned to one version, outside of batches and token accounting.
 
-One worker that holds the version (or a newer one) is pinned: it takes no further weights until the evaluation is
-done, while the others go on. Tokens of another version than the pinned one are refused and generated again. The groups
+One rollout worker that holds the version (or a newer one) is pinned: it takes no further weights until the evaluation is
+done, while the others go on. With an environment, it is the one that the holders of the evaluation's leases ask. Tokens of another version than the pinned one are refused and generated again. The groups
 of the newest evaluations and of the first one stay in the ledger (`logger.keep_evaluations`).
 """
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 
 from paceline.errors import Unreadable
 from paceline.groups import Group, Version
+from services.coordinator.exchange.engines import Engine
 from services.coordinator.exchange.evaluation_result import evaluation_result
 from services.coordinator.exchange.state import ActiveRun, Exchange
 
@@ -61,6 +63,19 @@ def to_lease(
     return exchange.group_queries.free_to_evaluate(run.run_id, f"eval:{row['step']}", room)
 
 
+def choose_engine(exchange: Exchange, run: ActiveRun, engines: Sequence[Engine]) -> Engine | None:
+    """Return the engine for the evaluation that comes next: the pinned one, else the first of those with the newest version.
+    None without an evaluation, and while no such engine serves.
+    """
+    row = pending(exchange, run) if run.validation is not None else None
+    if row is None:
+        return None
+    if row["member_id"] is not None:
+        return next((engine for engine in engines if engine.member_id == row["member_id"]), None)
+    able = [engine for engine in engines if engine.version.step >= row["step"]]
+    return max(able, key=lambda engine: engine.version, default=None)
+
+
 def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Version:
     """Return the only version whose tokens count for a group of an evaluation."""
     evaluation = exchange.ledger.evaluations.get(run.run_id, int(row["class"].split(":")[1]))
@@ -109,4 +124,7 @@ def _pin(exchange: Exchange, run: ActiveRun, step: int, member_id: str, version:
     exchange.ledger.evaluations.pin(run.run_id, step, member_id, *version)
     for group_id in exchange.groups.restart_evaluation(run.run_id, f"eval:{step}", member_id):
         exchange.ledger.remove_payloads(run.run_id, group_id)
+        if run.spec.environment.is_used:
+            exchange.ledger.episodes.remove_ended(run.run_id, group_id)
+            exchange.groups.set_journal(run.run_id, group_id, 0, None)
     exchange.notice("pinned", member_id=member_id)

@@ -17,7 +17,7 @@ BATCHES_OF_ONE_CAUSE = 2
 MIN_OF_ONE_CAUSE = 4
 """Fewest groups in a row for that."""
 
-NOT_GENERATED = ("bad_prompt", "prompt_too_long", "invalid_result")
+NOT_GENERATED = ("bad_prompt", "prompt_too_long", "invalid_result", "environment_failed")
 """Reasons of drops of groups that could not be generated."""
 
 FAILED = (*NOT_GENERATED, "reward_failed")
@@ -147,6 +147,7 @@ _REMEDIES = {
     "policy.max_total_sequence_length if the model allows it",
     "bad_prompt": "Correct the data set or the chat template (both are read anew)",
     "invalid_result": "Bring workers and coordinator to one version",
+    "environment_failed": "Correct the environment (environment workers load its file anew)",
     "reward_failed": "Correct the function (reward workers load its file anew)",
 }
 

@@ -63,6 +63,10 @@ class LeaseDurations:
         self._submitted_s[member_id] = self._now_s
         self._refused.pop(member_id, None)
 
+    def note_progress(self, member_id: str) -> None:
+        """Note that a worker has submitted a part of a result, which proves that it works."""
+        self._submitted_s[member_id] = self._now_s
+
     def note_refusal(self, member_id: str) -> None:
         """Note a result that cannot be accepted."""
         self._refused[member_id] = self._refused.get(member_id, 0) + 1

@@ -13,15 +13,19 @@ from paceline.tracing import group_traceparent, span
 from paceline.wire import parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.common.sampling_params import params_message
-from services.coordinator.exchange import evaluation, quarantine
-from services.coordinator.exchange.admission import admissible, may_lease, step_of_group
+from services.coordinator.exchange import evaluation, journals, quarantine
+from services.coordinator.exchange.admission import admissible, step_of_group
 from services.coordinator.exchange.batches import damaged_groups
+from services.coordinator.exchange.engines import reach_of, serving
 from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from services.coordinator.ledger.groups import NewLease
 from services.coordinator.ledger.segments import DamagedRecord, Frame, Payload, UnopenedSegment, read_frame
 
 MAX_ROOM = 1 << 16
 """Most completions in one answer, whatever room a worker states."""
+
+MAX_JOURNAL_BYTES = 32 << 20
+"""Size of the journals in the answers of one call, unless an answer has only one lease."""
 
 ADMITTED_AT_ONCE = 64
 """Groups that are admitted at a time, or as many as are requested if that is more, where the rule allows them. A whole
@@ -52,8 +56,11 @@ class _NewLeases:
         self._group_size = run.group_size("train")
         self._val_size = run.spec.grpo.val_samples_per_prompt
         self._params = params_message(run.spec.policy.generation)
+        self._engines = serving(exchange, run) if run.spec.environment.is_used else []
         self._free = free
         """Free groups to train, in the order of their slots, each with the step that it is for."""
+        self._journal_bytes = 0
+        """Size of the journals in the replies."""
         self._unwritten: list[NewLease] = []
         """Leases that are not in the ledger yet."""
 
@@ -62,32 +69,33 @@ class _NewLeases:
         exchange, run = self._exchange, self._run
         reply = exchange.reply(request, pb.REPLY_STATUS_OK)
         reply.lease.SetInParent()
-        version = exchange.versions.get(request.member_id)
-        if version is None or run.prompts is None or request.member_id in exchange.overdue:
+        member_id = request.member_id
+        reach = reach_of(exchange, run, member_id, self._engines)
+        if reach is None or run.prompts is None or member_id in exchange.overdue:
             return Outcome(reply, empty=True)
         if quarantine.quarantined_groups(exchange, run):
             self.write()  # `choose` reads the groups that each worker holds
         payloads: list[Frame] = []
         room, reserved = min(request.lease.room, MAX_ROOM), quarantine.num_reserved(exchange)
         num_measured = max(room // self._val_size, 1 if room > 0 else 0)
-        measured = evaluation.to_lease(exchange, run, request.member_id, version, num_measured + reserved)
-        for row in quarantine.choose(exchange, run, request.member_id, measured, num_measured):
-            added = self._add(request.member_id, row, version, reply, payloads, pinned=version)
-            room -= self._val_size * added
+        if engine := self._engine_of_evaluation(member_id):
+            pinned_id, version = engine
+            measured = evaluation.to_lease(exchange, run, pinned_id, version, num_measured + reserved)
+            for row in quarantine.choose(exchange, run, member_id, measured, num_measured):
+                added = self._add(member_id, row, version.step, reply, payloads, pinned=engine)
+                room -= self._val_size * added
         if quarantine.quarantined_groups(exchange, run):
             self.write()
         num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
         wanted = num_groups + reserved if num_groups else 0
         leasable = list(
-            itertools.takewhile(
-                lambda pair: may_lease(version.step, pair[1], run.max_age), self._free[:wanted]
-            )
+            itertools.takewhile(lambda pair: reach.may_lease(pair[1], run.max_age), self._free[:wanted])
         )
         steps = {row["group_id"]: step for row, step in leasable}
         free = [row for row, _ in leasable]
-        for row in quarantine.choose(exchange, run, request.member_id, free, num_groups):
+        for row in quarantine.choose(exchange, run, member_id, free, num_groups):
             step = steps[row["group_id"]]
-            if self._add(request.member_id, row, version, reply, payloads, step=step):
+            if self._add(member_id, row, reach.oldest(step, run.max_age), reply, payloads, step=step):
                 self._free.remove((row, step))
         return Outcome(reply, payloads, empty=not reply.lease.leases)
 
@@ -97,23 +105,39 @@ class _NewLeases:
             self._exchange.groups.lease(self._unwritten)
             self._unwritten.clear()
 
+    def _engine_of_evaluation(self, member_id: str) -> tuple[str, Version] | None:
+        """Return the rollout worker that makes the next evaluation for this worker, with its version."""
+        exchange, run = self._exchange, self._run
+        if not run.spec.environment.is_used:
+            return member_id, exchange.versions[member_id]
+        engine = evaluation.choose_engine(exchange, run, self._engines)
+        return None if engine is None else (engine.member_id, engine.version)
+
     def _add(
         self,
         member_id: str,
         row: sqlite3.Row,
-        version: Version,
+        oldest: int,
         reply: pb.ExchangeReply,
         payloads: list[Frame],
         *,
         step: int = 0,
-        pinned: Version | None = None,
+        pinned: tuple[str, Version] | None = None,
     ) -> bool:
-        """Add a group to the reply; return False when its prefix cannot be read now, so that it has to wait."""
+        """Add a group to the reply; `oldest` is the oldest version that it can be sampled from, `pinned` an evaluation's worker
+        and version. Return False when what earlier attempts left cannot be read now or is too large for this reply, so that
+        the group has to wait.
+        """
         run, group_id = self._run, row["group_id"]
         try:
             prefix = self._prefix(group_id) if row["attempt"] else None
+            has_journal = row["attempt"] and run.spec.environment.is_used
+            journal = journals.frames_of(self._exchange, run, group_id) if has_journal else {}
         except UnopenedSegment as fault:
             self._exchange.note_unopened(fault)
+            return False
+        self._journal_bytes += (journal_bytes := journals.size_of(journal))
+        if journal_bytes and self._journal_bytes > MAX_JOURNAL_BYTES and reply.lease.leases:
             return False
         lease = reply.lease.leases.add(
             group_id=group_id,
@@ -125,9 +149,12 @@ class _NewLeases:
             step=step,
             traceparent=group_traceparent(run.run_id, group_id),
         )
-        oldest = version.step
         if pinned:
-            lease.pinned_version.session, lease.pinned_version.step = pinned
+            lease.pinned_version.session, lease.pinned_version.step = pinned[1]
+        if run.spec.environment.is_used:
+            lease.columns_json = self._exchange.group_queries.columns(run.run_id, group_id)
+            lease.pinned_member = pinned[0] if pinned else ""
+            journals.add_to_lease(self._exchange, run, lease, journal, payloads)
         with span("lease", lease.traceparent, group_id=group_id, attempt=lease.attempt, member_id=member_id):
             pass  # without duration: it marks when and to whom the group was leased
         if prefix is not None:
@@ -135,6 +162,7 @@ class _NewLeases:
             lease.prefix_frame = len(payloads)
             returned = parse_message(pb.LeaseReturn, read_frame(prefix.header))
             lease.prefix_finish_reasons.extend(returned.finish_reasons)
+        if (prefix is not None or journal) and row["oldest_step"] is not None:
             oldest = min(oldest, row["oldest_step"])
         holders = with_holder(row["holders"], lease.attempt, member_id)
         self._unwritten.append(NewLease(run.run_id, group_id, member_id, lease.attempt, oldest, holders))

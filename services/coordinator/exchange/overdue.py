@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from protos.paceline.v1 import common_pb2
 from services.coordinator.exchange import evaluation, leases
+from services.coordinator.exchange.engines import holds_leases
 from services.coordinator.exchange.lease_durations import LeaseDurations, Overdue
 from services.coordinator.exchange.state import ActiveRun, Exchange
 
@@ -17,14 +18,25 @@ from services.coordinator.exchange.state import ActiveRun, Exchange
 def find(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
     """Return the workers that hold leases or tasks for far longer than others need. Called every few seconds."""
     unable = exchange.overdue | exchange.suspected
+    queries = exchange.group_queries
+    found = exchange.lease_durations.check(
+        now_s, queries.leases(run.run_id), _samplers(exchange, run) - unable
+    )
+    scorers = _able(exchange, common_pb2.ROLE_REWARD)
+    return found + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers - unable)
+
+
+def _samplers(exchange: Exchange, run: ActiveRun) -> set[str]:
+    """Return the workers that could take leases."""
+    if holds_leases(run) == common_pb2.ROLE_ENVIRONMENT:
+        return _able(exchange, common_pb2.ROLE_ENVIRONMENT)
     measured = evaluation.pending(exchange, run)
     oldest_step = 0 if measured is None else measured["step"]
-    samplers = {m for m, version in exchange.versions.items() if version.step >= oldest_step}
-    queries = exchange.group_queries
-    found = exchange.lease_durations.check(now_s, queries.leases(run.run_id), samplers - unable)
-    rewards = exchange.senders.of_role(common_pb2.ROLE_REWARD)
-    scorers = {member.member_id for member in rewards if member.fault is None}
-    return found + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers - unable)
+    return {m for m, version in exchange.versions.items() if version.step >= oldest_step}
+
+
+def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
+    return {member.member_id for member in exchange.senders.of_role(role) if member.fault is None}
 
 
 def revoke(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:

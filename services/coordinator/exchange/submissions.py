@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 
+from paceline.groups import Group
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange import evaluation, overdue, quarantine
+from services.coordinator.exchange import evaluation, journals, overdue, quarantine
 from services.coordinator.exchange.leases import was_given
 from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from services.coordinator.exchange.uploads.group_checks import fault_of_group, fault_of_ids
@@ -49,31 +50,36 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     if group is None or arrived.location is None:
         exchange.lease_durations.note_refusal(request.member_id)
         return exchange.refuse(request, arrived.fault)
-    expected = run.group_size(row["class"])
-    if len(group.completions) != expected:
-        return exchange.refuse(
-            request, f"group {result.group_id} has {len(group.completions)} completions, not {expected}"
-        )
+    if fault := _fault_of_form(run, group, run.group_size(row["class"])):
+        return exchange.refuse(request, f"group {result.group_id} {fault}")
     if row["class"] != "train" and not evaluation.is_of(
         group, pinned := evaluation.pinned_version(exchange, run, row)
     ):
         if row["lease_step"] == pinned.step:  # else another version was pinned since
             exchange.lease_durations.note_refusal(request.member_id)
-        exchange.groups.readmit(run.run_id, result.group_id)
+        if group.rows is None or result.attempt == row["attempt"]:  # else another worker plays its episodes
+            exchange.groups.readmit(run.run_id, result.group_id)
         return exchange.stale(request, "tokens of another version than the evaluation's")
     fault = _fault(exchange, run, arrived, row, result.attempt)
+    journal = None
+    if not fault and group.rows is not None:
+        journal = journals.of_group(exchange, run, result.group_id)
+        fault = journals.fault_of_result(journal, group, arrived.turns)
+        if fault and result.attempt < row["attempt"]:
+            return exchange.stale(request, f"a later attempt has changed group {result.group_id}: {fault}")
     if fault:
         exchange.lease_durations.note_refusal(request.member_id)
         return exchange.refuse(request, f"group {result.group_id}: {fault}")
-    if row["class"] == "train":
+    if journal is not None:  # its tokens were counted turn by turn
+        journals.end_left_out(exchange, run, row, journal)
+    elif row["class"] == "train":
         exchange.ledger.count(run.run_id, "tokens:generated", group.num_tokens)
-    if row["attempt"] > 1:  # the prefix of an earlier attempt
+    if row["attempt"] > 1 or journal is not None:  # what earlier attempts have returned, and the journal
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
     exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.location)
     _note_submission(exchange, request)
     quarantine.clear(exchange, run, result.group_id)
-    sequence_tokens = group.num_tokens + len(group.completions) * len(group.prompt_ids)
-    generated = Generated(group.num_tokens, sequence_tokens, group.oldest_step, result.digest)
+    generated = Generated(group.num_tokens, group.num_sequence_tokens, group.oldest_step, result.digest)
     exchange.groups.commit(run.run_id, result.group_id, generated)
     if row["class"] == "train":
         exchange.drops_in_a_row.end_of_generation()
@@ -103,12 +109,17 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
         )
     if returned.data_error:
         return _failed(exchange, run, request, row)
+    if arrived.frames and run.spec.environment.is_used:
+        return exchange.refuse(
+            request,
+            f"group {returned.group_id} came back with samples, but in a run with an environment their turns are journaled",
+        )
     if arrived.frames and row["class"] == "train":
         prefix = arrived.group
         if prefix is None or arrived.location is None:
             return exchange.refuse(request, arrived.fault)
         expected = run.spec.grpo.num_generations_per_prompt
-        if len(prefix.completions) != expected:
+        if prefix.rows is not None or len(prefix.completions) != expected:
             return exchange.refuse(
                 request,
                 f"group {returned.group_id} came back with {len(prefix.completions)} samples, not {expected}",
@@ -122,6 +133,17 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
         exchange.groups.set_prefix_step(run.run_id, returned.group_id, oldest)
     exchange.groups.end_lease(run.run_id, returned.group_id, request.member_id, returned.attempt)
     return exchange.committed(request)
+
+
+def _fault_of_form(run: ActiveRun, group: Group, expected: int) -> str:
+    """Return why a group is not what this run's leases ask for; empty where it is."""
+    if run.spec.environment.is_used != (group.rows is not None):
+        has, needs = ("rows", "no") if group.rows is not None else ("no rows", "an")
+        return f"has {has}, but the run has {needs} environment"
+    number = group.num_samples
+    if number != expected:
+        return f"has {number} {'completions' if group.rows is None else 'samples'}, not {expected}"
+    return ""
 
 
 def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:

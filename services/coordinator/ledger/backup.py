@@ -1,6 +1,6 @@
 """`paceline ledger backup`: copy the whole ledger into one file, while a coordinator may be writing to it.
 
-In the copy the texts and arrays of groups are in the SQLite file itself, so that one file is all there is to keep, move
+In the copy the texts and arrays of groups and turns are in the SQLite file itself, so that one file is all there is to keep, move
 and put back. A coordinator that is started on the copy goes on from there, also where newer files are beside it
 (`services/coordinator/ledger/restored_backup.py`).
 """
@@ -53,13 +53,16 @@ def _copy(ledger: Ledger, partial: Path) -> None:
         copy.execute("PRAGMA journal_mode = MEMORY")  # a power cut loses only the .partial file
         copy.execute("PRAGMA synchronous = OFF")
         copy.execute("BEGIN")
-        rows = copy.execute("SELECT rowid, * FROM payloads WHERE segment IS NOT NULL ORDER BY segment, start")
-        for row in rows.fetchall():
-            record = ledger.payloads.payload(row).read()
-            copy.execute(
-                "UPDATE payloads SET header = ?, arrays = ?, segment = NULL WHERE rowid = ?",
-                (*record, row["rowid"]),
+        for table in ("payloads", "episodes"):
+            rows = copy.execute(
+                f"SELECT rowid, * FROM {table} WHERE segment IS NOT NULL ORDER BY segment, start"
             )
+            for row in rows.fetchall():
+                record = ledger.payloads.payload(row).read()
+                copy.execute(
+                    f"UPDATE {table} SET header = ?, arrays = ?, segment = NULL WHERE rowid = ?",
+                    (*record, row["rowid"]),
+                )
         copy.execute("COMMIT")
         report = VerifyReport()
         check_file(copy, report)

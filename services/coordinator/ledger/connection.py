@@ -28,7 +28,14 @@ from services.coordinator.ledger import restored_backup
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.integrity.file_damage import check_open_runs, is_damage
 from services.coordinator.ledger.integrity.report import REMEDY as RESTORE
-from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
+from services.coordinator.ledger.schema import (
+    EPISODES,
+    READABLE,
+    SCHEMA,
+    SCHEMA_VERSION,
+    SEALED_FROM,
+    UPGRADES,
+)
 from services.coordinator.ledger.segments import PayloadStore
 
 ValueT = TypeVar("ValueT")
@@ -243,12 +250,17 @@ class LedgerFile:
 
     def _open_schema(self, read_only: bool) -> None:
         version = self.db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA_VERSION, *UPGRADES) or (version != SCHEMA_VERSION and read_only):
+        readable = (SCHEMA_VERSION, *READABLE) if read_only else (0, SCHEMA_VERSION, *UPGRADES)
+        if version not in readable:
             remedy = "start its coordinator once" if version in UPGRADES else "use the Paceline that wrote it"
             raise Conflict(
                 f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"
             )
         if read_only:
+            if version != SCHEMA_VERSION:  # a reader takes the tables that it lacks for empty
+                self.db.executescript(
+                    EPISODES.replace("CREATE TABLE ", "CREATE TEMP TABLE ").replace("INDEX ", "INDEX temp.")
+                )
             return
         self.db.execute("PRAGMA journal_mode = WAL")
         # `sync` syncs the log before an answer leaves. SQLite itself syncs it before it is overwritten, and the file
@@ -256,9 +268,10 @@ class LedgerFile:
         self.db.execute("PRAGMA synchronous = NORMAL")
         if version in UPGRADES:
             self._copy_before_upgrade(version)
+        is_unsealed = 0 < version < SEALED_FROM
         while version != SCHEMA_VERSION:
             script, version = (UPGRADES[version], version + 1) if version else (SCHEMA, SCHEMA_VERSION)
-            script += row_checksums.seal_all() if version == SCHEMA_VERSION else ""
+            script += row_checksums.seal_all() if version == SCHEMA_VERSION and is_unsealed else ""
             self.db.executescript(f"BEGIN; {script} PRAGMA user_version = {version}; COMMIT;")
         # A statement that fires a trigger keeps the earlier content of its pages. In files of a shared folder for temporary
         # files, that doubles the cost of a group. Set after an upgrade, because its statements change every page.

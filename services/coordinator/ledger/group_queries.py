@@ -41,6 +41,13 @@ class GroupQueries:
         ).fetchone()
         return None if row is None else str(row[0])
 
+    def columns(self, run_id: str, group_id: int) -> str:
+        """Return the data set's other columns of a group as a JSON object."""
+        row = self._db.execute(
+            "SELECT columns_json FROM prompts WHERE run_id = ? AND group_id = ?", (run_id, group_id)
+        ).fetchone()
+        return "{}" if row is None else str(row[0])
+
     def of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
         """Return the groups of a step's batch in their order; none for a run without batches."""
         return self._db.execute(
@@ -135,10 +142,16 @@ class GroupQueries:
         return {row["id"]: row["n"] for row in rows}
 
     def lease_holders(self) -> list[str]:
-        """Return the members that hold leases or are pinned for a pending evaluation, over all runs."""
+        """Return the members that hold leases, over all runs."""
         rows = self._db.execute(
-            "SELECT member_id AS id FROM groups WHERE state = 'leased' UNION"
-            " SELECT member_id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL"
+            "SELECT DISTINCT member_id AS id FROM groups WHERE state = 'leased'"
+        ).fetchall()
+        return [row["id"] for row in rows]
+
+    def pinned_members(self) -> list[str]:
+        """Return the members that are pinned for a pending evaluation, over all runs."""
+        rows = self._db.execute(
+            "SELECT DISTINCT member_id AS id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL"
         ).fetchall()
         return [row["id"] for row in rows]
 

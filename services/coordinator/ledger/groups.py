@@ -207,6 +207,15 @@ class Groups:
             (oldest_step, run_id, group_id),
         )
 
+    def set_journal(self, run_id: str, group_id: int, tokens: int, oldest_step: int | None) -> None:
+        """Set what the journal of an open group with an environment has: its tokens, and the oldest version among them."""
+        changed = self._db.execute(
+            "UPDATE groups SET tokens = ?, oldest_step = ? WHERE run_id = ? AND group_id = ?"
+            " AND state IN ('admitted', 'leased')",
+            (tokens, oldest_step, run_id, group_id),
+        )
+        _check(changed, [group_id], State.ADMITTED, State.LEASED)
+
     def readmit(self, run_id: str, group_id: int) -> None:
         """Return an admitted or leased group to `admitted`, without a holder."""
         changed = self._db.execute(

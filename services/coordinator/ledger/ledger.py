@@ -24,6 +24,7 @@ from services.coordinator.ledger.segments import DamagedRecord, Location, Payloa
 from services.coordinator.ledger.tables.batches import Batches
 from services.coordinator.ledger.tables.checkpoints import Checkpoints
 from services.coordinator.ledger.tables.deaths import Deaths
+from services.coordinator.ledger.tables.episodes import Episodes
 from services.coordinator.ledger.tables.evaluations import Evaluations
 from services.coordinator.ledger.tables.free_slots import FreeSlots
 from services.coordinator.ledger.tables.receipts import Receipts
@@ -55,6 +56,7 @@ class Ledger(LedgerFile):
         self.session_faults = SessionFaults(self.db)
         self.checkpoints = Checkpoints(self.db, self.path.parent)
         self.evaluations = Evaluations(self.db)
+        self.episodes = Episodes(self.db)
 
     @property
     def deaths(self) -> Deaths:
@@ -337,17 +339,18 @@ class Ledger(LedgerFile):
         return float(row["size"] or 0.0)
 
     def remove_payloads(self, run_id: str, group_id: int) -> None:
-        """Remove all payloads of a group."""
+        """Remove all payloads of a group, the turns of its journal included."""
         self.note_removed_records(
             self.db.execute(
                 "DELETE FROM payloads WHERE run_id = ? AND group_id = ? RETURNING segment, start",
                 (run_id, group_id),
             )
         )
+        self.note_removed_records(self.episodes.remove(run_id, group_id))
 
     def note_removed_records(self, removed: Iterable[sqlite3.Row]) -> None:
         """Evict removed records from memory and mark their segments as candidates for removal; `removed` are (segment,
-        start) of rows that are gone from the table `payloads`.
+        start) of rows that are gone from the tables `payloads` and `episodes`.
         """
         for segment, start in list(removed):
             if segment is not None:
@@ -358,15 +361,16 @@ class Ledger(LedgerFile):
         """Remove segments that no payload refers to any more. A thread waits until the commit that made them unused is
         on the disk. A bounded number is checked at each call.
         """
-        unused = [
-            number
-            for number in self.payloads.removal_candidates()
-            if self.db.execute(
-                "SELECT 1 FROM payloads INDEXED BY segment_payloads WHERE segment = ? LIMIT 1", (number,)
-            ).fetchone()
-            is None
-        ]
+        unused = [number for number in self.payloads.removal_candidates() if not self._is_used(number)]
         return self.payloads.remove(unused, after=self.sync) if unused else None
+
+    def _is_used(self, segment: int) -> bool:
+        row = self.db.execute(
+            "SELECT EXISTS (SELECT 1 FROM payloads INDEXED BY segment_payloads WHERE segment = ?1)"
+            " OR EXISTS (SELECT 1 FROM episodes INDEXED BY segment_episodes WHERE segment = ?1)",
+            (segment,),
+        ).fetchone()
+        return bool(row[0])
 
     # Books
 
@@ -409,12 +413,18 @@ class Ledger(LedgerFile):
 
     # Members
 
-    def holders(self) -> list[tuple[str, Role.ValueType]]:
-        """Return the members that hold leases, score tasks or a pending evaluation, by the record."""
-        rollout, reward = self.group_queries.lease_holders(), self.group_queries.task_holders()
-        return [(member_id, ROLE_ROLLOUT) for member_id in rollout] + [
-            (member_id, ROLE_REWARD) for member_id in reward
-        ]
+    def holders(self, lease_role: Role.ValueType = ROLE_ROLLOUT) -> list[tuple[str, Role.ValueType]]:
+        """Return the members that hold leases, score tasks or a pending evaluation, by the record; `lease_role` is the role
+        of those that hold leases.
+        """
+        queries = self.group_queries
+        by_role = (
+            (lease_role, queries.lease_holders()),
+            (ROLE_ROLLOUT, queries.pinned_members()),
+            (ROLE_REWARD, queries.task_holders()),
+        )
+        roles = {member_id: role for role, members in by_role for member_id in members}
+        return list(roles.items())
 
     def _first(self, query: str, *values: object) -> sqlite3.Row | None:
         row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", values).fetchone()

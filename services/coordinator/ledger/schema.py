@@ -1,6 +1,51 @@
 """The ledger's tables: one SQLite file in WAL mode. The bulk of the groups is in segments beside it (segments.py)."""
 
-SCHEMA_VERSION = 7
+EPISODES = """
+CREATE TABLE episodes (                        -- finished turns of open groups with an environment
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    sample INTEGER NOT NULL,                   -- index in the group
+    life INTEGER NOT NULL,                     -- of the sample, from 1
+    turn INTEGER NOT NULL,                     -- index in its life
+    last INTEGER NOT NULL,                     -- whether the sample is finished with it
+    left_out TEXT NOT NULL,                    -- JSON list, of the last: turns that are no part of the sample's rows
+    row_index INTEGER NOT NULL,                -- row of the sample that it extends
+    num_rows INTEGER NOT NULL,                 -- rows of the sample after it
+    row_tokens INTEGER NOT NULL,               -- length of its row after it
+    tokens INTEGER NOT NULL,                   -- sampled tokens
+    oldest_step INTEGER NOT NULL,              -- oldest version among them
+    digest TEXT NOT NULL,                      -- over the sampled tokens, their log-probabilities and versions
+    context_digest TEXT NOT NULL,              -- over the tokens that were read before
+    header BLOB NOT NULL DEFAULT x'',          -- TurnNote; and, as in payloads, where it is
+    arrays BLOB NOT NULL DEFAULT x'',
+    segment INTEGER,
+    start INTEGER,
+    header_size INTEGER,
+    header_crc INTEGER,
+    arrays_size INTEGER,
+    arrays_crc INTEGER,
+    seal INTEGER,
+    PRIMARY KEY (run_id, group_id, sample, life, turn)
+);
+CREATE INDEX segment_episodes ON episodes (segment) WHERE segment IS NOT NULL;
+CREATE TABLE restarts (                        -- lives of samples whose tokens were not trained, whole or in part
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    sample INTEGER NOT NULL,
+    life INTEGER NOT NULL,
+    reason TEXT NOT NULL,                      -- restarted, environment_failed; left_out: by train_call, of a life that was trained
+    error TEXT NOT NULL,
+    turns INTEGER NOT NULL,                    -- that it had, or that were left out
+    tokens INTEGER NOT NULL,                   -- sampled tokens of these turns
+    given_up INTEGER NOT NULL,                 -- whether no further life begins
+    counts INTEGER NOT NULL,                   -- whether it counts against environment.max_failures
+    seal INTEGER,
+    PRIMARY KEY (run_id, group_id, sample, life)
+) WITHOUT ROWID;
+"""
+"""Tables of runs with an environment. Ledgers of format 7 lack these alone; to a reader they are empty there."""
+
+SCHEMA_VERSION = 8
 """Version of the format. It grows with every change of the tables, so that a ledger of another format is refused at
 once, not found out in a run."""
 
@@ -76,11 +121,20 @@ ALTER TABLE checkpoints ADD COLUMN seal INTEGER;
 ALTER TABLE evaluations ADD COLUMN seal INTEGER;
 ALTER TABLE events ADD COLUMN seal INTEGER;
 """,
+    7: EPISODES,
 }
 """Scripts that raise a ledger of an older format to the next one. A coordinator runs them when it opens the ledger,
-after it made a copy. After the last one all rows are sealed anew (`services/coordinator/ledger/integrity/row_checksums.py`)."""
+after it made a copy. After the last one the rows of a format before SEALED_FROM are sealed
+(`services/coordinator/ledger/integrity/row_checksums.py`)."""
 
-SCHEMA = """
+SEALED_FROM = 7
+"""First format whose rows have checksums. They stay as they are at an upgrade, because new ones would hide damage."""
+
+READABLE = (7,)
+"""Older formats that a reader can read without an upgrade."""
+
+SCHEMA = (
+    """
 -- The column `seal` is a checksum of the row's other columns (ledger/integrity/row_checksums.py), NULL where there is none yet.
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL, seal INTEGER) WITHOUT ROWID;
 
@@ -271,3 +325,5 @@ CREATE TABLE events (
     PRIMARY KEY (run_id, sequence)
 ) WITHOUT ROWID;
 """
+    + EPISODES
+)

@@ -189,7 +189,7 @@ class Coordinator:
             if notice.kind == "paused" and notice.run_id == run.run_id:
                 log.warning("run %s is paused: %s", run.run_id, one_line(notice.content["message"]))
                 self.run_log.summarize(run.run_id)
-        self.pool.assignments.roster.update()
+        self.pool.assignments.update_lists()
         await self.watchers.notify()
         await self._finish_if_done()
 

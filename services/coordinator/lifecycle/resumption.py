@@ -80,6 +80,7 @@ class Resumption:
         if active is None or active.run_id != run_id:
             return new_bundle
         self._exchange.groups.clear_failures(run_id)
+        self._ledger.episodes.clear_failures(run_id)
         admitted = self._ledger.counters(run_id).get("groups:ever_admitted", 0)
         self._exchange.clear_failures(first_group=admitted)
         in_bundle = bool(bundle or self._bundles.of_run(run_id))

@@ -19,7 +19,7 @@ ACKS_AT_ONCE = 1000
 """Acknowledgements in one directive."""
 
 MAX_ACKS = 64 * ACKS_AT_ONCE
-REPLACING = frozenset({"epoch", "keep_checkpoints", "checkpoint", "drain", "expelled"})
+REPLACING = frozenset({"epoch", "keep_checkpoints", "checkpoint", "drain", "expelled", "engines"})
 """Kinds of which the newest directive replaces the earlier ones."""
 
 

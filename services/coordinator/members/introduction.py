@@ -22,7 +22,14 @@ MAX_RANKS = 1 << 16
 MAX_SECRET = 64
 MAX_LEARNER_ID = 64
 
-ROLES = frozenset({common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD, common_pb2.ROLE_LEARNER})
+ROLES = frozenset(
+    {
+        common_pb2.ROLE_ROLLOUT,
+        common_pb2.ROLE_REWARD,
+        common_pb2.ROLE_LEARNER,
+        common_pb2.ROLE_ENVIRONMENT,
+    }
+)
 
 
 class OutdatedProtocol(Conflict):

@@ -1,4 +1,4 @@
-"""Assignments of members: the run for workers, sessions for learners.
+"""Assignments of members: the run for workers, sessions for learners, and the lists by which they find each other.
 
 A learner that joins gets a new session, from the newest checkpoint that can be loaded; the run is paused when there is
 none and the samples before are gone. The roster (`services/coordinator/pool/roster.py`) names the members that receive
@@ -20,6 +20,7 @@ from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Member, Members
+from services.coordinator.pool.engine_list import EngineList
 from services.coordinator.pool.roster import Roster
 from services.coordinator.sessions import starting_point
 from services.coordinator.sessions.session_numbers import SessionNumbers, scan_checkpoints
@@ -35,6 +36,11 @@ session train."""
 log = logging.getLogger(__name__)
 
 
+def knows(member: Member, run: ActiveRun) -> bool:
+    """Return whether a worker is of a version that can work on the run."""
+    return member.knows_episodes or not run.spec.environment.is_used
+
+
 class Assignments:
     """Assignments to the active run; `lock` serialises transactions, `pause` pauses a run with a reason."""
 
@@ -47,6 +53,7 @@ class Assignments:
         pause: Callable[[str, str], Awaitable[None]],
     ):
         self.roster = Roster(members, exchange, self.learner)
+        self.engines = EngineList(members, exchange)
         self._sessions: dict[tuple[str, int], str] = {}
         """Learner by run and session; the newest SESSIONS_KEPT."""
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
@@ -56,10 +63,16 @@ class Assignments:
 
     async def assign_all(self) -> None:
         """Assign the active run to all members."""
-        for role in (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD):
+        for role in (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD, common_pb2.ROLE_ENVIRONMENT):
             for member in self._members.of_role(role):
                 self.assign(member)
         await self.assign_learner()
+        self.engines.update()
+
+    def update_lists(self) -> None:
+        """Send the roster to the learner and the list of engines to the environment workers, where they have changed."""
+        self.roster.update()
+        self.engines.update()
 
     async def fall_back(self, member: Member, report: worker_pb2.RunReport) -> None:
         """Begin the next session from an older checkpoint, because the newest session's cannot be loaded."""
@@ -100,10 +113,11 @@ class Assignments:
         self.roster.clear()
 
     def assign(self, member: Member) -> None:
-        """Assign the active run to a rollout or reward worker."""
+        """Assign the active run to a worker that is no learner, if it has work for it."""
         run = self._exchange.active
         assert run is not None
-        if run.prompts is not None:
+        has_work = member.role != common_pb2.ROLE_ENVIRONMENT or run.spec.environment.is_used
+        if run.prompts is not None and has_work and knows(member, run):
             member.direct(self._assignment(self._ledger.run(run.run_id), run.spec_yaml))
 
     # Sessions
@@ -183,7 +197,8 @@ class Assignments:
         if holder is not None and holder.fault is None:
             return []
         learners = [m for m in self._members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
-        return [m for m in learners if m.connected and not m.is_expected and m.fault is None]
+        able = [m for m in learners if knows(m, run)]
+        return [m for m in able if m.connected and not m.is_expected and m.fault is None]
 
     async def _check_checkpoints(self, run: ActiveRun) -> None:
         """Note sessions that the folder of checkpoints names, and set checkpoints aside that are ahead of the ledger."""
@@ -281,7 +296,7 @@ class Assignments:
             )
         )
         self.roster.clear()
-        self.roster.update()
+        self.update_lists()
 
     def _assignment(self, row: sqlite3.Row, spec_yaml: str, **session: Any) -> worker_pb2.ConnectResponse:
         """Return the assignment of a run by its row in the ledger, with the fields of a learner's session."""

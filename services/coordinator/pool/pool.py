@@ -22,6 +22,7 @@ from paceline.rate_limited_log import unforeseen
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.exchange import evaluation, leases, overdue, quarantine
 from services.coordinator.exchange.batches import session_faults
+from services.coordinator.exchange.engines import holds_leases
 from services.coordinator.exchange.state import ActiveRun
 from services.coordinator.members.introduction import check_place
 from services.coordinator.members.loop_lag import LoopLag
@@ -68,7 +69,9 @@ class Pool:
         """Keep the membership of those that hold leases or the newest session after a restart, once they can reach it:
         they have the usual time to come back before their leases are revoked. A learner that had left before is not waited
         for."""
-        for member_id, role in self._ledger.holders():
+        active = self._exchange.active
+        lease_role = holds_leases(active) if active is not None else common_pb2.ROLE_ROLLOUT
+        for member_id, role in self._ledger.holders(lease_role):
             # Counted as connected: after a broken stream they would have half the time, less than a worker's longest
             # backoff.
             self._expect(member_id, role)
@@ -148,6 +151,7 @@ class Pool:
             world_size=hello.world_size,
             learner_id=hello.learner_id if hello.role == common_pb2.ROLE_LEARNER else "",
             shown_secret=hello.secret,
+            knows_episodes=hello.knows_episodes,
         )
         if earlier is not None:
             member.offered.extend(earlier.offered)
@@ -183,7 +187,7 @@ class Pool:
             self.assignments.roster.clear()  # a learner that comes back has no roster yet
         if member.ahead_session:
             await self.assignments.begin_session_above_holder(member)
-        self.assignments.roster.update()
+        self.assignments.update_lists()
         await self._add_member_event(member, "joined")
         run = self._exchange.active
         if (
@@ -227,7 +231,7 @@ class Pool:
             one_line(reason),
             released,
         )
-        self.assignments.roster.update()
+        self.assignments.update_lists()
         self._runs.server.wake("lease", "task")
         await self._add_member_event(member, f"{LEFT}{reason}")
         if member.role == common_pb2.ROLE_LEARNER:
@@ -252,7 +256,7 @@ class Pool:
         if member.suspected:
             member.suspected = False
             self._exchange.suspected.discard(member.member_id)
-            self.assignments.roster.update()
+            self.assignments.update_lists()
             await self._add_member_event(member, "heard of again")
         if request.WhichOneof("report") == "leave":
             reason = cut(request.leave.reason)
@@ -280,7 +284,7 @@ class Pool:
         self._exchange.suspected.add(member.member_id)
         self._runs.server.wake("batch")
         log.warning("%s %s is suspected: %s", member.role_name, member.member_id, why)
-        self.assignments.roster.update()
+        self.assignments.update_lists()
         await self._add_member_event(member, f"suspected: {why}")
 
     async def _take_overdue(self) -> None:
@@ -327,7 +331,7 @@ class Pool:
         log.warning("%s %s is expelled from epoch %d", member.role_name, member.member_id, report.epoch)
         expelled = worker_pb2.Expelled(run_id=report.run_id, epoch=report.epoch, reason=report.error)
         member.direct(worker_pb2.ConnectResponse(expelled=expelled))
-        self.assignments.roster.update()
+        self.assignments.update_lists()
         await self._add_member_event(member, f"expelled from epoch {report.epoch}: {report.error}")
 
     async def _add_member_event(self, member: Member, what: str) -> None:

@@ -62,7 +62,9 @@ class Reports:
             case "heartbeat":
                 gauges = member.logged.add_gauges(finite_gauges(request.heartbeat.gauges))
                 member.gauges = member.functions.add_gauges(gauges)
-                member.draining = request.heartbeat.draining
+                if member.draining != request.heartbeat.draining:
+                    member.draining = request.heartbeat.draining
+                    self._assignments.engines.update()
             case "weight_offer":
                 receiver = self._members.get(request.weight_offer.member_id)
                 if receiver is not None and receiver.role == common_pb2.ROLE_ROLLOUT:
@@ -95,6 +97,7 @@ class Reports:
                 if ack.version.step > self._ledger.run(run.run_id)["published_step"]:
                     with self._ledger.transaction(synced=False):
                         self._ledger.update_run(run.run_id, published_step=ack.version.step)
+            self._assignments.engines.update()
             self._runs.server.wake("lease")
         if (learner := self._assignments.learner()) is not None:
             learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))
@@ -114,6 +117,7 @@ class Reports:
             return
         if report.error:
             await self._runs.faults.on_error(member, report)
+            self._assignments.engines.update()
             return
         is_set_up = member.role == common_pb2.ROLE_ROLLOUT and member.ready_run != run.run_id
         member.ready_run, member.expelled = run.run_id, False
@@ -125,7 +129,7 @@ class Reports:
             path = stored(self._ledger.path.parent, export)
             await self._update_run(run.run_id, export_path=path)
             await self._runs.learner_finished(report.session)
-        self._assignments.roster.update()
+        self._assignments.update_lists()
         if is_set_up:
             await self._add_event(member, "has loaded the model")
 

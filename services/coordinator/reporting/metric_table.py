@@ -167,8 +167,28 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last h
     Metric("rollout/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
     Metric("reward_workers/groups_since_report", "groups", "groups scored since the heartbeat before"),
     Metric("reward_workers/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
-    Metric("<pool>/memory_gb", "GB", "memory of the host that the processes hold (`rollout`, `reward_workers`, `learner`, "
-           "`coordinator`), without the processes of reward functions and of vLLM"),
+    Metric("environment_workers/turns_per_s", "turns/s", "turns of episodes that were sampled"),
+    Metric("environment_workers/tokens_per_s", "tokens/s", "tokens of these turns"),
+    Metric("environment_workers/running", "samples", "episodes of leased groups"),
+    Metric("environment_workers/leases", "groups", "leases held"),
+    Metric("environment_workers/engines", "workers", "rollout workers that they may ask for turns, added over the workers",
+           "not 0 while episodes run"),
+    Metric("environment_workers/broken_turns", "turns", "turns whose answer broke off, since the start of the processes: each was "
+           "sampled again", "grows only when rollout workers die"),
+    Metric("environment_workers/moved_sessions", "sessions", "sessions that went on at another rollout worker, since the start of the "
+           "processes", "grows only when rollout workers leave"),
+    Metric("environment_workers/bridge_breaks", "turns", "turns whose conversation could not be extended token by token, so that a new row "
+           "began, since the start of the processes", "0; more means that the chat template rewrites history"),
+    Metric("environment_workers/tool_errors", "calls", "calls of tools that raised, whose names are unknown, or that could not be read, "
+           "since the start of the processes", "falls as the policy learns"),
+    Metric("environment_workers/failed_lives", "lives", "lives of samples that a fault of the environment ended, since the start of the "
+           "processes", "0"),
+    Metric("environment_workers/replayed_lives", "lives", "lives that went on from their record by running the recorded calls again"),
+    Metric("environment_workers/restored_lives", "lives", "lives that went on from the saved state of their environment"),
+    Metric("environment_workers/restarted_lives", "lives", "lives that could do neither, whose tokens are dropped as `restarted`"),
+    Metric("environment_workers/unforeseen_errors", "errors", "unforeseen errors of the processes since their start", "0"),
+    Metric("<pool>/memory_gb", "GB", "memory of the host that the processes hold (`rollout`, `reward_workers`, "
+           "`environment_workers`, `learner`, `coordinator`), without the processes of user code and of vLLM"),
     Metric("<pool>/gpu_memory_gb", "GB", "memory of GPUs that torch has reserved in them", "absent without GPUs"),
     Metric("coordinator/unforeseen_errors", "errors", "unforeseen errors of the coordinator since its start", "0"),
 ))  # fmt: skip

@@ -39,6 +39,10 @@ TIME = "milliseconds"
 NO_SIGNAL = "steps:no_signal"
 """Counter of the steps whose rewards trained nothing."""
 
+POOL_NAMES = {"reward": "reward_workers", "environment": "environment_workers"}
+"""Names of pools in metrics, where that of the role stands for something else: `reward/` are the run's reward functions,
+`environment/` its episodes."""
+
 log = logging.getLogger(__name__)
 
 
@@ -253,8 +257,7 @@ class RunLog:
         totals = {"coordinator/unforeseen_errors": float(unforeseen.total)}
         totals.update((f"coordinator/{name}", value) for name, value in process_gauges().items())
         for member in self._members.all():
-            # Names with `reward/` are those of the run's reward functions.
-            pool = "reward_workers" if member.role_name == "reward" else member.role_name
+            pool = POOL_NAMES.get(member.role_name, member.role_name)
             for name, value in member.gauges.items():
                 totals[f"{pool}/{name}"] = totals.get(f"{pool}/{name}", 0.0) + value
         return totals

@@ -30,7 +30,7 @@ class Facts:
     """Connected reward workers."""
     leases: int
     holders: int
-    """Rollout workers that hold leases."""
+    """Workers that hold leases."""
     tasks: int
     """Score tasks that reward workers hold."""
     groups: Mapping[str, int]
@@ -39,6 +39,10 @@ class Facts:
     """B: groups in a step."""
     max_age: int
     """η."""
+    environments: int | None = None
+    """Connected environment workers, which hold the leases; None for a run without an environment."""
+    ready_environments: int = 0
+    """Those of them that have set the run up."""
     asked: bool = True
     """True when the learner has asked for the batch of `step`; if not, `waited_s` counts from its last training step."""
     admission_closed: str = ""
@@ -65,7 +69,8 @@ def explain(facts: Facts) -> str:
 
 
 def _why(facts: Facts) -> tuple[str, str]:
-    groups, held = facts.groups, f"{facts.holders} rollout workers hold leases"
+    holder = "rollout" if facts.environments is None else "environment"
+    groups, held = facts.groups, f"{facts.holders} {holder} workers hold leases"
     to_generate = groups.get(State.ADMITTED, 0) + groups.get(State.LEASED, 0)
     to_score = groups.get(State.GENERATED, 0)
     scored = groups.get(State.SCORED, 0)
@@ -84,8 +89,21 @@ def _why(facts: Facts) -> tuple[str, str]:
             f"{scored} groups are scored, but {to_generate + to_score} older ones are waited for",
             "It goes on after async_grpo.late_wait_s, or when they are complete (order: in_order)",
         )
+    if to_score + scored < facts.batch and facts.environments == 0:
+        return (
+            f"{held}, none is connected",
+            "Start environment workers, or read why the last one died in its log",
+        )
+    if to_score + scored < facts.batch and facts.environments and not facts.ready_environments:
+        return (
+            f"{facts.environments} environment workers are connected, none has set the run up",
+            "Read their logs: the user's code may take long to load",
+        )
     if to_score + scored < facts.batch and not facts.rollouts:
-        return f"{held}, none is connected", "Start rollout workers, or read why the last one died in its log"
+        nobody = (
+            f"{held}, none is connected" if facts.environments is None else "no rollout worker is connected"
+        )
+        return nobody, "Start rollout workers, or read why the last one died in its log"
     if to_score + scored < facts.batch and not facts.ready_rollouts:
         return (
             f"{facts.rollouts} rollout workers are connected, none has set the run up",
@@ -100,7 +118,7 @@ def _why(facts: Facts) -> tuple[str, str]:
                 else "none has any weights"
             )
             return (
-                f"0 rollout workers hold leases, {has}, and step {facts.step} needs {facts.step - facts.max_age}",
+                f"0 {holder} workers hold leases, {has}, and step {facts.step} needs {facts.step - facts.max_age}",
                 "Weights do not arrive: look for 'did not reach' in the coordinator's log and check "
                 "weights.max_wait_s and the network from learner to rollout",
             )

@@ -109,6 +109,7 @@ class Watchdog:
 
     def _facts(self, run: ActiveRun, step: int, waited_s: float, learners: int, asked: bool) -> stall.Facts:
         rollouts, rewards = self._connected(common_pb2.ROLE_ROLLOUT), self._connected(common_pb2.ROLE_REWARD)
+        environments = self._connected(common_pb2.ROLE_ENVIRONMENT) if run.spec.environment.is_used else None
         held = self._ledger.group_queries.num_held()
         groups = self._ledger.groups_by_state(run.run_id)
         return stall.Facts(
@@ -121,7 +122,11 @@ class Watchdog:
             versions=tuple(version.step for version in self._exchange.versions.values()),
             rewards=len(rewards),
             leases=groups[State.LEASED],
-            holders=sum(member.member_id in held for member in rollouts),
+            holders=sum(
+                member.member_id in held for member in (rollouts if environments is None else environments)
+            ),
+            environments=None if environments is None else len(environments),
+            ready_environments=sum(member.ready_run == run.run_id for member in environments or ()),
             tasks=sum(held.get(member.member_id, 0) for member in rewards),
             groups=groups,
             batch=run.batch_size,

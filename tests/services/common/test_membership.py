@@ -240,6 +240,27 @@ async def test_few_requests_with_payloads_are_under_way_at_one_time(
     assert [await result(one) for one in results] == [pb.REPLY_STATUS_COMMITTED] * len(results)
 
 
+async def test_many_turns_are_under_way_at_one_time_and_delay_no_group(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    turns = [
+        asyncio.create_task(
+            membership.request(pb.ExchangeRequest(turn=pb.EpisodeTurn(group_id=number)), [b"arrays", b"note"])
+        )
+        for number in range(member.MAX_TURNS + 1)
+    ]
+    under_way = [await coordinator.hear() for _ in range(member.MAX_TURNS)]
+    group = asyncio.create_task(
+        membership.request(pb.ExchangeRequest(group=pb.GroupResult(group_id=99)), [b"arrays"])
+    )
+    under_way.append(await coordinator.hear())
+    assert under_way[-1][1].group.group_id == 99
+    for waiting in under_way:
+        await coordinator.answer(waiting, 1, pb.REPLY_STATUS_COMMITTED)
+    await coordinator.answer(await coordinator.hear(), 1, pb.REPLY_STATUS_COMMITTED)
+    assert [await result(one) for one in [*turns, group]] == [pb.REPLY_STATUS_COMMITTED] * (len(turns) + 1)
+
+
 @pytest.mark.usefixtures("impatient")
 async def test_a_reply_to_any_sending_of_a_result_counts(
     coordinator: Coordinator, membership: Membership

@@ -3,134 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
-import pytest_asyncio
 from exchange_drivers import make_spec
+from rollout_bench import PATIENCE_S, TWO_TURNS, Bench, Engine, lease
 
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import EngineDied
-from paceline.groups import Completion, Version, VersionSpan
+from paceline.groups import Completion, VersionSpan
 from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1 import rollout_pb2
-from rollout.engine import GenerationRequest, check_prompt_length, empty_completion
+from rollout.engine import GenerationRequest, check_prompt_length
 from services.demo.model import make_tokenizer
 from services.rollout.group_sampler import GroupSampler
 from services.rollout.run import (
     MAX_UNEXPECTED,
     RETURN_BYTES_PER_S,
     RETURN_S,
-    RolloutRun,
     return_seconds,
 )
-from services.rollout.worker import RolloutWorker
-
-PATIENCE_S = 30.0
-GEMMA = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
-)
-TWO_TURNS = '[{"role": "user", "content": "1"}, {"role": "user", "content": "2"}]'
-ONE_TURN = '[{"role": "user", "content": "1+1"}]'
-
-
-class Engine:
-    """Engine that answers with one token; `fault` may raise for a request."""
-
-    num_running, num_waiting, capacity, max_batch_size, version = 0, 0, 64, 64, None
-
-    def __init__(self) -> None:
-        self.fault: Callable[[GenerationRequest], None] = lambda request: None
-        self.asked: list[GenerationRequest] = []
-        self.began: asyncio.Queue[str] = asyncio.Queue()
-        self.held: asyncio.Event | None = None
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        self.asked.append(request)
-        self.began.put_nowait(request.request_id)
-        self.fault(request)
-        if request.request_id.startswith("probe/"):
-            return empty_completion()
-        if self.held is not None:
-            await self.held.wait()
-        span = VersionSpan(1, 0, 0, 1)
-        return Completion(np.array([3], np.int32), np.zeros(1, np.float32), (span,), "stop")
-
-    def abort(self, request_id: str) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
-
-class Exchange:
-    """Exchange that gives the leases in `leases`, and records submissions and returns."""
-
-    def __init__(self) -> None:
-        self.leases: asyncio.Queue[tuple[list[pb.Lease], list[bytes]] | None] = asyncio.Queue()
-        """None stands for a refusal."""
-        self.returned: asyncio.Queue[pb.LeaseReturn | pb.GroupResult] = asyncio.Queue()
-        self.known_reasons = {"", "bad_prompt", "prompt_too_long", "invalid_result"}
-
-    async def request(self, request: pb.ExchangeRequest, payloads: Any = ()) -> Any:
-        match request.WhichOneof("body"):
-            case "lease":
-                given = await self.leases.get()
-                if given is None:
-                    return pb.ExchangeReply(status=pb.REPLY_STATUS_INVALID, message="failed on it"), []
-                leases, frames = given
-                return pb.ExchangeReply(status=pb.REPLY_STATUS_OK, lease=pb.LeaseReply(leases=leases)), frames
-            case "lease_return":
-                self.returned.put_nowait(request.lease_return)
-                if request.lease_return.data_error_reason not in self.known_reasons:
-                    return pb.ExchangeReply(status=pb.REPLY_STATUS_INVALID), []
-            case "group":
-                self.returned.put_nowait(request.group)
-        return pb.ExchangeReply(status=pb.REPLY_STATUS_COMMITTED), []
-
-    def give(self, *leases: pb.Lease, frames: tuple[bytes, ...] = ()) -> None:
-        self.leases.put_nowait((list(leases), list(frames)))
-
-    async def next(self) -> Any:
-        return await asyncio.wait_for(self.returned.get(), PATIENCE_S)
-
-
-class Bench:
-    """A run at work with a fake engine and exchange."""
-
-    def __init__(self, directory: Path) -> None:
-        self.engine, self.exchange = Engine(), Exchange()
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = GEMMA
-        membership: Any = self.exchange
-        engine: Any = self.engine
-        spec = make_spec(directory)
-        self.run = RolloutRun(
-            spec, "run-1", "rollout-1", membership, engine, tokenizer, "127.0.0.1", "/runs/run-1"
-        )
-        self.working = asyncio.create_task(self.run.generate_forever())
-
-
-def lease(group_id: int, prompt: str = ONE_TURN, attempt: int = 1, **fields: Any) -> pb.Lease:
-    params = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0}
-    return pb.Lease(
-        group_id=group_id, attempt=attempt, prompt_json=prompt, num_generations=2, params=params, **fields
-    )
-
-
-@pytest_asyncio.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.working.cancel()
-    await asyncio.wait((bench.working,))
-    bench.run.weights.close()
 
 
 async def test_a_prompt_that_the_chat_template_refuses_goes_back_and_nothing_else(bench: Bench) -> None:
@@ -293,75 +187,6 @@ async def test_what_an_earlier_worker_left_and_nobody_can_read_is_made_anew(
     result = await bench.exchange.next()
     assert isinstance(result, pb.GroupResult)
     assert all(request.prefix is None for request in bench.engine.asked)
-
-
-# External requests
-
-
-class Context:
-    """The context of a call; `abort` ends it."""
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        raise Aborted(code, details)
-
-
-class Aborted(Exception):
-    def __init__(self, code: grpc.StatusCode, details: str):
-        super().__init__(details)
-        self.code = code
-
-
-@pytest_asyncio.fixture
-async def worker(bench: Bench) -> AsyncIterator[RolloutWorker]:
-    """A worker that serves the bench's run."""
-    worker = RolloutWorker("nowhere:1", "rollout-1", "cpu", 1.0, "127.0.0.1")
-    worker.membership._context.term()
-    bench.engine.version = Version(1, 0)  # type: ignore[assignment]
-    worker._run = bench.run
-    yield worker
-
-
-async def generate(worker: RolloutWorker, **request: Any) -> rollout_pb2.GenerateResponse:
-    context: Any = Context()
-    return await worker.Generate(rollout_pb2.GenerateRequest(**request), context)
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        ({"prompt": "1", "n": 400_000}, "n is 400000, at most 128"),
-        ({"prompt_ids": [1] * 100_000}, "number of prompt_ids is 100000"),
-        ({"prompt": "1" * 1_000_000}, "length of prompt is 1000000"),
-        ({"prompt": "1", "params": {"stop_token_ids": [1] * 1000}}, "stop_token_ids is 1000"),
-        ({"prompt": "1", "params": {"min_new_tokens": 1 << 31}}, "min_new_tokens"),
-        ({"prompt": "1", "params": {"max_new_tokens": 1 << 31}}, "max_new_tokens"),
-    ],
-)
-async def test_a_caller_s_numbers_have_bounds(
-    worker: RolloutWorker, bench: Bench, request_: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(Aborted, match=words) as refused:
-        await generate(worker, **request_)
-    assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert bench.engine.asked == []
-
-
-async def test_callers_share_the_gate_and_end_with_their_call(worker: RolloutWorker, bench: Bench) -> None:
-    gate = worker.endpoint.gate_of(bench.run)
-    bench.engine.held = asyncio.Event()
-    call = asyncio.create_task(generate(worker, prompt="1", n=gate.capacity))
-    async with asyncio.timeout(PATIENCE_S):
-        for _ in range(gate.places):
-            await bench.engine.began.get()
-    assert bench.engine.began.empty(), "the others wait for a place"
-    with pytest.raises(Aborted) as refused:
-        await generate(worker, prompt="1")
-    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    call.cancel()
-    await asyncio.wait((call,))
-    bench.engine.held.set()
-    assert len((await generate(worker, prompt="1", n=2)).completions) == 2
-    assert len(bench.engine.asked) == gate.places + 2
 
 
 @pytest.mark.parametrize(

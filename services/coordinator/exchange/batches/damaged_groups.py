@@ -1,7 +1,7 @@
 """Payloads that cannot be read: a group that was not trained yet is generated again, and the run goes on.
 
 A group whose bytes are lost before any session trained it goes back to admitted. If it is in a fixed batch, that is
-fixed anew. A lost prefix, which an earlier worker returned, is removed. Only bytes that a session has trained are
+fixed anew. A lost prefix, which an earlier worker returned, is removed. A sample with a lost turn begins again. Only bytes that a session has trained are
 irreplaceable: the run is paused, because another session would have to train them again.
 """
 
@@ -11,13 +11,17 @@ import sqlite3
 
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.batches.selection import take_apart
+from services.coordinator.exchange.lives import end_life
 from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.ledger.groups import State
 from services.coordinator.ledger.segments import DamagedRecord
+from services.coordinator.ledger.tables.episodes import RESTARTED
 
 
 def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
     """Handle a damaged record; do nothing when the ledger does not refer to it any more."""
+    if _end_damaged_life(exchange, run, damaged):
+        return
     found = exchange.ledger.damaged_payload(run.run_id, damaged)
     row = exchange.group(run, found["group_id"]) if found else None
     if found is None or row is None:
@@ -45,6 +49,20 @@ def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -
     if row["state"] in (State.GENERATED, State.SCORED, State.BATCHED):
         _generate_again(exchange, run, row)
         _count(exchange, run, f"group {row['group_id']} is generated again: {damaged}")
+
+
+def _end_damaged_life(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> bool:
+    """End the life of a sample one of whose turns cannot be read; return whether the record is a turn. A holder that has the
+    turn already is answered that its life has ended.
+    """
+    turn = exchange.ledger.episodes.damaged(run.run_id, damaged)
+    row = exchange.group(run, turn["group_id"]) if turn is not None else None
+    if turn is None or row is None:
+        return False
+    end_life(exchange, run, row, turn["sample"], RESTARTED, str(damaged))
+    name = f"sample {turn['sample']} of group {row['group_id']}"
+    _count(exchange, run, f"{name} begins again, because its turn {turn['turn']} is lost: {damaged}")
+    return True
 
 
 def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:

@@ -8,22 +8,25 @@ from paceline.errors import WireError
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange import leases, scores, submissions
+from services.coordinator.exchange import episodes, leases, scores, submissions
 from services.coordinator.exchange.batches import delivery
-from services.coordinator.exchange.state import Exchange, Outcome
+from services.coordinator.exchange.engines import holds_leases
+from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from services.coordinator.exchange.uploads.intake import Arrived
 from services.coordinator.members.senders import Standing
 
+OF_LEASES = ("lease", "group", "lease_return")
+"""Kinds of requests of the workers that hold the run's leases."""
+
 ROLES = {
-    "lease": common_pb2.ROLE_ROLLOUT,
-    "group": common_pb2.ROLE_ROLLOUT,
-    "lease_return": common_pb2.ROLE_ROLLOUT,
+    "turn": common_pb2.ROLE_ENVIRONMENT,
+    "episode_end": common_pb2.ROLE_ENVIRONMENT,
     "task": common_pb2.ROLE_REWARD,
     "score": common_pb2.ROLE_REWARD,
     "batch": common_pb2.ROLE_LEARNER,
     "receipt": common_pb2.ROLE_LEARNER,
 }
-"""Role whose members send each kind of request."""
+"""Role whose members send each other kind of request."""
 
 
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
@@ -44,6 +47,10 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
                 return submissions.submit_group(exchange, run, arrived)
             case "lease_return":
                 return submissions.return_lease(exchange, run, arrived)
+            case "turn":
+                return episodes.submit_turn(exchange, run, arrived)
+            case "episode_end":
+                return episodes.end_episode(exchange, run, request)
             case "task":
                 return scores.assign_tasks(exchange, run, request)
             case "score":
@@ -111,15 +118,21 @@ def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
         if kind == "batch":
             return delivery.end(exchange, request)
         return exchange.stale(request, f"run {request.run_id[:64]!r} is not the current one")
-    return _refusal_of_wrong_sender(exchange, arrived)
+    return _refusal_of_wrong_sender(exchange, run, arrived)
 
 
-def _refusal_of_wrong_sender(exchange: Exchange, arrived: Arrived) -> Outcome | None:
+def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome | None:
     """Return the answer to a member whose request belongs to another role, rank or session."""
     request, kind = arrived.request, arrived.kind
     member = exchange.senders.get(request.member_id)
     assert member is not None, "refusal_of_sender comes before"
     role = ROLES.get(kind, member.role)
+    if kind in OF_LEASES:
+        # A rollout worker that asks for leases of a run with an environment is given none.
+        is_asking = kind == "lease" and member.role == common_pb2.ROLE_ROLLOUT
+        role = member.role if is_asking else holds_leases(run)
+    elif role == common_pb2.ROLE_ENVIRONMENT and not run.spec.environment.is_used:
+        return exchange.refuse(request, f"a {kind} request, but run {run.run_id} has no environment")
     if member.role != role:
         name = common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
         return exchange.refuse(

@@ -19,7 +19,7 @@ from services.coordinator.exchange.transport.router_socket import (
     PendingRequest,
     parse,
 )
-from services.coordinator.exchange.uploads.group_checks import Limits
+from services.coordinator.exchange.uploads.array_checks import Limits
 
 MAX_RECEIVED_AT_ONCE = 64
 """Messages that are read before other tasks have their turn."""

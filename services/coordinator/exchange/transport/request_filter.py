@@ -6,12 +6,13 @@ Each message is checked as it arrives, before anything of it is kept. A refused 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 
 from services.coordinator.exchange.state import Exchange
 from services.coordinator.exchange.transport.router_socket import PendingRequest
 from services.coordinator.ledger.groups import State
 
-FRAMES = {"group": 2, "lease_return": 1, "score": 1}
+FRAMES = {"group": 2, "lease_return": 1, "score": 1, "turn": 2}
 """Most payload frames of a kind of request; other kinds have none."""
 
 SMALL_HEADER_BYTES = 256 << 10
@@ -20,6 +21,8 @@ MAX_HEADER_BYTES = {
     "task": SMALL_HEADER_BYTES,
     "batch": SMALL_HEADER_BYTES,
     "lease_return": SMALL_HEADER_BYTES,
+    "turn": SMALL_HEADER_BYTES,
+    "episode_end": SMALL_HEADER_BYTES,
 }
 """Most bytes of the first frame, by kind: requests that are parked, or that no budget counts, are small."""
 
@@ -37,7 +40,7 @@ MAX_RANKS = 1 << 16
 MAX_UNANSWERED = 4096
 """Most requests of one member that wait for an answer. Parked ones are not counted: a member has one of a kind."""
 
-Key = tuple[str, str, str, int, int, str]
+Key = tuple[str, str, str, int, int, Hashable]
 
 
 class RequestFilter:
@@ -95,6 +98,10 @@ class RequestFilter:
             )
         if kind == "score":
             return bool(row["state"] != State.GENERATED)
+        if kind == "turn":
+            turn = request.turn
+            last = self._exchange.ledger.episodes.last_turn(run.run_id, turn.group_id, turn.sample, turn.life)
+            return last is not None and bool(last["turn"] >= turn.index)
         return bool(row["state"] != State.LEASED or row["attempt"] != submission.attempt)
 
     def let_in(self, waiting: PendingRequest) -> None:
@@ -120,5 +127,9 @@ class RequestFilter:
 def _key(waiting: PendingRequest) -> Key:
     request, kind = waiting.request, waiting.kind
     submission = getattr(request, kind)
-    digest = "" if kind == "lease_return" else submission.digest
-    return request.run_id, kind, request.member_id, submission.group_id, submission.attempt, digest
+    part: Hashable
+    if kind == "turn":
+        part = submission.sample, submission.life, submission.index
+    else:
+        part = "" if kind == "lease_return" else submission.digest
+    return request.run_id, kind, request.member_id, submission.group_id, submission.attempt, part

@@ -1,8 +1,6 @@
-"""Checks of a group before it is committed: everything that the learner relies on and that a worker could get wrong.
+"""Checks of a group against the ledger before it is committed, inside the transaction: few numbers for each group.
 
-`check_arrays` checks every number, off the event loop and before anything is stored. The `fault_of_…` functions compare
-its results with the ledger, inside the transaction: few numbers for each group. Faults are answered INVALID, with the
-field, its value and the bound.
+`array_checks.py` has checked every number before. Faults are answered INVALID, with the field, its value and the bound.
 """
 
 from __future__ import annotations
@@ -13,105 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.errors import SpecError, WireError
-from paceline.groups import Completion, FloatArray, Group, IntArray, Version
+from paceline.errors import SpecError
+from paceline.groups import Completion, Group, IntArray, Version
 from paceline.spec import RunSpec
-from paceline.wire import MAX_MESSAGE_BYTES, CompletionArrays, decode_completions, parse_message
+from paceline.wire import MAX_MESSAGE_BYTES, decode_completions, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment
 
-MAX_LOGPROB = 1e-3
-"""Largest log-probability: 0, but for rounding."""
-
-MIN_LOGPROB = -1e5
-"""Smallest log-probability, far below that of any token that a sampler draws: a probability of 1e-45 is the least that
-float32 holds."""
-
-MAX_LOGPROB_BITS, MIN_LOGPROB_BITS = np.array([MAX_LOGPROB, MIN_LOGPROB], np.float32).view(np.uint32).tolist()
-
-MAX_ID = 2**31 - 1
-
-MAX_TEXT_BYTES = 1024
-"""Largest text of a token; the longest of known vocabularies have some hundred bytes."""
-
 ARRAY_BYTES = 8
 """Size of a token in a payload frame: its id and its log-probability."""
-
-
-class Limits(NamedTuple):
-    """Limits of a group by the spec."""
-
-    max_new_tokens: int
-    max_total_tokens: int
-    """Tokens of prompt and completion together."""
-
-    @classmethod
-    def of(cls, spec: RunSpec) -> Limits:
-        """Return the limits of a run."""
-        return cls(spec.policy.generation.max_new_tokens, spec.policy.max_total_sequence_length)
-
-
-def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
-    """Check every number of a group; return its largest token id. Raises WireError."""
-    num_prompt = len(arrays.prompt_ids)
-    if num_prompt == 0:
-        raise WireError("prompt_ids is empty, but a prompt has at least one token")
-    max_id = 0
-    for name, ids in (("prompt_ids", arrays.prompt_ids), ("token_ids", arrays.token_ids)):
-        if len(ids):
-            max_id = max(
-                max_id, highest := int(np.maximum.reduce(ids.view(np.uint32)))
-            )  # a negative one is huge
-            if highest > MAX_ID:
-                raise WireError(f"{name} holds {ids.min()}, but ids begin at 0")
-    longest = max(arrays.lengths.tolist(), default=0)
-    if limits is not None and longest > limits.max_new_tokens:
-        raise WireError(
-            f"a completion of {longest} tokens is longer than policy.generation.max_new_tokens {limits.max_new_tokens}"
-        )
-    if limits is not None and num_prompt + longest > limits.max_total_tokens:
-        raise WireError(
-            f"a prompt of {num_prompt} tokens and a completion of {longest} are together longer than "
-            f"policy.max_total_sequence_length {limits.max_total_tokens}"
-        )
-    check_logprobs("logprobs", arrays.logprobs)
-    return max_id
-
-
-def check_logprobs(name: str, values: FloatArray) -> None:
-    """Check log-probabilities of a sampler or of a reference. Raises WireError."""
-    if len(values) and not _are_logprobs(values):
-        least, most = np.minimum.reduce(values), np.maximum.reduce(values)
-        raise WireError(
-            f"{name} goes from {least} to {most}, but has to be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}"
-        )
-
-
-def _are_logprobs(values: FloatArray) -> bool:
-    """Return whether all are numbers from MIN_LOGPROB to MAX_LOGPROB. Mostly in one pass, as this is done with every
-    token.
-
-    IEEE 754 orders the bits of floats of one sign as integers by their size, beyond them infinity and NaN. Taken as
-    signed integers, negative floats are below positive ones, and the greatest of the negative is that of the largest
-    size.
-    """
-    greatest = int(np.maximum.reduce(values.view(np.int32)))
-    if greatest < 0:
-        return bool(greatest <= MIN_LOGPROB_BITS - 2**32)
-    # Some are 0 or above: as unsigned integers the negative ones are the greatest.
-    lowest = int(np.maximum.reduce(values.view(np.uint32)))
-    return bool(greatest <= MAX_LOGPROB_BITS and lowest <= MIN_LOGPROB_BITS)
-
-
-def check_texts(size_bytes: int, num_tokens: int, reasons: Collection[str], allowed: Collection[str]) -> None:
-    """Check the texts and finish reasons of a group. Raises WireError."""
-    most = MAX_TEXT_BYTES * (num_tokens + len(reasons) + 1)
-    if size_bytes > most:
-        raise WireError(f"texts of {size_bytes} bytes for {num_tokens} tokens, but {most} are the most")
-    for reason in reasons:
-        if reason not in allowed:
-            raise WireError(f"a finish_reason is {reason[:64]!r}, but has to be one of {', '.join(allowed)}")
 
 
 def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
@@ -131,8 +40,10 @@ def fault_of_group(
     where it can.
 
     The tokens of a worker are of versions that it acknowledged, or that are on their way to it; the prefix of its lease
-    is of versions that an earlier holder had.
+    is of versions that an earlier holder had. The turns of rows were compared when they were journaled.
     """
+    if group.rows is not None:
+        return ""
     versions = {span[:2] for c in group.completions for span in c.spans}
     newest, step = Version(*max(versions, default=(0, 0))), max([step for _, step in versions], default=0)
     held = exchange.newest_of(member_id)
@@ -151,6 +62,17 @@ def fault_of_group(
     if prefix is None or attempt <= prefix.attempt:  # leased before the prefix was returned
         return ""
     return _fault_of_continuation(prefix, group)
+
+
+def fault_of_versions(exchange: Exchange, run: ActiveRun, versions: Collection[Version]) -> str:
+    """Return why the run has not come to one of these versions; empty where it has. Any rollout worker may have sampled from
+    them, also one that left before it could acknowledge them: a version is published once the batch before it is fixed.
+    """
+    row, newest = exchange.ledger.run(run.run_id), max(versions)
+    step = max(version.step for version in versions)
+    if newest.session > row["session"] or step > row["next_batch"]:
+        return _fault_of_existence(exchange, run, newest.session, step)
+    return ""
 
 
 def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: int) -> str:

@@ -1,5 +1,5 @@
-"""Validates uploaded groups and writes their bytes, off the event loop and before the transaction; likewise a
-reference's log-probabilities, which come with the scores.
+"""Validates uploaded groups and writes their bytes, off the event loop and before the transaction; likewise the turns of
+episodes, and a reference's log-probabilities, which come with the scores.
 
 Both run on threads: `validate_upload` decodes, checks and hashes an upload, `store` stores the valid ones with one
 sync, before the transaction that may refer to them. A group that the transaction then refuses (a duplicate) leaves
@@ -15,18 +15,31 @@ from paceline.array_frames import Buffer
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group
 from paceline.rate_limited_log import unforeseen
-from paceline.wire import CompletionArrays, decode_reference, parse_message, split_completions
+from paceline.wire import (
+    CompletionArrays,
+    decode_reference,
+    parse_message,
+    split_completions,
+    split_rows,
+)
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.uploads.group_checks import (
+from services.coordinator.exchange.uploads.array_checks import (
+    ABORTED,
+    FINISHED,
     Limits,
     check_arrays,
     check_logprobs,
     check_texts,
 )
+from services.coordinator.exchange.uploads.turn_checks import (
+    GroupTurn,
+    UploadedTurn,
+    check_rows,
+    check_samples,
+    check_turn,
+    turns_of,
+)
 from services.coordinator.ledger.segments import Location, PayloadStore, Record
-
-FINISHED, ABORTED = ("stop", "length"), ("abort",)
-"""Finish reasons of a completion; an aborted one is to be continued."""
 
 
 @dataclass
@@ -42,8 +55,12 @@ class Arrived:
     group: Group | None = None
     """The group, or the prefix of one, without its texts, if its bytes are valid; its arrays are views into the
     frame."""
+    turns: list[GroupTurn] = field(default_factory=list)
+    """Turns of a group with rows."""
+    turn: UploadedTurn | None = None
+    """What the ledger keeps of an episode's turn, if its bytes are valid."""
     max_id: int = 0
-    """Its largest token id."""
+    """Largest token id of the group or turn."""
     reference: FloatArray | None = None
     """[ΣT] log-probabilities of the reference that came with a score, if its bytes are valid."""
     record: Record | None = None
@@ -63,7 +80,9 @@ class Arrived:
         """Return whether it has arrays that the ledger keeps, so that they are stored before its transaction."""
         if self.is_decided:
             return False
-        return self.kind == "group" or (self.kind in ("score", "lease_return") and bool(self.frames))
+        return self.kind in ("group", "turn") or (
+            self.kind in ("score", "lease_return") and bool(self.frames)
+        )
 
 
 def validate_upload(arrived: Arrived) -> None:
@@ -80,6 +99,10 @@ def validate_upload(arrived: Arrived) -> None:
                 group_id=returned.group_id, attempt=returned.attempt, finish_reasons=returned.finish_reasons
             )
             arrived.record = Record.of(header.SerializeToString(), arrived.frames[0])
+        elif arrived.kind == "turn":
+            arrived.turn = check_turn(arrived.request.turn, arrived.frames, arrived.limits)
+            arrived.max_id = arrived.turn.max_id
+            arrived.record = Record.of(arrived.frames[1], arrived.frames[0])
         elif len(arrived.frames) != 1:
             raise WireError(f"a score has one payload frame at most, not {len(arrived.frames)}")
         else:
@@ -110,9 +133,18 @@ def _decode(arrived: Arrived) -> Group:
         raise WireError(f"a group result has two payload frames, not {len(frames)}")
     texts, arrays = parse_message(pb.Texts, frames[1]), CompletionArrays.of(frames[0])
     arrived.max_id = check_arrays(arrays, arrived.limits)
-    check_texts(len(frames[1]), len(arrays.token_ids), texts.finish_reasons, FINISHED)
+    if arrays.rows is None:
+        check_texts(len(frames[1]), len(arrays.token_ids), texts.finish_reasons, FINISHED)
+    else:
+        check_rows(arrays.rows, arrays.lengths.tolist(), len(arrays.prompt_ids), arrived.limits)
+        num_tokens = len(arrays.prompt_ids) + len(arrays.token_ids)
+        check_texts(0, num_tokens, texts.finish_reasons, FINISHED)
+        check_samples(texts, arrays.rows.num_samples, num_tokens, len(frames[1]))
     unread = [""] * len(texts.texts)  # no check here needs the texts
-    group = Group(result.group_id, *split_completions(arrays, texts.finish_reasons, unread))
+    prompt_ids, completions = split_completions(arrays, texts.finish_reasons, unread)
+    group = Group(result.group_id, prompt_ids, completions, rows=split_rows(arrays, completions))
+    if group.rows is not None:
+        arrived.turns = turns_of(group)
     if group.digest(like=result.digest) != result.digest:
         raise WireError(f"the digest of group {result.group_id} does not match its arrays")
     if group.num_tokens == 0:

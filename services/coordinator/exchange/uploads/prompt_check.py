@@ -62,6 +62,9 @@ class PromptCheck:
         before, self._encoder, self.unavailable = self._encoder, None, ""
         if before is not None:
             before.end()
+        if spec.environment.is_used:  # its prompts have tools, and what `reset` returns
+            self.unavailable = "its prompts are made by its environment"
+            return
         if not _is_here(spec.policy):
             self.unavailable = "its tokenizer is not on the coordinator's disk"
             log.info("prompts of run %s are not compared with their leases': %s", run_id, self.unavailable)

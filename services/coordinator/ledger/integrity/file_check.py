@@ -118,7 +118,10 @@ def _compare_schema(db: sqlite3.Connection, report: VerifyReport) -> None:
 def _schema(db: sqlite3.Connection) -> dict[str, list[tuple[Any, ...]]]:
     """Return the columns of every table and index by name, sorted."""
     found: dict[str, list[tuple[Any, ...]]] = {}
-    for kind, name, sql in db.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
+    query = (
+        "SELECT type, name, sql FROM sqlite_master UNION ALL SELECT type, name, sql FROM sqlite_temp_master"
+    )
+    for kind, name, sql in db.execute(f"{query} WHERE type IN ('table', 'index')").fetchall():
         try:
             info = db.execute(f'PRAGMA {kind}_info("{name}")').fetchall()
             # Beside the columns: the text after the last bracket, WITHOUT ROWID or an index's condition.

@@ -34,11 +34,17 @@ SEALED = {
     "checkpoints": "",
     "evaluations": "",
     "events": "",
+    "episodes": "",
+    "restarts": "",
 }
 """Tables whose rows carry a checksum, and the condition under which they do; empty: always."""
 
-UNSEALED = {"runs": {"cursor", "next_slot"}}
-"""Columns that change with every lease; verify compares them with the groups."""
+UNSEALED = {
+    "runs": {"cursor", "next_slot"},
+    "episodes": {"header", "arrays", "segment", "start"},
+}
+"""Columns that change with every lease, which verify compares with the groups, and those of bytes that a backup moves into
+the row, which have checksums of their own."""
 
 MAX_SEARCH_BYTES = 8192
 """Size of a row in which a changed bit is searched: the time grows with the square of its size."""

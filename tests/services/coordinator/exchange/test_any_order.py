@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
+import episode_life
+from episode_drivers import ENVIRONMENT
 from exchange_drivers import COMMITTED, World, make_spec
 from exchange_life import Life
 from hypothesis import HealthCheck, given, settings
@@ -60,6 +62,8 @@ class Reference:
         self.step: dict[int, int] = {}
         """Of groups that a rank was given to train."""
         self.parts: dict[tuple[int, int, int], list[tuple[int, str]]] = {}
+        self.turns: dict[tuple[int, int], tuple[int, int]] = {}
+        """Current life and number of acknowledged turns, by group and sample."""
 
     def note(self, request: pb.ExchangeRequest, reply: pb.ExchangeReply) -> None:
         """Compares an answer with all earlier ones."""
@@ -67,9 +71,25 @@ class Reference:
             assert lease.group_id not in self.digest, "an acknowledged group is generated again"
             assert lease.attempt > self.attempt.get(lease.group_id, 0), "an attempt was given out twice"
             self.attempt[lease.group_id] = lease.attempt
+            self._note_journal(lease)
         for task in reply.task.tasks:
             assert self.digest[task.group_id] == task.digest, "another text is scored than was acknowledged"
             assert task.group_id not in self.scored, "an acknowledged score is made again"
+        if reply.status == COMMITTED and request.WhichOneof("body") == "turn":
+            turn = request.turn
+            assert turn.attempt == self.attempt[turn.group_id], (
+                "a turn of an attempt that is over was committed"
+            )
+            life = self.turns.setdefault((turn.group_id, turn.sample), (turn.life, 0))
+            assert life[0] <= turn.life, "a turn of a life that is over was committed"
+            number = life[1] if life[0] == turn.life else 0
+            assert turn.index == number, "a turn was committed twice, or one before it is missing"
+            self.turns[turn.group_id, turn.sample] = (turn.life, number + 1)
+        if reply.status == COMMITTED and request.WhichOneof("body") == "episode_end":
+            end = request.episode_end
+            life = self.turns.get((end.group_id, end.sample), (1, 0))
+            assert end.life >= life[0], "a life ended twice"
+            self.turns[end.group_id, end.sample] = (end.life + 1, 0)
         if reply.status == COMMITTED and request.WhichOneof("body") == "group":
             assert request.group.group_id not in self.digest, "a group was committed twice"
             self.digest[request.group.group_id] = request.group.digest
@@ -86,6 +106,13 @@ class Reference:
                 assert group_id in self.scored
                 assert self.digest[group_id] == digest, "another text is trained than was acknowledged"
                 assert self.step.setdefault(group_id, asked.step) == asked.step, "a group is in two steps"
+
+    def _note_journal(self, lease: pb.Lease) -> None:
+        """Compares a lease's journal with the turns that were acknowledged: none is lost."""
+        journal = {entry.sample: (entry.life, len(entry.arrays_frames)) for entry in lease.journal}
+        for (group_id, sample), acknowledged in self.turns.items():
+            if group_id == lease.group_id:
+                assert journal.get(sample, (1, 0)) == acknowledged, "an acknowledged turn is lost"
 
 
 class WatchedWorld(World):
@@ -132,6 +159,41 @@ def test_any_order_of_events_keeps_the_promise(
             assert world.counters["groups:trained"] == 8
             assert world.ledger.open_groups(world.run_id) == 0
             assert world.kinds("paused") == []
+        finally:
+            world.close()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    actions=st.lists(st.tuples(st.sampled_from(episode_life.ACTIONS), st.integers(0, 11)), max_size=100),
+    order=st.sampled_from(["ready_first", "in_order"]),
+    max_age=st.integers(0, 2),
+)
+@patch.object(failure_causes, "MIN_OF_ONE_CAUSE", 1 << 60)  # pauses are no subject here
+def test_any_order_of_events_keeps_the_promise_of_episodes(
+    actions: list[tuple[str, int]], order: str, max_age: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        spec = make_spec(
+            Path(folder),
+            grpo={"use_dynamic_sampling": True, "max_generation_batches": 10**6},
+            async_grpo={"order": order, "max_trajectory_age_steps": max_age},
+            **ENVIRONMENT,
+        )
+        world = WatchedWorld(Path(folder), spec)
+        try:
+            life = episode_life.EpisodeLife(world)
+            for action, number in actions:
+                life.act(action, number)
+                check(world)
+            life.finish()
+            for index in range(len(life.network)):  # what comes when all is over changes nothing
+                life._deliver(index, keep=True)
+            world.end()
+            check(world)
+            assert world.counters["groups:trained"] == 8
+            assert world.ledger.open_groups(world.run_id) == 0
+            assert world.ledger.db.execute("SELECT COUNT(*) FROM episodes").fetchone()[0] == 0
         finally:
             world.close()
 

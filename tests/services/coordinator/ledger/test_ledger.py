@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from paceline.errors import Conflict, LedgerFault, NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT
 from protos.paceline.v1.worker_pb2 import CheckpointReport
+from services.coordinator.ledger.integrity.file_check import check_file
+from services.coordinator.ledger.integrity.report import VerifyReport
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION
 
@@ -263,6 +266,25 @@ def test_an_older_format_is_upgraded_by_a_coordinator_only(tmp_path: Path) -> No
     Ledger(path, read_only=True).close()
 
 
+def test_a_reader_takes_the_tables_that_the_format_before_lacks_for_empty(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger(path)) as ledger, ledger.transaction():
+        ledger.add_run("a-1", "name: a", "dir")
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript("DROP TABLE episodes; DROP TABLE restarts; PRAGMA user_version = 7")
+    before = path.read_bytes()
+    with closing(Ledger(path, read_only=True)) as reader:
+        report = VerifyReport()
+        check_file(reader.db, report)
+        assert report.problems == []
+        assert reader.episodes.of_group("a-1", 0) == reader.episodes.ended("a-1", 0) == []
+    assert path.read_bytes() == before
+    with closing(Ledger(path)) as ledger:
+        assert ledger.db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
+        assert [row["run_id"] for row in ledger.runs()] == ["a-1"]
+    assert (tmp_path / "ledger.sqlite.format-7").exists()
+
+
 def columns(ledger: Ledger) -> dict[str, list[tuple[object, ...]]]:
     """Return SQLite's description of every table's and index's columns."""
     names = [
@@ -282,7 +304,7 @@ def columns(ledger: Ledger) -> dict[str, list[tuple[object, ...]]]:
 def test_other_tables_are_another_format() -> None:
     """A change of a table takes the next number of the format, here and there: older ledgers lack what was added."""
     words = " ".join(re.sub(r"--.*", "", SCHEMA).split())
-    assert (SCHEMA_VERSION, hashlib.sha256(words.encode()).hexdigest()[:16]) == (7, "ca4e4f7862ca410f")
+    assert (SCHEMA_VERSION, hashlib.sha256(words.encode()).hexdigest()[:16]) == (8, "06823eff5e1ee74c")
 
 
 def test_what_is_no_database_is_refused(tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ GAUGES = {
         "services/reward/worker.py": ("_gauges",),
         "paceline/host/memory.py": ("process_gauges",),
     },
+    "environment_workers": {
+        "services/environment/pace.py": ("gauges",),
+        "services/environment/run.py": ("gauges",),
+        "services/common/membership.py": ("_safe_gauges",),
+    },
     "learner": {"paceline/host/memory.py": ("process_gauges",)},
 }
 """Functions that make the gauges of a pool's workers."""

@@ -50,6 +50,10 @@ def facts(**changes: Any) -> Facts:
     ({"groups": {"leased": 1, "scored": 9}}, "9 groups are scored, but 1 older ones are waited for"),
     ({"admission_closed": "3 MB are free"}, "admission is closed, 3 MB are free"),
     ({"unreadable_data": "row 3 has changed"}, "no prompt is admitted, row 3 has changed"),
+    ({"environments": 0, "leases": 0, "holders": 0}, "0 environment workers hold leases, none is connected"),
+    ({"environments": 2, "leases": 0, "holders": 0}, "2 environment workers are connected, none has set the run up"),
+    ({"environments": 2, "ready_environments": 2, "rollouts": 0}, "no rollout worker is connected"),
+    ({"environments": 2, "ready_environments": 2}, "2 environment workers hold leases, 6 in all"),
     ({}, "2 rollout workers hold leases, 6 in all; 1 of 8 groups are scored, 1 wait for a score"),
 ])  # fmt: skip
 def test_the_reason_is_the_first_thing_that_is_missing(changes: dict[str, Any], words: str) -> None:

@@ -112,13 +112,34 @@ def test_an_upgrade_seals_what_it_finds(tmp_path: Path) -> None:
             if not condition:
                 ledger.db.execute(f"DROP TRIGGER seal_{name}_insert")
                 ledger.db.execute(f"DROP TRIGGER seal_{name}_update")
-            ledger.db.execute(f"ALTER TABLE {name} DROP COLUMN seal")
+            if name in ("episodes", "restarts"):
+                ledger.db.execute(f"DROP TABLE {name}")
+            else:
+                ledger.db.execute(f"ALTER TABLE {name} DROP COLUMN seal")
         ledger.db.execute("PRAGMA user_version = 6")
     with contextlib.closing(Ledger(path)) as ledger:
         assert ledger.db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
         for name in ("runs", "events"):
             ((given, seal),) = stored(ledger.db, name)
             assert given == seal
+
+
+def test_an_upgrade_of_sealed_rows_hides_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with contextlib.closing(Ledger(path)) as ledger:
+        ledger.add_run("a-1", "{}", "dir")
+        ledger.update_run("a-1", state="succeeded")
+        for name in ("episodes", "restarts"):
+            for event in ("insert", "update"):
+                ledger.db.execute(f"DROP TRIGGER seal_{name}_{event}")
+            ledger.db.execute(f"DROP TABLE {name}")
+        ledger.db.execute("PRAGMA user_version = 7")
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE runs SET spec_yaml = '{ }'")
+        db.commit()
+    with contextlib.closing(Ledger(path)) as ledger:
+        ((given, seal),) = stored(ledger.db, "runs")
+        assert given != seal
 
 
 def test_every_table_is_sealed_but_those_that_others_cover() -> None:

@@ -1,0 +1,174 @@
+"""The journal of a group with an environment: what its next holder gets, and the comparison of a result with it.
+
+Every finished turn is in the ledger before the next one is sampled. So the holder of a lease has what all earlier ones have
+finished, and a result is accepted only if it consists of the journaled turns.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from paceline.groups import Group
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange.batches import damaged_groups
+from services.coordinator.exchange.state import ActiveRun, Exchange
+from services.coordinator.exchange.uploads.turn_checks import GroupTurn
+from services.coordinator.ledger.segments import DamagedRecord, Frame, frame_size
+from services.coordinator.ledger.tables.episodes import LEFT_OUT, EndedLife, Lives, left_out_of
+
+FIRST_LIFE = Lives(1, 0, given_up=False)
+
+
+class SampleJournal(NamedTuple):
+    """What the journal has of one sample."""
+
+    lives: Lives
+    turns: list[sqlite3.Row]
+    """Turns of its current life, in order."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether it has its last turn."""
+        return bool(self.turns and self.turns[-1]["last"])
+
+    @property
+    def trained_turns(self) -> list[sqlite3.Row]:
+        """Return the turns that are part of the sample's rows, in the order of the rows' tokens."""
+        left_out = left_out_of(self.turns[-1]) if self.turns else frozenset()
+        turns = [turn for turn in self.turns if turn["turn"] not in left_out]
+        return sorted(turns, key=lambda turn: (turn["row_index"], turn["turn"]))
+
+    @property
+    def left_out_turns(self) -> list[sqlite3.Row]:
+        """Return the turns that are no part of the sample's rows."""
+        left_out = left_out_of(self.turns[-1]) if self.turns else frozenset()
+        return [turn for turn in self.turns if turn["turn"] in left_out]
+
+
+def of_group(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, SampleJournal]:
+    """Return the journal of each sample of a group that has a record."""
+    episodes = exchange.ledger.episodes
+    lives = episodes.lives_of_group(run.run_id, group_id)
+    turns: dict[int, list[sqlite3.Row]] = {}
+    for turn in episodes.of_group(run.run_id, group_id):
+        turns.setdefault(turn["sample"], []).append(turn)
+    return {
+        sample: SampleJournal(lives.get(sample, FIRST_LIFE), turns.get(sample, []))
+        for sample in sorted(lives.keys() | turns.keys())
+    }
+
+
+def frames_of(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
+    """Return arrays and note of each turn of a group, by sample. A life with a turn that cannot be read ends. Raises
+    UnopenedSegment.
+    """
+    while True:
+        try:
+            frames: dict[int, list[tuple[Frame, Frame]]] = {}
+            for turn in exchange.ledger.episodes.of_group(run.run_id, group_id):
+                payload = exchange.ledger.payloads.payload(turn)
+                frames.setdefault(turn["sample"], []).append((payload.arrays, payload.header))
+        except DamagedRecord as damaged:
+            damaged_groups.handle_damaged(exchange, run, damaged)
+        else:
+            return frames
+
+
+def size_of(frames: dict[int, list[tuple[Frame, Frame]]]) -> int:
+    """Return the bytes of a group's turns."""
+    return sum(frame_size(frame) for turns in frames.values() for turn in turns for frame in turn)
+
+
+def add_to_lease(
+    exchange: Exchange,
+    run: ActiveRun,
+    lease: pb.Lease,
+    frames: dict[int, list[tuple[Frame, Frame]]],
+    payloads: list[Frame],
+) -> None:
+    """Add a group's journal to its lease, and its frames to the payloads of the reply."""
+    for sample, journal in of_group(exchange, run, lease.group_id).items():
+        entry = lease.journal.add(
+            sample=sample,
+            life=journal.lives.current,
+            failures=journal.lives.failures,
+            finished=journal.is_finished,
+            given_up=journal.lives.given_up,
+        )
+        for arrays, note in frames.get(sample, ()):
+            payloads += (arrays, note)
+            entry.arrays_frames.append(len(payloads) - 1)
+            entry.note_frames.append(len(payloads))
+
+
+def fault_of_result(journal: dict[int, SampleJournal], group: Group, turns: Iterable[GroupTurn]) -> str:
+    """Return why a result is not what the journal has of its group; empty where it is."""
+    assert group.rows is not None
+    by_sample: dict[int, list[GroupTurn]] = {}
+    for turn in turns:
+        by_sample.setdefault(turn.sample, []).append(turn)
+    for sample in range(group.rows.num_samples):
+        fault = _fault_of_sample(journal.get(sample), by_sample.get(sample, []))
+        if fault:
+            return f"sample {sample} {fault}"
+    return ""
+
+
+def _fault_of_sample(journal: SampleJournal | None, turns: list[GroupTurn]) -> str:
+    if journal is None or not (journal.is_finished or journal.lives.given_up):
+        return "is not finished: its last turn is not in the ledger"
+    if journal.lives.given_up:
+        return f"was given up, but has {len(turns)} turns" if turns else ""
+    expected = journal.trained_turns
+    if len(turns) != len(expected):
+        return f"has {len(turns)} turns, in the ledger are {len(expected)}"
+    rows = {row: index for index, row in enumerate(sorted({turn["row_index"] for turn in expected}))}
+    after_left_out = _turns_after_left_out(journal)
+    for turn, record in zip(turns, expected, strict=True):
+        if (turn.row_index, turn.digest) != (rows[record["row_index"]], record["digest"]):
+            return f"has other tokens in turn {record['turn']} than the ledger"
+        if record["turn"] not in after_left_out and turn.context_digest != record["context_digest"]:
+            return f"has other tokens before turn {record['turn']} than the ledger"
+    return ""
+
+
+def _turns_after_left_out(journal: SampleJournal) -> set[int]:
+    """Return the turns before which the row has tokens of turns that are left out: they are context there."""
+    after, rows = set(), {turn["row_index"] for turn in journal.left_out_turns}
+    for row in rows:
+        left_out = {turn["turn"] for turn in journal.left_out_turns}
+        before_is_left_out = False
+        for turn in (turn for turn in journal.turns if turn["row_index"] == row):
+            if before_is_left_out and turn["turn"] not in left_out:
+                after.add(turn["turn"])
+            before_is_left_out = turn["turn"] in left_out
+    return after
+
+
+def end_left_out(
+    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, journal: dict[int, SampleJournal]
+) -> None:
+    """Book the tokens of the turns that a committed group does not train."""
+    lives = [
+        EndedLife(
+            run.run_id,
+            row["group_id"],
+            sample,
+            entry.lives.current,
+            LEFT_OUT,
+            "",
+            len(entry.left_out_turns),
+            sum(turn["tokens"] for turn in entry.left_out_turns),
+            given_up=False,
+            counts=False,
+        )
+        for sample, entry in journal.items()
+        if entry.left_out_turns
+    ]
+    if not lives:
+        return
+    exchange.ledger.episodes.add_ended(lives)
+    if row["class"] == "train":
+        exchange.ledger.count(run.run_id, f"tokens:dropped:{LEFT_OUT}", sum(life.tokens for life in lives))

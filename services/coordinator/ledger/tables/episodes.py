@@ -1,0 +1,235 @@
+"""Journal of runs with an environment: finished turns of open groups, and lives of samples that were not trained.
+
+A sample has one life at a time. It journals its turns in the table `episodes`; when it ends without being trained, its turns
+are removed and a row in the table `restarts` keeps what they cost. The turns of a group are removed with its result, which
+has their tokens; its rows in `restarts` stay, because the token accounting is computed from them again.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from services.coordinator.ledger.integrity import row_checksums
+from services.coordinator.ledger.segments import DamagedRecord, Location
+
+LEFT_OUT = "left_out"
+"""Reason of turns that were no part of a trained sample."""
+
+FAILED = "environment_failed"
+"""Reason of a life that ended by a fault of the user's code."""
+
+RESTARTED = "restarted"
+"""Reason of a life that was lost with a process."""
+
+OF_SAMPLE = "run_id = ? AND group_id = ? AND sample = ? AND life = ?"
+
+
+class JournaledTurn(NamedTuple):
+    """A finished turn: the columns of its row."""
+
+    run_id: str
+    group_id: int
+    sample: int
+    life: int
+    turn: int
+    last: bool
+    left_out: str
+    """JSON list; of the last turn."""
+    row_index: int
+    num_rows: int
+    row_tokens: int
+    tokens: int
+    oldest_step: int
+    digest: str
+    context_digest: str
+
+
+class EndedLife(NamedTuple):
+    """A life of a sample, or a part of one, that was not trained: the columns of its row."""
+
+    run_id: str
+    group_id: int
+    sample: int
+    life: int
+    reason: str
+    error: str
+    turns: int
+    tokens: int
+    given_up: bool
+    counts: bool
+
+
+class Lives(NamedTuple):
+    """The lives of one sample."""
+
+    current: int
+    """Number of the current life, from 1."""
+    failures: int
+    """Lives that ended by a fault of the environment and count against the budget."""
+    given_up: bool
+
+
+class Total(NamedTuple):
+    """The journaled turns of a group."""
+
+    tokens: int
+    oldest_step: int | None
+    """None without a turn."""
+
+
+class Episodes:
+    """Key by run, group, sample, life and turn. Methods that write run inside a transaction of the ledger."""
+
+    def __init__(self, db: sqlite3.Connection):
+        self._db = db
+
+    # Turns
+
+    def last_turn(self, run_id: str, group_id: int, sample: int, life: int) -> sqlite3.Row | None:
+        """Return the newest turn of a life."""
+        row: sqlite3.Row | None = self._db.execute(
+            f"SELECT * FROM episodes WHERE {OF_SAMPLE} ORDER BY turn DESC LIMIT 1",
+            (run_id, group_id, sample, life),
+        ).fetchone()
+        return row
+
+    def row_tokens(self, run_id: str, group_id: int, sample: int, life: int, row_index: int) -> int:
+        """Return the length of a row of a sample; 0 for a new one."""
+        found = self._db.execute(
+            f"SELECT row_tokens FROM episodes WHERE {OF_SAMPLE} AND row_index = ? ORDER BY turn DESC LIMIT 1",
+            (run_id, group_id, sample, life, row_index),
+        ).fetchone()
+        return 0 if found is None else int(found[0])
+
+    def add(self, turn: JournaledTurn, location: Location) -> None:
+        """Record a turn and the location of its bytes. It is sealed here, because a trigger would cost as much again."""
+        row = turn._asdict() | {"last": int(turn.last)} | location._asdict()
+        self._db.execute(
+            f"INSERT INTO episodes ({', '.join(row)}, seal) VALUES ({', '.join('?' * len(row))}, ?)",
+            (*row.values(), row_checksums.of("episodes", row)),
+        )
+
+    def of_group(self, run_id: str, group_id: int) -> list[sqlite3.Row]:
+        """Return the turns of a group, sample by sample, in their order."""
+        return self._db.execute(
+            "SELECT * FROM episodes WHERE run_id = ? AND group_id = ? ORDER BY sample, life, turn",
+            (run_id, group_id),
+        ).fetchall()
+
+    def total(self, run_id: str, group_id: int) -> Total:
+        """Return the tokens of a group's turns and the oldest version among them."""
+        row = self._db.execute(
+            "SELECT COALESCE(SUM(tokens), 0), MIN(oldest_step) FROM episodes WHERE run_id = ? AND group_id = ?",
+            (run_id, group_id),
+        ).fetchone()
+        return Total(int(row[0]), row[1])
+
+    def damaged(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:
+        """Return the turn whose bytes a damaged record holds."""
+        row: sqlite3.Row | None = self._db.execute(
+            "SELECT * FROM episodes INDEXED BY segment_episodes WHERE segment = ? AND run_id = ?"
+            " AND (start = ? OR start + header_size = ?)",
+            (damaged.segment, run_id, damaged.start, damaged.start),
+        ).fetchone()
+        return row
+
+    def remove(self, run_id: str, group_id: int) -> list[sqlite3.Row]:
+        """Remove the turns of a group. Return (segment, start) of each."""
+        return self._db.execute(
+            "DELETE FROM episodes WHERE run_id = ? AND group_id = ? RETURNING segment, start",
+            (run_id, group_id),
+        ).fetchall()
+
+    def remove_turn(self, turn: sqlite3.Row) -> list[sqlite3.Row]:
+        """Remove a turn. Return its (segment, start)."""
+        return self._db.execute(
+            f"DELETE FROM episodes WHERE {OF_SAMPLE} AND turn = ? RETURNING segment, start",
+            (turn["run_id"], turn["group_id"], turn["sample"], turn["life"], turn["turn"]),
+        ).fetchall()
+
+    # Lives
+
+    def lives(self, run_id: str, group_id: int, sample: int) -> Lives:
+        """Return the lives of a sample."""
+        row = self._db.execute(
+            "SELECT COALESCE(MAX(life), 0) + 1, COALESCE(SUM(counts), 0), COALESCE(MAX(given_up), 0) FROM restarts"
+            " WHERE run_id = ? AND group_id = ? AND sample = ?",
+            (run_id, group_id, sample),
+        ).fetchone()
+        return Lives(int(row[0]), int(row[1]), bool(row[2]))
+
+    def lives_of_group(self, run_id: str, group_id: int) -> dict[int, Lives]:
+        """Return the lives of each sample of a group that has an ended one."""
+        rows = self._db.execute(
+            "SELECT sample, MAX(life) + 1, SUM(counts), MAX(given_up) FROM restarts WHERE run_id = ? AND group_id = ?"
+            " GROUP BY sample ORDER BY sample",
+            (run_id, group_id),
+        ).fetchall()
+        return {row[0]: Lives(row[1], row[2], bool(row[3])) for row in rows}
+
+    def ended(self, run_id: str, group_id: int) -> list[sqlite3.Row]:
+        """Return the ended lives of a group's samples, in their order."""
+        return self._db.execute(
+            "SELECT * FROM restarts WHERE run_id = ? AND group_id = ? ORDER BY sample, life",
+            (run_id, group_id),
+        ).fetchall()
+
+    def end(self, life: EndedLife) -> list[sqlite3.Row]:
+        """Record the end of a life and remove its turns. Return (segment, start) of each."""
+        self.add_ended([life])
+        return self._db.execute(
+            f"DELETE FROM episodes WHERE {OF_SAMPLE} RETURNING segment, start", life[:4]
+        ).fetchall()
+
+    def add_ended(self, lives: Sequence[EndedLife]) -> None:
+        """Record lives whose turns are removed elsewhere."""
+        rows = [
+            life._asdict() | {"given_up": int(life.given_up), "counts": int(life.counts)} for life in lives
+        ]
+        self._db.executemany(
+            f"INSERT INTO restarts ({', '.join(EndedLife._fields)}, seal)"
+            f" VALUES ({', '.join('?' * len(EndedLife._fields))}, ?)",
+            [(*row.values(), row_checksums.of("restarts", row)) for row in rows],
+        )
+
+    def remove_ended(self, run_id: str, group_id: int) -> None:
+        """Remove the ended lives of a group that is only measured, because it begins anew."""
+        self._db.execute("DELETE FROM restarts WHERE run_id = ? AND group_id = ?", (run_id, group_id))
+
+    def clear_failures(self, run_id: str) -> None:
+        """Let no failure count against samples of groups that nobody holds, because a person has removed the cause: samples
+        that were given up begin again."""
+        self._db.execute(
+            "UPDATE restarts SET counts = 0, given_up = 0 WHERE run_id = ? AND counts + given_up > 0 AND group_id IN"
+            " (SELECT group_id FROM groups WHERE run_id = ? AND state = 'admitted')",
+            (run_id, run_id),
+        )
+
+    def remove_class(self, run_id: str, group_class: str) -> list[sqlite3.Row]:
+        """Remove turns and ended lives of the groups of an evaluation. Return (segment, start) of the turns."""
+        in_class = "SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+        self._db.execute(
+            f"DELETE FROM restarts WHERE run_id = ? AND group_id IN ({in_class})",
+            (run_id, run_id, group_class),
+        )
+        return self._db.execute(
+            f"DELETE FROM episodes WHERE run_id = ? AND group_id IN ({in_class}) RETURNING segment, start",
+            (run_id, run_id, group_class),
+        ).fetchall()
+
+    def tokens_by_reason(self, run_id: str) -> dict[str, int]:
+        """Return the tokens of ended lives of the groups to train, by reason."""
+        rows = self._db.execute(
+            "SELECT r.reason, SUM(r.tokens) FROM restarts r JOIN groups g USING (run_id, group_id)"
+            " WHERE run_id = ? AND g.class = 'train' GROUP BY r.reason",
+            (run_id,),
+        ).fetchall()
+        return {str(row[0]): int(row[1]) for row in rows}
+
+
+def left_out_of(row: sqlite3.Row) -> frozenset[int]:
+    """Return the turns that are no part of a sample's rows, by the row of its last turn."""
+    return frozenset(json.loads(row["left_out"]))

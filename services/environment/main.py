@@ -1,0 +1,82 @@
+"""`paceline serve environment` (also `paceline-environment`): parse, wire, run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from functools import partial
+from pathlib import Path
+
+import click
+
+from paceline.tracing import set_up_tracing
+from services.common.advertise import advertised_host
+from services.common.grpc_server import GrpcServer, run_service
+from services.common.options import functions_from_option, token_file_option, worker_options
+from services.common.processes.file_limit import raise_file_limit
+from services.common.processes.parent_death import die_with_starter
+from services.common.processes.quiet_torch import QUIET_TORCH
+from services.common.processes.ready_file import announce
+from services.common.token_guard import worker_guard
+from services.environment.worker import EnvironmentWorker
+
+NAME = "paceline.v1.EnvironmentWorker"
+"""Name in health checks; there are no calls of it."""
+
+
+@click.command()
+@worker_options("environment", grace="Seconds to finish episodes at SIGTERM.")
+@click.option(
+    "--processes",
+    default=0,
+    help="Processes for user code; 0 takes environment.processes of the run, and with 0 there too one for each core.",
+)
+@functions_from_option
+@token_file_option
+def main(
+    coordinator: str,
+    host: str,
+    port: int,
+    advertise_host: str,
+    name: str,
+    processes: int,
+    grace_s: float,
+    functions_from: tuple[Path, ...],
+    ready_file: Path | None,
+) -> None:
+    """An environment worker: runs the episodes of the coordinator's run, with tokens from rollout workers."""
+    die_with_starter()
+    os.environ.setdefault(*QUIET_TORCH)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_tracing("environment")
+    raise_file_limit()
+
+    async def serve(stop: asyncio.Event) -> None:
+        reachable = advertised_host(host, advertise_host, coordinator)
+        worker = EnvironmentWorker(
+            coordinator, f"{name}-{uuid.uuid4().hex[:8]}", processes, functions_from=functions_from
+        )
+        server = GrpcServer(host, port, worker_guard())
+        worker.address = f"{reachable}:{server.port}"
+        worker.assigned.on_readiness = partial(server.set_serving, NAME)
+        async with server, asyncio.TaskGroup() as tasks:
+            await server.set_serving(NAME, True)
+            announce(ready_file, worker.address)
+            loops = [tasks.create_task(worker.membership.run()), tasks.create_task(worker.work())]
+            stopped, drained = asyncio.create_task(stop.wait()), asyncio.create_task(worker.drained.wait())
+            await asyncio.wait((stopped, drained), return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            drained.cancel()
+            worker.membership.draining = True
+            await worker.drain(grace_s)
+            await worker.membership.leave()
+            for loop in loops:
+                loop.cancel()
+
+    run_service(serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""An environment worker's work on one run: request leases as there is room, run the episodes, submit the groups.
+
+Order of waiting: the lease loop waits for room or for the exchange; the task of each group waits for its episodes, which wait
+for rollout workers, for user code and for the exchange's commits, and then for the reply to its result. A finished group is
+kept until that reply.
+
+Promise: whatever happens to a group ends in a submission, in a returned lease with the reason, or with the news that another
+worker holds the lease. A fault of one group ends neither the others nor the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from environment.counts import EpisodeCounts
+from environment.protocols import EpisodeLease, GroupRows, Journal, LeaseLost, TokenSource
+from paceline.backoff import ExponentialBackoff
+from paceline.error_texts import error_text
+from paceline.errors import InvalidInput, PacelineError, PromptTooLong
+from paceline.groups import Group
+from paceline.rate_limited_log import unforeseen
+from paceline.spec import RunSpec
+from paceline.tracing import span
+from paceline.wire import encode_result
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.membership import Membership
+from services.common.reporting.progress_log import ProgressLog
+from services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost
+from services.environment.journal import MAX_ERROR_CHARS, LeasedJournal, LeaseRefused
+from services.environment.leases import read_lease, wanted_by
+from services.environment.pace import TurnPace
+
+LEASE_WAIT_S = 10.0
+RETURN_S = 2.0
+"""Part of a drain's grace for the return of the leases, half of the grace at most."""
+
+RunGroup = Callable[[EpisodeLease, TokenSource, Journal], Awaitable[GroupRows]]
+"""Runs the episodes of a leased group (`environment.episodes.GroupEpisodes`)."""
+
+log = logging.getLogger(__name__)
+
+
+class EnvironmentRun:
+    """Leases and episodes of one run."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        run_id: str,
+        membership: Membership,
+        engines: Engines,
+        run_group: RunGroup,
+        max_samples: int,
+        counts: EpisodeCounts,
+    ):
+        """`max_samples` are the episodes at a time; a group that is larger runs alone. `counts` are the sums of the run's
+        episodes."""
+        self.spec, self.run_id, self.engines = spec, run_id, engines
+        self._membership = membership
+        self._run_group = run_group
+        self._max_samples, self._counts = max_samples, counts
+        self._groups: dict[int, asyncio.Task[None]] = {}
+        """The task of each leased group, until the exchange has answered its result."""
+        self._sizes: dict[int, int] = {}
+        """Samples of each of these groups."""
+        self._room = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = asyncio.Event()
+        self.refused_pause = ExponentialBackoff()
+        """Backoff before the next request for leases, after the exchange has refused a request."""
+        self._progress = ProgressLog(log)
+        self.pace = TurnPace()
+
+    @property
+    def num_leases(self) -> int:
+        """Return the number of leases."""
+        return len(self._groups)
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples of the leased groups."""
+        return sum(self._sizes.values())
+
+    def gauges(self) -> dict[str, float]:
+        """Return the gauges since the last heartbeat."""
+        return {
+            **self.pace.gauges(),
+            "running": float(self.num_samples),
+            "leases": float(self.num_leases),
+            "engines": float(len(self.engines.list)),
+            "broken_turns": float(self.engines.num_broken),
+            "moved_sessions": float(self.engines.list.num_moved),
+            "bridge_breaks": float(self._counts.bridge_breaks),
+            "tool_errors": float(self._counts.tool_errors),
+            "failed_lives": float(self._counts.failures),
+            "replayed_lives": float(self._counts.replayed),
+            "restored_lives": float(self._counts.restored),
+            "restarted_lives": float(self._counts.restarted),
+        }
+
+    async def work(self) -> None:
+        """Take leases and run their episodes until cancelled, or until all leases are gone after `drain`."""
+        async with asyncio.TaskGroup() as tasks:
+            await self._lease_forever(tasks)
+
+    async def drain(self, grace_s: float) -> int:
+        """Take no further lease; let episodes end, then return the leases of the others, whose journals have every finished
+        turn. Return the number of returned leases. Returns within `grace_s` seconds."""
+        self._draining.set()
+        self._room.set()
+        return_s = min(RETURN_S, grace_s / 2)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s - return_s)
+            return 0
+        left = list(self._groups.values())
+        for task in left:
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), return_s)
+        return len(left)
+
+    # Leases
+
+    async def _lease_forever(self, tasks: asyncio.TaskGroup) -> None:
+        group_size = self.spec.grpo.num_generations_per_prompt
+        while not self._draining.is_set():
+            room = self._max_samples - self.num_samples
+            if room < group_size and self._groups:
+                await self._wait_for_room()
+                continue
+            held = pb.Held(group_ids=self._groups)
+            request = pb.ExchangeRequest(
+                run_id=self.run_id,
+                lease=pb.LeaseRequest(room=max(room, 1), wait_s=LEASE_WAIT_S, held=held),
+            )
+            reply, payloads = await self._membership.request(request)
+            if reply.status == pb.REPLY_STATUS_STALE:
+                return  # the run is over; the next assignment is on its way
+            if reply.status == pb.REPLY_STATUS_INVALID:
+                await self._pause_requests(reply.message)
+                continue
+            self.refused_pause.reset()
+            for lease in reply.lease.leases:
+                await self._end_earlier(lease.group_id)
+                self._take(tasks, lease, payloads)
+
+    async def _wait_for_room(self) -> None:
+        self._room.clear()
+        await self._room.wait()  # every group ends, and says so
+
+    async def _pause_requests(self, refusal: str) -> None:
+        pause_s = self.refused_pause.next_s()
+        log.error("asking for leases again in %.0f s, the exchange refuses: %s", pause_s, refusal)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._draining.wait(), pause_s)
+
+    async def _end_earlier(self, group_id: int) -> None:
+        """End the earlier attempt at a group that is leased to this worker again: the journal belongs to the new one."""
+        if (task := self._groups.get(group_id)) is not None:
+            log.warning(
+                "group %d is leased to this worker again: its episodes begin from their journal", group_id
+            )
+            task.cancel()
+            await asyncio.wait((task,))
+
+    def _take(self, tasks: asyncio.TaskGroup, lease: pb.Lease, payloads: Sequence[bytes]) -> None:
+        task = tasks.create_task(self._work_on(lease, payloads))
+        self._groups[lease.group_id] = task
+        self._sizes[lease.group_id] = lease.num_generations
+        self._idle.clear()
+        task.add_done_callback(lambda _: self._release(lease.group_id, task))
+
+    def _release(self, group_id: int, task: asyncio.Task[None]) -> None:
+        if self._groups.get(group_id) is task:
+            del self._groups[group_id], self._sizes[group_id]
+        self._room.set()
+        if not self._groups:
+            self._idle.set()
+
+    # One group
+
+    async def _work_on(self, lease: pb.Lease, payloads: Sequence[bytes]) -> None:
+        """Run the episodes of a lease, from the lease to the exchange's reply."""
+        started_s = time.monotonic()
+        wanted = wanted_by(lease, self.spec.async_grpo.max_trajectory_age_steps)
+        tokens = LeasedTokens(self.engines, wanted, self.pace.note)
+        journal = LeasedJournal(self._membership, self.run_id, lease.group_id, lease.attempt)
+        try:
+            with span("episodes", lease.traceparent, group_id=lease.group_id, attempt=lease.attempt):
+                rows = await self._run_group(read_lease(lease, payloads), tokens, journal)
+            await self._submit(lease, rows, time.monotonic() - started_s)
+        except asyncio.CancelledError:
+            if not self._draining.is_set():
+                raise
+            await self._return_lease(lease)  # its journal goes on elsewhere
+        except LeaseLost as lost:
+            await self._on_lost(lease, lost)
+        except InvalidInput as error:
+            reason = "prompt_too_long" if isinstance(error, PromptTooLong) else "bad_prompt"
+            await self._return_lease(lease, str(error), reason)
+        except Exception as error:
+            if not isinstance(error, PacelineError):
+                unforeseen.note("the episodes of a group", error)
+            await self._return_lease(lease, error_text(error), "")
+        finally:
+            tokens.close()
+
+    async def _on_lost(self, lease: pb.Lease, lost: LeaseLost) -> None:
+        """Return a lease that cannot go on here; where another worker holds it, nothing is left to do."""
+        match lost:
+            case PinLost():
+                log.warning("group %d goes back: %s", lease.group_id, lost)
+                await self._return_lease(lease)
+            case EnginesEnd():
+                await self._return_lease(lease, str(lost), "")
+            case LeaseRefused():
+                await self._return_lease(lease, str(lost), "invalid_result")
+            case _:
+                log.info("%s", lost)
+
+    async def _submit(self, lease: pb.Lease, rows: GroupRows, generate_s: float) -> None:
+        if not rows.completions:
+            detail = next((sample.detail for sample in rows.samples if sample.detail), "no sample has a turn")
+            await self._return_lease(lease, detail, "environment_failed")
+            return
+        group = Group(lease.group_id, rows.prompt_ids, tuple(rows.completions), rows=rows.rows)
+        result = pb.GroupResult(
+            group_id=lease.group_id, attempt=lease.attempt, digest=group.digest(), generate_s=generate_s
+        )
+        request = pb.ExchangeRequest(run_id=self.run_id, group=result)
+        frames = encode_result(rows.prompt_ids, rows.completions, rows.rows, rows.samples)
+        reply, _ = await self._membership.request(request, frames)
+        if reply.status == pb.REPLY_STATUS_INVALID:
+            log.error("group %d was refused: %s", lease.group_id, reply.message)
+            await self._return_lease(lease, reply.message, "invalid_result")
+            return
+        self._progress.note(
+            lambda sums, s: (
+                f"run {self.run_id}: {sums['groups']:.0f} groups with {sums['turns']:,.0f} turns and {sums['tokens']:,.0f} "
+                f"tokens in {s:.0f} s"
+            ),
+            groups=1,
+            turns=len(rows.rows.turns),
+            tokens=group.num_tokens,
+        )
+
+    async def _return_lease(self, lease: pb.Lease, error: str = "", reason: str = "") -> None:
+        """Return a lease; its journal stays in the ledger. With an error the attempt counts as a failure, for good where the
+        reason says that no other attempt would succeed."""
+        returned = pb.LeaseReturn(
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            data_error=error[:MAX_ERROR_CHARS],
+            data_error_reason=reason if error else "",
+        )
+        if error:
+            log.error("group %d goes back: %s", lease.group_id, error)
+        await self._membership.request(pb.ExchangeRequest(run_id=self.run_id, lease_return=returned))

@@ -1,0 +1,180 @@
+"""Journals of open groups are compared, repaired and kept in backups; what is lost of them begins again."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from episode_drivers import ENVIRONMENT, EnvironmentWorker, Episodes, make_turn, serving_rollout
+from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, World
+
+from paceline.groups import Version
+from services.coordinator.audit.repair import repair
+from services.coordinator.audit.samples import samples_of_step
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.backup import back_up
+from services.coordinator.ledger.ledger import Ledger
+
+VERSION = Version(1, 0)
+
+
+def journaled(make_world: MakeWorld) -> tuple[World, Episodes]:
+    """A trained step of which samples were restarted, failed and left turns out, and a group with a journal."""
+    world = make_world(check=False, **ENVIRONMENT)
+    rollout, worker = serving_rollout(world), EnvironmentWorker(world)
+    reward, learner = Reward(world), Learner(world)
+    first, second, third = worker.lease(6)
+    worker.play(first, 0, VERSION, last=False)
+    worker.end(first, 0)
+    worker.end(first, 1, "environment_failed")
+    worker.play_all(first, VERSION)
+    worker.turn(second, 0, make_turn(VERSION, 1))
+    worker.turn(second, 0, make_turn(VERSION, 2, 1), last=True, left_out=[0])
+    worker.play_all(second, VERSION)
+    for held in (first, second):
+        assert worker.finish(held) == COMMITTED
+    for task in reward.tasks():
+        reward.score(task)
+    assert learner.train(0)
+    rollout.hold(1)
+    worker.play(third, 0, VERSION, last=False)
+    worker.end(third, 0)
+    for _ in range(3):
+        worker.play(third, 0, VERSION, last=False)
+    worker.play(third, 1, VERSION, last=True)
+    return world, third
+
+
+def problems(path: Path, run_id: str) -> list[str]:
+    with contextlib.closing(Ledger(path, read_only=True)) as ledger:
+        return verify(ledger, run_id).problems
+
+
+def test_an_honest_journal_has_no_problems(make_world: MakeWorld) -> None:
+    world, _ = journaled(make_world)
+    with contextlib.closing(Ledger(world.path, read_only=True)) as ledger:
+        report = verify(ledger, world.run_id)
+    assert report.problems == []
+    assert (report.facts["journaled_turns"], report.facts["ended_lives"]) == (4, 4)
+    assert report.facts["tokens"] == {
+        "generated": 3 + 18 + 3 + 3 + 9 + 3 + 9 + 3,
+        "trained": 18 + 3 + 9,
+        "dropped": 3 + 3 + 3,
+        "live": 12,
+        "wasted": 0,
+    }
+    (group, other) = samples_of_step(world.ledger, world.run_id, 0)
+    assert [(life["sample"], life["reason"], life["tokens"]) for life in group["restarts"]] == [
+        (0, "restarted", 3),
+        (1, "environment_failed", 0),
+    ]
+    assert [life["reason"] for life in other["restarts"]] == ["left_out"]
+
+
+CHANGES = {
+    "UPDATE restarts SET tokens = tokens + 1 WHERE reason = 'restarted' AND group_id = 0": "dropped are",
+    "DELETE FROM restarts WHERE reason = 'left_out'": "dropped are",
+    "UPDATE restarts SET life = 5 WHERE group_id = 0 AND sample = 0": "its ended life is 5, expected 1",
+    "UPDATE episodes SET tokens = 4 WHERE sample = 1": "it has 3 tokens, on record are 4",
+    "UPDATE episodes SET digest = 'x' WHERE sample = 1": "its arrays give the digest",
+    "UPDATE episodes SET context_digest = 'x' WHERE sample = 1": "the tokens before it give the digest",
+    "UPDATE episodes SET oldest_step = 7 WHERE sample = 1": "its oldest version is 0, on record 7",
+    "UPDATE episodes SET turn = 9 WHERE sample = 0 AND turn = 1": "its turns are [0, 2, 9], expected [0, 1, 2]",
+    "UPDATE episodes SET life = 1 WHERE sample = 0": "its turns are of life 1, expected 2",
+    "UPDATE episodes SET num_rows = 2 WHERE sample = 1": "it has 1 rows, on record are 2",
+    "UPDATE episodes SET left_out = '[7]' WHERE sample = 1": "it leaves out turns [7]",
+    "UPDATE episodes SET last = 1 WHERE sample = 0 AND turn = 0": "it has turns after its last one",
+    "DELETE FROM episodes WHERE sample = 1": "it has 12 tokens, its journal has 9",
+    "UPDATE groups SET oldest_step = 3 WHERE group_id = 2": "its oldest version is 3, its journal's 0",
+    "UPDATE episodes SET group_id = 0 WHERE sample = 1": "it is trained, but its journal is still there",
+    "UPDATE episodes SET group_id = 99 WHERE sample = 1": "they have rows in the table episodes",
+}
+
+
+@pytest.mark.parametrize(("change", "problem"), CHANGES.items(), ids=range(len(CHANGES)))
+def test_what_does_not_agree_is_named(make_world: MakeWorld, change: str, problem: str) -> None:
+    world, _ = journaled(make_world)
+    world.ledger.db.execute(change)
+    found = problems(world.path, world.run_id)
+    assert any(problem in text for text in found), found
+
+
+def closed(make_world: MakeWorld, tmp_path: Path) -> World:
+    world, _ = journaled(make_world)
+    world.ledger.close()
+    assert problems(world.path, world.run_id) == []
+    return world
+
+
+@pytest.fixture
+def spoiled(make_world: MakeWorld, tmp_path: Path) -> Callable[[str], tuple[World, list[str]]]:
+    """Return a function that changes a closed ledger by SQL and repairs it."""
+
+    def spoil(change: str) -> tuple[World, list[str]]:
+        world = closed(make_world, tmp_path)
+        with contextlib.closing(sqlite3.connect(world.path)) as db:
+            db.executescript(change)
+        assert problems(world.path, world.run_id)
+        lines: list[str] = []
+        repair(world.path, lines.append)
+        assert problems(world.path, world.run_id) == []
+        world.ledger = Ledger(world.path)
+        return world, lines
+
+    return spoil
+
+
+def test_a_changed_bit_of_a_turn_is_put_back(spoiled: Callable[[str], tuple[World, list[str]]]) -> None:
+    world, lines = spoiled("UPDATE episodes SET row_tokens = row_tokens + 16 WHERE sample = 1")
+    assert any("its column row_tokens was put back" in line for line in lines), lines
+    assert world.ledger.episodes.row_tokens(world.run_id, 2, 1, 1, 0) == 5
+
+
+def test_turns_behind_a_lost_one_are_taken_out(spoiled: Callable[[str], tuple[World, list[str]]]) -> None:
+    world, lines = spoiled("UPDATE episodes SET digest = 'nothing like it' WHERE sample = 0 AND turn = 1")
+    assert any("turn 2 of sample 0 was taken out" in line for line in lines), lines
+    turns = world.ledger.episodes.of_group(world.run_id, 2)
+    assert [(turn["sample"], turn["turn"]) for turn in turns] == [(0, 0), (1, 0)]
+    assert world.ledger.group_queries.open_tokens(world.run_id) == 6
+
+
+def test_lost_arrays_of_a_turn_end_its_life(make_world: MakeWorld, tmp_path: Path) -> None:
+    world = closed(make_world, tmp_path)
+    with contextlib.closing(sqlite3.connect(world.path)) as db:
+        ((segment, start),) = db.execute(
+            "SELECT segment, start + header_size FROM episodes WHERE sample = 0 AND turn = 1"
+        )
+    path = world.ledger.payloads.folder / f"{segment:08d}.seg"
+    content = bytearray(path.read_bytes())
+    content[start + 100] ^= 1
+    path.write_bytes(content)
+    lines: list[str] = []
+    repair(world.path, lines.append)
+    assert any("sample 0 begins again" in line for line in lines), lines
+    assert problems(world.path, world.run_id) == []
+    world.ledger = Ledger(world.path)
+    assert world.ledger.episodes.lives(world.run_id, 2, 0).current == 3
+
+
+def test_a_backup_has_the_journal_and_a_worker_goes_on_from_it(make_world: MakeWorld, tmp_path: Path) -> None:
+    world, held = journaled(make_world)
+    copy = tmp_path / "copy" / "ledger.sqlite"
+    copy.parent.mkdir()
+    with contextlib.closing(Ledger(world.path, read_only=True)) as reader:
+        back_up(reader, copy)
+    assert problems(copy, world.run_id) == []
+    world.ledger.close()
+    restored = World.found(copy.parent, world.spec)
+    serving_rollout(restored, step=1)
+    worker = EnvironmentWorker(restored, "other")
+    again = next(lease for lease in worker.lease(8) if lease.lease.group_id == held.lease.group_id)
+    for before, after in zip(held.samples, again.samples, strict=True):
+        assert [turn.encode() for turn in before.turns] == [turn.encode() for turn in after.turns]
+    worker.play_all(again, VERSION, turns=4)
+    assert worker.finish(again) == COMMITTED
+    restored.close()
+    world.ledger = Ledger(tmp_path / "other.sqlite")  # for the end of the fixture, which closes it
+    assert problems(copy, world.run_id) == []

@@ -1,0 +1,40 @@
+"""The services that a host starts for its runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.spec import RunSpec
+from services.local.sizes import sizes_for
+
+ENVIRONMENT = {"class": "env.py:Env"}
+
+
+def make(algorithm: str = "grpo", **sections: Any) -> RunSpec:
+    tree: dict[str, Any] = {
+        "algorithm": algorithm,
+        "policy": {"model_name": "none"},
+        "data": {"train": "train.jsonl"},
+        **({"rewards": [{"function": "exact_match"}]} if algorithm == "grpo" else {}),
+    }
+    return RunSpec.model_validate(tree | sections)
+
+
+@pytest.mark.parametrize(
+    ("specs", "numbers"),
+    [
+        ([make()], (2, 1, 0)),
+        ([make(environment=ENVIRONMENT)], (2, 1, 1)),
+        ([make(environment=ENVIRONMENT, cluster={"environment_workers": 3})], (2, 1, 3)),
+        ([make(environment=ENVIRONMENT, cluster={"environment_workers": 0})], (2, 1, 0)),
+        ([make(cluster={"environment_workers": 2, "rollout_workers": 4})], (4, 1, 2)),
+        ([make(cluster={"rollout_workers": 4}), make(environment=ENVIRONMENT)], (4, 1, 1)),
+        ([make("sft")], (0, 0, 0)),
+        ([make("sft"), make(environment=ENVIRONMENT)], (2, 1, 1)),
+    ],
+)
+def test_runs_get_the_workers_that_they_need(specs: list[RunSpec], numbers: tuple[int, int, int]) -> None:
+    sizes = sizes_for(specs)
+    assert (sizes.rollout_workers, sizes.reward_workers, sizes.environment_workers) == numbers
