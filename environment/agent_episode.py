@@ -7,6 +7,7 @@ a limit has been cut off; its turns count all the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ class AgentEpisode:
                 session.lost.exception()
 
     async def _program(self, address: SessionAddress) -> float | None:
-        row = {"prompt": self._context.lease.prompt, **self._context.lease.columns}
+        row = self._context.row
         self._watch.start()
         if self._section.agent:
             return await self._context.code.solve(row, *address, self._deaths)
@@ -89,10 +90,9 @@ class AgentEpisode:
         while session.waits or self._watch.left_s > 0:
             session.changed.clear()
             left_s = None if session.waits else self._watch.left_s
-            try:
-                await asyncio.wait_for(session.changed.wait(), left_s)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):  # wait_for of Python 3.11 may swallow a cancellation
+                    await session.changed.wait()
 
     async def _trains(self, messages: Sequence[Any], tools: Sequence[Any]) -> bool:
         if not self._section.train_call:

@@ -124,8 +124,10 @@ class EnvironmentWorker:
             await asyncio.to_thread(check_requirements, spec.bundle.requirements)
             tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
             processes = self._num_processes or spec.environment.processes or usable_cores()
+            code = UserCode(spec.environment, processes)
+            opened.push_async_callback(code.close)  # also of a start that is cancelled
             with bundled.original_paths():
-                code = await opened.enter_async_context(UserCode(spec.environment, processes))
+                await code.start()
             engines = Engines(assignment.run_id)
             opened.push_async_callback(engines.close)
             if self._engines is not None:
