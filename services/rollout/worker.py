@@ -30,7 +30,7 @@ from services.common.membership import Membership
 from services.common.run_setup import spec_of
 from services.rollout.engine_settings import with_engine_settings
 from services.rollout.gather import gather_or_cancel
-from services.rollout.openai.sampling import MAX_CHARS_PER_TOKEN
+from services.rollout.openai.engine_requests import MAX_CHARS_PER_TOKEN
 from services.rollout.openai.server import Endpoint
 from services.rollout.run import RolloutRun
 
