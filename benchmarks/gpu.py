@@ -25,6 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from paceline.host.process import end_process  # noqa: E402
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -186,7 +188,7 @@ def main() -> int:
     if options.case:
         section, arguments, device, models = json.loads(options.case)
         print(json.dumps(run_case(section, arguments, device, Path(models))))
-        return 0
+        end_process()  # threads of weight links drop tensors, which the interpreter's finalisation does not survive
     if options.table:
         print(tables(json.loads(options.results.read_text())))
         return 0

@@ -1,8 +1,7 @@
 """The process in which reward functions run: it loads them once, then answers one call after another.
 
-`reward.process` starts it with one end of a socket pair. Promises: a function's output cannot get into the protocol, a
-function cannot add more address space than its limit, and the process does not outlive the runner. The runner enforces
-time limits by killing the process. This module never imports torch or transformers.
+`reward.process` starts it with one end of a socket pair, and names the messages. The promises of `paceline.user_code.child`
+hold. The runner enforces time limits by killing the process. This module never imports torch or transformers.
 """
 
 from __future__ import annotations
@@ -10,54 +9,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import errno
-import os
-import resource
-import signal
 import socket
-import sys
 import traceback
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.error_texts import ALIKE
 from paceline.errors import InvalidInput, Unreadable
-from paceline.host.process import die_with_parent
+from paceline.user_code.child import MemoryBudget, connect, is_out_of_memory, is_unreachable
+from paceline.user_code.frames import encode, receive
+from paceline.user_code.loading import describe_error
 from reward.calling import InvalidRewards, call_function, fails_always, form_hint
-from reward.loading import RewardFunction, describe_error, load_function
-from reward.protocol import encode, receive
+from reward.loading import RewardFunction, load_function
 from reward.trainer_view import CallView
-
-MAX_LIMIT_BYTES = 2**62  # the most that setrlimit takes
-OOM_SCORE = 500  # of 1000: when the host runs out of memory, the kernel kills this process before the service
 
 
 @dataclass
 class LoadedFunction:
-    """A function with its arguments, and the address space that it has added so far."""
+    """A function with its arguments and its memory."""
 
     function: RewardFunction
     path: Path | None
     kwargs: dict[str, Any]
-    memory_bytes: int
+    memory: MemoryBudget
     label: str
     timeout_s: float
-    added_bytes: int = 0
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is argv[2] until the runner, process argv[3], closes it."""
-    connection_fd, runner_pid = int(sys.argv[2]), int(sys.argv[3])
-    die_with_parent(
-        runner_pid, signal.SIGKILL
-    )  # on other systems than Linux, the closed socket ends an idle process
-    _be_killed_first()
-    _print_to_stderr()
-    os.set_inheritable(connection_fd, False)
-    connection = socket.socket(fileno=connection_fd)
-    with connection, asyncio.Runner() as loop, contextlib.suppress(EOFError, ConnectionError):
+    """Serve the socket until the runner closes it."""
+    with connect() as connection, asyncio.Runner() as loop, contextlib.suppress(EOFError, ConnectionError):
         _serve(connection, loop)
 
 
@@ -85,7 +68,12 @@ def _load(item: dict[str, Any]) -> LoadedFunction:
     path, colon, _ = item["function"].rpartition(":")
     own_file = Path(path).expanduser().resolve() if colon else None
     return LoadedFunction(
-        function, own_file, item["kwargs"], item["memory_bytes"], item["label"], item["timeout_s"]
+        function,
+        own_file,
+        item["kwargs"],
+        MemoryBudget(item["memory_bytes"]),
+        item["label"],
+        item["timeout_s"],
     )
 
 
@@ -105,7 +93,7 @@ def _outcome(
 
     copied = copy.deepcopy(group)  # a function may change its arguments, but not those of the next one
     try:
-        with _memory_limit(loaded):
+        with loaded.memory.limit():
             rewards = call_function(
                 loaded.function, copied, loaded.kwargs, lambda awaitable: loop.run(wait(awaitable)), view
             )
@@ -115,10 +103,10 @@ def _outcome(
     except BaseException as error:  # sys.exit() in a function is a failure too
         traceback.print_exc()
         description = describe_error(error, loaded.path)
-        if _is_unreachable(error):
+        if is_unreachable(error):
             return {"unavailable": f"could not reach something: {description}"}
-        if _is_out_of_memory(error):
-            limit_mb = loaded.memory_bytes >> 20
+        if is_out_of_memory(error):
+            limit_mb = loaded.memory.memory_bytes >> 20
             return {
                 "raised": f"ran out of memory, memory_mb is {limit_mb}: {description}",
                 "out_of_memory": True,
@@ -126,65 +114,3 @@ def _outcome(
         hint = form_hint(error, group["completions"])
         alike = ALIKE if fails_always(error, group["completions"]) else ""
         return {"raised": f"raised {description}{hint}{alike}", "out_of_memory": False}
-
-
-def _is_unreachable(error: BaseException | None) -> bool:
-    """Return whether a failed connection is the cause: a fault of the called service, not of the function or the data."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
-            return True
-        seen.add(id(error))
-        reason = getattr(error, "reason", None)  # urllib's URLError keeps the cause there
-        error = reason if isinstance(reason, BaseException) else error.__cause__ or error.__context__
-    return False
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return (
-        isinstance(error, MemoryError)
-        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (isinstance(error, RuntimeError) and "allocate memory" in str(error))  # torch
-    )
-
-
-@contextlib.contextmanager
-def _memory_limit(loaded: LoadedFunction) -> Iterator[None]:
-    """Limit the address space that the function adds, over all its calls."""
-    mapped_bytes = _mapped_bytes()
-    if mapped_bytes is None:
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit_bytes = min(mapped_bytes + max(0, loaded.memory_bytes - loaded.added_bytes), MAX_LIMIT_BYTES)
-    if hard != resource.RLIM_INFINITY:
-        limit_bytes = min(limit_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        loaded.added_bytes += (_mapped_bytes() or mapped_bytes) - mapped_bytes
-
-
-def _mapped_bytes() -> int | None:
-    """Return the address space of this process; None on other systems than Linux."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return None
-
-
-def _be_killed_first() -> None:
-    """Let the kernel kill this process before the service when the host runs out of memory. Linux only."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
-
-
-def _print_to_stderr() -> None:
-    """Redirect the functions' output, also below Python, to the service's log."""
-    os.dup2(2, 1)
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(line_buffering=True, errors="backslashreplace")

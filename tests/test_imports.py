@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("paceline", "services", "rollout", "reward", "learner", "protos")
+PACKAGES = ("paceline", "services", "rollout", "reward", "learner", "environment", "protos")
 MAY_IMPORT = {
     "protos": {"protos"},
     "paceline": {"paceline", "protos"},
     "rollout": {"rollout", "paceline", "protos"},
     "reward": {"reward", "paceline", "protos"},
     "learner": {"learner", "paceline", "protos"},
+    "environment": {"environment", "paceline", "protos"},
     "services": set(PACKAGES),
 }
 HEAVY = {"torch", "transformers", "vllm", "datasets", "grpc"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-PACKAGES = ("paceline", "rollout", "reward", "learner", "services")
+PACKAGES = ("paceline", "rollout", "reward", "learner", "environment", "services")
 MAX_HOPS = 2
 """Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
@@ -71,6 +71,7 @@ COVERED_BY = {
     "paceline/spec/sections/bundle.py": "tests/paceline/bundle/test_collecting.py",
     "paceline/spec/sections/data.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/distillation.py": "tests/paceline/spec/test_reading.py",
+    "paceline/spec/sections/environment.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/grpo.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/policy.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/sections/supervised.py": "tests/paceline/spec/test_reading.py",
@@ -78,6 +79,13 @@ COVERED_BY = {
     "paceline/spec/sections/vllm.py": "tests/paceline/spec/test_reading.py",
     "paceline/spec/value.py": "test_reading.py",
     "paceline/tracing.py": "tests/e2e/test_tracing.py",
+    "paceline/user_code/child.py": "tests/reward/test_runner.py",
+    "paceline/user_code/ends.py": "tests/reward/test_runner.py",
+    "paceline/user_code/frames.py": "tests/reward/test_runner.py",
+    "paceline/user_code/loading.py": "tests/reward/test_loading.py",
+    "paceline/user_code/process.py": "tests/reward/test_runner.py",
+    "paceline/user_code/shared_process.py": "tests/reward/models/test_pool.py",
+    "paceline/user_code/spawning.py": "tests/reward/test_runner.py",
     "paceline/weights/link.py": "tests/rollout/weights/test_link_receiver.py",
     "paceline/weights/lora_names.py": "tests/rollout/weights/test_adapter.py",
     "paceline/weights/packing.py": "test_manifest.py",
@@ -86,11 +94,13 @@ COVERED_BY = {
     "reward/builtin/answers.py": "test_mathematics.py",
     "reward/builtin/inputs.py": "test_formats.py",
     "reward/builtin/reward_model.py": "tests/e2e/test_preference_runs.py",
+    "reward/code/harness.py": "test_grading.py",
+    "reward/code/settings.py": "tests/reward/builtin/test_code_tests.py",
     "reward/judging/settings.py": "tests/reward/builtin/test_judges.py",
     "reward/models/client.py": "test_pool.py",
     "reward/models/settings.py": "test_pool.py",
+    "reward/models/texts.py": "test_scorer.py",
     "reward/process.py": "test_runner.py",
-    "reward/protocol.py": "test_runner.py",
     "reward/results.py": "test_runner.py",
     "reward/sandbox/bwrap.py": "test_attacks.py",
     "reward/sandbox/landlock.py": "test_attacks.py",

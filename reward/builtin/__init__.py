@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reward.builtin import judges
+from reward.builtin.code_tests import code_settings, code_tests
 from reward.builtin.environment import environment
 from reward.builtin.formats import exact_match, format_regex, think_answer_format
 from reward.builtin.lengths import length, soft_overlong
@@ -18,6 +19,7 @@ from reward.builtin.reward_model import process_reward_model, reward_model
 
 BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "environment": environment,
+    "code_tests": code_tests,
     "exact_match": exact_match,
     "format_regex": format_regex,
     "judge": judges.judge,
@@ -32,8 +34,9 @@ BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
 """Functions by their name in `RewardFunctionSection.function`."""
 
 SETTINGS: dict[str, Callable[[object], Any]] = {
+    "code_tests": code_settings,
     "judge": judges.score_settings,
     "judge_pairwise": judges.pair_settings,
 }
-"""Readers of the `kwargs` of functions that get them as `settings`. They raise InvalidInput, and return the settings, whose
-`columns` the function reads."""
+"""Readers of the `kwargs` of functions that get them as `settings`. They raise InvalidInput, and return the settings: the
+function reads their `columns`; `check_submitted` and `check_host` raise where a run or a worker cannot have it."""

@@ -16,6 +16,7 @@ def reward_model(
     completions: list[Any],
     *,
     path: str,
+    endpoint: dict[str, Any] | None = None,
     scale: float = 1.0,
     offset: float = 0.0,
     chat_template_kwargs: dict[str, Any] | None = None,
@@ -33,6 +34,7 @@ def reward_model(
     """
     settings = {
         "path": path,
+        "endpoint": endpoint,
         "scale": scale,
         "offset": offset,
         "chat_template_kwargs": chat_template_kwargs,
@@ -49,6 +51,7 @@ def process_reward_model(
     completions: list[Any],
     *,
     path: str,
+    endpoint: dict[str, Any] | None = None,
     scale: float = 1.0,
     offset: float = 0.0,
     chat_template_kwargs: dict[str, Any] | None = None,
@@ -68,6 +71,7 @@ def process_reward_model(
     """
     settings = {
         "path": path,
+        "endpoint": endpoint,
         "scale": scale,
         "offset": offset,
         "chat_template_kwargs": chat_template_kwargs,
@@ -97,7 +101,7 @@ def _rewards(
 @functools.lru_cache(maxsize=2)
 def _load(function: str, settings_json: str) -> Any:
     """Return the model of these settings, loaded once a process."""
-    from reward.models.scorer import load_scorer
+    from reward.models.pooled import open_scorer
     from reward.models.settings import model_settings
 
-    return load_scorer(model_settings(function, json.loads(settings_json)))
+    return open_scorer(model_settings(function, json.loads(settings_json)))

@@ -99,13 +99,20 @@ class Endpoint:
         """
         merged = {**body, **self._settings.extra_body}
         sent = json.dumps({name: value for name, value in merged.items() if value is not None}).encode()
+        return await self._attempts("POST", route, sent)
+
+    async def get(self, route: str) -> dict[str, Any]:
+        """Return the JSON object at a route. Raises as `post`."""
+        return await self._attempts("GET", route, None)
+
+    async def _attempts(self, method: str, route: str, sent: bytes | None) -> dict[str, Any]:
         url = f"{self._settings.base_url}/{route}"
         for attempt in range(1, self._settings.attempts + 1):
             try:
                 async with self._slots:
                     await self._rate.turn(self._per_minute)
                     self._count("requests", 1)
-                    return await self._once(url, sent)
+                    return await self._once(method, url, sent)
             except _Passing as error:
                 self._count("failed", 1)
                 self._rate.pause(error.retry_after_s)
@@ -118,12 +125,14 @@ class Endpoint:
                 raise
         raise AssertionError("the last attempt returns or raises")
 
-    async def _once(self, url: str, sent: bytes) -> dict[str, Any]:
+    async def _once(self, method: str, url: str, sent: bytes | None) -> dict[str, Any]:
         assert self._session is not None, "used inside its context"
         headers = {"Content-Type": "application/json"}
         try:
             # A redirect could carry the key elsewhere.
-            async with self._session.post(url, data=sent, headers=headers, allow_redirects=False) as answer:
+            async with self._session.request(
+                method, url, data=sent, headers=headers, allow_redirects=False
+            ) as answer:
                 text = await _read(answer)
                 status, retry_after = answer.status, answer.headers.get("Retry-After", "")
         except TimeoutError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -51,6 +52,13 @@ class JudgeSettings(Section):
         if self.temperature == "auto":
             return 0.0 if self.votes == 1 else 0.7
         return self.temperature
+
+    def check_host(self) -> None:
+        """Raises Unreadable where this worker has no key; another one may have it."""
+        self.endpoint.key()
+
+    def check_submitted(self, row: Mapping[str, Any], num_completions: int, timeout_s: float) -> None:
+        """Nothing of a judge depends on the data but its columns."""
 
     @model_validator(mode="after")
     def _check_votes(self) -> JudgeSettings:

@@ -63,6 +63,8 @@ class RewardModels:
         except InvalidInput as error:
             return {"raised": f"cannot load its model: {error}"}
         reply = await process.score(prompts, completions, function.timeout_s)
+        if "unavailable" in reply:
+            return {"unavailable": f"could not reach its model: {reply['unavailable']}"}
         if "raised" in reply:
             return {"raised": f"raised {reply['raised']}"}
         try:

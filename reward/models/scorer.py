@@ -11,26 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from paceline.data.tokens import encode_for_scoring, encode_prompt, padding_token_id
+from paceline.data.tokens import padding_token_id
 from paceline.errors import InvalidInput, Unreadable
 from paceline.models.loading import fault_of_load, resolved_dtype
 from reward.models.batching import passes
 from reward.models.settings import ModelSettings, ProcessModelSettings
 from reward.models.source import fetched
+from reward.models.texts import Text, TextEncoder
 
 UNBOUNDED = 1 << 30
-
-
-class Text(NamedTuple):
-    """One text to score."""
-
-    ids: list[int]
-    places: list[int]
-    """Tokens at which the model's outputs count: the ends of steps; none where the model itself finds the last token."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +43,7 @@ class Scorer:
 
     def __init__(self, settings: ModelSettings, loaded: Model) -> None:
         self._settings, self._loaded = settings, loaded
+        self._texts = TextEncoder(settings, loaded.tokenizer)
 
     @property
     def version(self) -> str:
@@ -58,10 +52,7 @@ class Scorer:
 
     def encode(self, prompt: Any, completion: Any) -> Text:
         """Return the tokens of a prompt with its completion. Raises InvalidInput where they cannot be written."""
-        tokenizer, kwargs = self._loaded.tokenizer, self._settings.chat_template_kwargs or {}
-        if isinstance(self._settings, ProcessModelSettings):
-            return self._steps(prompt, completion, self._settings.step_separator)
-        return Text(encode_for_scoring(tokenizer, prompt, completion, "auto", kwargs).tolist(), [])
+        return self._texts.encode(prompt, completion)
 
     def scores(
         self, texts: Sequence[Text], ran: Callable[[int], None] = lambda texts: None
@@ -93,34 +84,21 @@ class Scorer:
             mask_NT[row, : len(text.ids)] = 1
         device = self._loaded.device
         logits = self._loaded.model(input_ids=ids_NT.to(device), attention_mask=mask_NT.to(device)).logits
-        if not isinstance(self._settings, ProcessModelSettings):
+        settings = self._settings
+        if not isinstance(settings, ProcessModelSettings):
             return [[score] for score in logits[:, 0].float().tolist()]
-        return [self._at_steps(logits[row, text.places].float()) for row, text in enumerate(texts)]
+        return [
+            chances_at_steps(logits[row, text.places].float(), settings) for row, text in enumerate(texts)
+        ]
 
-    def _at_steps(self, logits_SL: torch.Tensor) -> list[float]:
-        if logits_SL.shape[-1] == 1:
-            chances: list[float] = logits_SL[:, 0].sigmoid().tolist()
-            return chances
-        assert isinstance(self._settings, ProcessModelSettings)
-        chances = logits_SL.softmax(-1)[:, self._settings.positive_label].tolist()
+
+def chances_at_steps(logits_SL: torch.Tensor, settings: ProcessModelSettings) -> list[float]:
+    """Return [S] probabilities of the steps being right, from the outputs at their ends."""
+    if logits_SL.shape[-1] == 1:
+        chances: list[float] = logits_SL[:, 0].sigmoid().tolist()
         return chances
-
-    def _steps(self, prompt: Any, completion: Any, separator: str) -> Text:
-        """Return the prompt and the steps, each followed by the separator, at whose last token the model scores it."""
-        text = completion if isinstance(completion, str) else completion[-1]["content"]
-        tokenizer = self._loaded.tokenizer
-        ids = encode_prompt(tokenizer, prompt, "auto", self._settings.chat_template_kwargs or {}).tolist()
-        behind: list[int] = tokenizer(separator, add_special_tokens=False)["input_ids"]
-        places = []
-        for step in steps_of(text, separator):
-            ids = [*ids, *tokenizer(step, add_special_tokens=False)["input_ids"], *behind]
-            places.append(len(ids) - 1)
-        return Text(ids, places)
-
-
-def steps_of(text: str, separator: str) -> list[str]:
-    """Return the steps of a completion, without empty ones; an empty completion is one step."""
-    return [step for step in text.split(separator) if step.strip()] or [text]
+    chances = logits_SL.softmax(-1)[:, settings.positive_label].tolist()
+    return chances
 
 
 def load_scorer(settings: ModelSettings) -> Scorer:
@@ -138,7 +116,7 @@ def load_scorer(settings: ModelSettings) -> Scorer:
     source, version = fetched(settings.path)
     try:
         config = AutoConfig.from_pretrained(source)
-        _check_kind(settings, config)
+        check_kind(settings, config)
         tokenizer = AutoTokenizer.from_pretrained(source)
         kind = AutoModelForTokenClassification if by_step else AutoModelForSequenceClassification
         dtype = getattr(torch, resolved_dtype(settings.precision, device.type))
@@ -148,13 +126,22 @@ def load_scorer(settings: ModelSettings) -> Scorer:
         if fault is None:
             raise
         raise fault from None
+    check_separator(settings, tokenizer)
+    model.config.pad_token_id = padding_token_id(tokenizer)
+    return Scorer(settings, Model(model.to(device), tokenizer, version, device, longest_text(config)))
+
+
+def longest_text(config: Any) -> int:
+    """Return the tokens of the longest text that a model reads."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED
+
+
+def check_separator(settings: ModelSettings, tokenizer: Any) -> None:
+    """Raises InvalidInput for a separator of steps that has no token."""
     if isinstance(settings, ProcessModelSettings):
         separator = settings.step_separator
         if not tokenizer(separator, add_special_tokens=False)["input_ids"]:
             raise InvalidInput(f"step_separator {separator!r} has no token in the model's tokenizer")
-    model.config.pad_token_id = padding_token_id(tokenizer)
-    read = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return Scorer(settings, Model(model.to(device), tokenizer, version, device, read or UNBOUNDED))
 
 
 def device_of(settings: ModelSettings) -> torch.device:
@@ -171,7 +158,7 @@ def device_of(settings: ModelSettings) -> torch.device:
     return device
 
 
-def _check_kind(settings: ModelSettings, config: Any) -> None:
+def check_kind(settings: ModelSettings, config: Any) -> None:
     """Raises InvalidInput for a model of another kind."""
     by_step = isinstance(settings, ProcessModelSettings)
     kinds, wanted = (

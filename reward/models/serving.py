@@ -5,28 +5,25 @@ answers; with `refresh_s` a third one looks for other weights and loads them, an
 batches. The runner's end of the socket ends the process.
 
 runner → process    {"model": settings, "function": name, "memory_bytes": n}   once, first
-                    {"score": id, "prompts": [C], "completions": [C]}
+                    {"id": n, "prompts": [C], "completions": [C]}
 process → runner    {"loaded": version} | {"refused": text, "passing": bool}
-                    {"scored": id, "scores": [[…] or null], "version": text} | {"scored": id, "raised": text}
+                    {"id": n, "scores": [[…] or null], "version": text} | {"id": n, "raised": text} | {"id": n, "unavailable": text}
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
-import signal
 import socket
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 from paceline.error_texts import error_text
 from paceline.errors import InvalidInput, PacelineError, Unreadable
-from paceline.host.process import die_with_parent
-from reward.protocol import encode, receive
+from paceline.user_code.child import connect
+from paceline.user_code.frames import encode, receive
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +32,9 @@ MAX_GROUPS = 256
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is argv[2] until the runner, process argv[3], closes it."""
-    connection_fd, runner_pid = int(sys.argv[2]), int(sys.argv[3])
-    die_with_parent(runner_pid, signal.SIGKILL)
-    os.dup2(2, 1)
+    """Serve the socket until the runner closes it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    os.set_inheritable(connection_fd, False)
-    connection = socket.socket(fileno=connection_fd)
-    with connection, contextlib.suppress(EOFError, ConnectionError):
+    with connect(killed_first=False) as connection, contextlib.suppress(EOFError, ConnectionError):
         _serve(connection)
 
 
@@ -85,22 +77,23 @@ class ModelServer:
     """The loaded model, and the one that takes its place."""
 
     def __init__(self, load: dict[str, Any]) -> None:
-        """Load the model. Raises what `load_scorer` raises."""
-        from reward.models.scorer import device_of, load_scorer
+        """Load the model. Raises what `open_scorer` raises."""
+        from reward.models.pooled import open_scorer
+        from reward.models.scorer import device_of
         from reward.models.settings import model_settings
 
         self._settings = model_settings(load["function"], load["model"])
         if device_of(self._settings).type == "cpu":  # CUDA reserves far more address space than it uses
             _limit_memory(load["memory_bytes"])
-        self._load = load_scorer
-        self._scorer = load_scorer(self._settings)
+        self._load = open_scorer
+        self._scorer: Any = open_scorer(self._settings)
         self._newer: Any = None
         """The newest weights that the thread has loaded."""
 
     @property
     def version(self) -> str:
         """Version of the weights that score."""
-        return self._scorer.version
+        return str(self._scorer.version)
 
     def answers(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return a reply to each request. Groups share passes; where a common pass fails, each is scored alone, so that it
@@ -119,6 +112,9 @@ class ModelServer:
                 found[index] = _raised(request, error)
         try:
             self._score_together(requests, encoded, found)
+        except ConnectionError as error:  # of the server that holds the model
+            for index, _ in encoded:
+                found[index] = _raised(requests[index], error)
         except Exception:
             for item in encoded:
                 try:
@@ -136,7 +132,7 @@ class ModelServer:
         scores = iter(self._scorer.scores([text for _, texts in encoded for text in texts]))
         for index, texts in encoded:
             own = [next(scores) for _ in texts]
-            found[index] = {"scored": requests[index]["score"], "scores": own, "version": self.version}
+            found[index] = {"id": requests[index]["id"], "scores": own, "version": self.version}
 
     def start_refreshing(self) -> None:
         """Look for other weights every `refresh_s`, in a thread, if that is set."""
@@ -164,7 +160,9 @@ class ModelServer:
 
 
 def _raised(request: dict[str, Any], error: Exception) -> dict[str, Any]:
-    return {"scored": request["score"], "raised": f"{type(error).__name__}: {error}"[:2000]}
+    if isinstance(error, ConnectionError):
+        return {"id": request["id"], "unavailable": str(error)[:2000]}
+    return {"id": request["id"], "raised": f"{type(error).__name__}: {error}"[:2000]}
 
 
 def _limit_memory(memory_bytes: int) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from paceline.spec.sections.base import NonNegativeFloat, PositiveInt, Section
-from reward.endpoints.settings import checked_settings
+from reward.endpoints.settings import EndpointSettings, checked_settings
 
 
 class ModelSettings(Section):
     """`reward_model`: a sequence classification with one output."""
 
     path: Annotated[str, Field(min_length=1)]
-    """Folder, fsspec URL, name on the hub, or a folder of exports, of which the newest step is taken."""
+    """Folder, fsspec URL, name on the hub, or a folder of exports, of which the newest step is taken. With `endpoint` only its
+    tokenizer and config.json are read."""
+    endpoint: EndpointSettings | None = None
+    """vLLM's server that holds the model, for one that is larger than a GPU; `base_url` is the URL before `/pooling`."""
     scale: float = 1.0
     """Factor of the score, after `offset`."""
     offset: float = 0.0
@@ -29,6 +32,16 @@ class ModelSettings(Section):
     """Tokens of one pass, padding included; a longer text is a pass alone."""
     refresh_s: NonNegativeFloat = 0.0
     """Seconds between two looks for other weights at `path`, which take the place of the present ones; 0 is never."""
+
+    @model_validator(mode="after")
+    def _check_endpoint(self) -> ModelSettings:
+        for name in ("device", "precision", "refresh_s"):
+            value = getattr(self, name)
+            if self.endpoint is not None and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} {value!r} is for a model that the worker loads, but endpoint names a server; set it there"
+                )
+        return self
 
     def shared(self) -> dict[str, Any]:
         """Return the settings that functions have in common which share one process."""

@@ -41,13 +41,13 @@ def located(path: str) -> str:
     )
 
 
-def fetched(path: str) -> tuple[str, str]:
+def fetched(path: str, *, weights: bool = True) -> tuple[str, str]:
     """Return what transformers' `from_pretrained` takes, and the version of the files there: both change with them.
 
-    Files of a URL are copied to this host. Raises Unreadable when they cannot be read now, InvalidInput for an unknown URL.
+    Files of a URL are copied to this host, with `weights` or without. Raises Unreadable when they cannot be read now, InvalidInput for an unknown URL.
     """
     place = located(path)
-    source = model_source(place, "reward model", weights=True)
+    source = model_source(place, "reward model", weights=weights)
     if not Path(source).is_dir():
         return source, source  # a name on the hub, of which transformers keeps one copy
     content = repr((place, source, stamp(Path(source), FILES)))

@@ -1,7 +1,7 @@
 """Watches a sandboxed program: feeds it, reads a bounded amount, measures it, and ends it at a limit.
 
 What bounds output, disk and time is here, in the caller's process, whatever the sandbox promises itself. One thread does
-all of it with a poll of the pipes; between events it looks at the program every `LOOK_S`.
+all of it with a poll of the pipes; between events it looks at the program every `LOOK_S`, from the program's own start on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
 
 LOOK_S = 0.02
 """Seconds between two looks; longer where one takes more than a tenth of that."""
+START_S = 30.0
+"""Seconds that the sandbox has to start the program, on a host that is busy with others."""
 END_S = 5.0
 """Seconds that the sandbox has to end everything after the kill."""
 STARVED_SHARE = 0.1
@@ -64,13 +66,16 @@ def supervise(
     files: Files,
     ready: bytes,
     stdin: bytes = b"",
+    *,
+    start_s: float = START_S,
 ) -> Outcome:
     """Start a program, watch it to its end, and return what became of it.
 
-    files: the program's folder. ready: what the launcher writes to standard error once everything holds. Raises SandboxFailed: it did not start, nothing ended it, or it was
-    left without a processor.
+    files: the program's folder. ready: what the launcher writes to standard error once everything holds; the limits count
+    from there. start_s: the longest wait for it. Raises SandboxFailed: it did not start, nothing ended it, or it was left
+    without a processor.
     """
-    started_s = time.monotonic()
+    began_s = time.monotonic()
     try:
         child = start()
     except (OSError, RuntimeError) as error:
@@ -78,10 +83,15 @@ def supervise(
     ends = (child.stdin, child.stdout, child.stderr)
     pipes = Pipes(ends, stdin, limits.output_bytes, len(ready), child.pid)
     code: int | None = None
+    ending: Ending | None = None
+    starved = False
     try:
-        ending = _watch(child, pipes, limits, files, started_s)
-        starved = ending == "time" and _is_starved(child.pid, limits.time_s)
-        child.kill()
+        if late := not _started(child, pipes, ready, began_s + start_s):
+            child.kill()
+        else:
+            ending = _watch(child, pipes, limits, files)
+            starved = ending == "time" and _is_starved(child.pid, limits.time_s)
+            child.kill()
         with contextlib.suppress(TimeoutError):
             code = child.wait(END_S)
         pipes.read_rest()
@@ -94,14 +104,27 @@ def supervise(
         raise SandboxFailed(f"the program got hardly any processor in its {limits.time_s:g} s")
     if not pipes.stderr_bytes.startswith(ready):
         text = bytes(pipes.stderr_bytes[:500]).decode(errors="replace").strip()
-        raise SandboxFailed(
-            f"the sandbox did not start the program ({ending or f'status {code}'}): {text or 'no reason given'}"
-        )
-    return _outcome(ending or ("output" if pipes.full else None), code, pipes, time.monotonic() - started_s)
+        how = f"within {start_s:g} s" if late else f"status {code}"
+        raise SandboxFailed(f"the sandbox did not start the program ({how}): {text or 'no reason given'}")
+    return _outcome(ending or ("output" if pipes.full else None), code, pipes, time.monotonic() - began_s)
 
 
-def _watch(child: Child, pipes: Pipes, limits: Limits, files: Files, started_s: float) -> Ending | None:
+def _started(child: Child, pipes: Pipes, ready: bytes, until_s: float) -> bool:
+    """Serve the pipes until the program starts or the sandbox ends; return False where neither came in time.
+
+    Until then the process is a copy of this one, whose memory is shared and would count as the program's, or the launcher.
+    """
+    while not pipes.stderr_bytes.startswith(ready) and not child.ended():
+        left_s = until_s - time.monotonic()
+        if left_s <= 0 or pipes.full:
+            return False
+        pipes.serve(left_s)
+    return True
+
+
+def _watch(child: Child, pipes: Pipes, limits: Limits, files: Files) -> Ending | None:
     """Serve the pipes until the program ends; return the limit that it passed before, if it did."""
+    started_s = time.monotonic()
     look_s = started_s + LOOK_S
     while not child.ended():
         now_s = time.monotonic()

@@ -66,3 +66,18 @@ def test_a_case_that_fails_is_said_and_measured_again(tmp_path: Path) -> None:
     results.write_text(json.dumps(known))
     assert run("--device", "cpu", "--only", "checkpoint", "--results", str(results)).returncode == 0
     assert "error" not in json.loads(results.read_text())["checkpoint tiny"]
+
+
+def test_a_case_ends_without_the_interpreters_finalisation() -> None:
+    """Threads of weight links take the interpreter's lock when they drop tensors; one that meets the finalisation aborts the
+    process ("terminate called without an active exception"), on a busy machine only."""
+    program = """
+import atexit, sys
+from benchmarks import gpu
+gpu.run_case = lambda *arguments: {"ran": True}
+atexit.register(print, "finalised")
+sys.argv = ["gpu.py", "--case", '["publish", {}, "cpu", "."]']
+gpu.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, '{"ran": true}\n'), ended.stderr

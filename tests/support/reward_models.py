@@ -19,12 +19,11 @@ def save_classifier(
     """Write a classification of sequences, or with `by_token` of tokens, whose scores differ clearly by the text."""
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **changes}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16, **changes}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=16,
         max_position_embeddings=MAX_TOKENS,
         initializer_range=0.3,
         num_labels=labels,

@@ -38,6 +38,7 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
     for field, source in (("data.train", data.prompts), ("data.validation", data.validation)):
         if source is not None:
             _check_reward_columns(spec, field, source)
+            _check_reward_settings(spec, source)
             _check_template(spec, source)
             warnings += _shadowed(field, source)
     return data, warnings
@@ -69,6 +70,21 @@ def _check_reward_columns(spec: RunSpec, field: str, source: PromptSource) -> No
                 f"rewards.{index}: {reward.label!r} needs the column {missing[0]!r}, but those of {field} besides the prompt "
                 f"are: {', '.join(source.columns) or 'none'}; {remedy}, or add the column"
             )
+
+
+def _check_reward_settings(spec: RunSpec, source: PromptSource) -> None:
+    """Raises DataError for settings of a built-in function that do not fit the first row or the size of groups."""
+    from reward.builtin import SETTINGS
+
+    for index, reward in enumerate(spec.rewards):
+        if reward.function in SETTINGS:
+            settings = SETTINGS[reward.function](reward.kwargs)
+            try:
+                settings.check_submitted(
+                    source.draw(0)[1], spec.grpo.num_generations_per_prompt, reward.timeout_s
+                )
+            except InvalidInput as error:
+                raise DataError(f"rewards.{index}: {error}") from None
 
 
 def _columns_of(reward: RewardFunctionSection) -> list[str]:

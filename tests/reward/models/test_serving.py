@@ -17,7 +17,7 @@ def load(path: Path, **settings: Any) -> dict[str, Any]:
 
 
 def group(number: int, *completions: Any) -> dict[str, Any]:
-    return {"score": number, "prompts": ["1+1="] * len(completions), "completions": list(completions)}
+    return {"id": number, "prompts": ["1+1="] * len(completions), "completions": list(completions)}
 
 
 def test_groups_share_passes_and_get_their_own_scores(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_groups_share_passes_and_get_their_own_scores(tmp_path: Path) -> None:
     server._scorer.scores = lambda texts: scores(texts, sizes.append)  # type: ignore[method-assign]
     together = server.answers([group(5, "2", "30"), group(6, "30"), group(7, "2", "2", "4")])
     assert sizes == [6]
-    assert [reply["scored"] for reply in together] == [5, 6, 7]
+    assert [reply["id"] for reply in together] == [5, 6, 7]
     assert together[0]["scores"][1] == pytest.approx(together[1]["scores"][0], abs=1e-6)
     assert together[2]["scores"][0] == pytest.approx(together[0]["scores"][0], abs=1e-6)
 
@@ -44,8 +44,8 @@ def test_a_group_that_cannot_be_scored_fails_alone(tmp_path: Path) -> None:
     server._scorer.scores = runs_out_of_memory  # type: ignore[method-assign]
     good, long, wrong = server.answers([group(1, "2"), group(2, "3" * 40), group(3, {"role": "assistant"})])
     assert len(good["scores"]) == 1
-    assert long == {"scored": 2, "raised": "RuntimeError: can't allocate memory: too much"}
-    assert wrong["scored"] == 3
+    assert long == {"id": 2, "raised": "RuntimeError: can't allocate memory: too much"}
+    assert wrong["id"] == 3
     assert "raised" in wrong
 
 

@@ -114,6 +114,29 @@ def test_a_program_that_did_not_start_is_no_outcome() -> None:
         supervise(lambda: PopenChild(command, workspace.path, {}), Limits(), workspace, b"word")
 
 
+def test_what_was_there_before_the_program_does_not_count() -> None:
+    """The copy of the caller, until it becomes the program, may be large and slow."""
+    before = "import os, time\nkept = bytearray(400 << 20)\nend = time.monotonic() + 1\nwhile time.monotonic() < end: pass\n"
+    program = before + "os.write(2, b'word'); os.execv('/bin/echo', ['echo', 'small'])"
+    with Workspace({}) as workspace:
+        outcome = supervise(
+            lambda: PopenChild([sys.executable, "-c", program], workspace.path, {}),
+            Limits(memory_mb=100, processes=4, time_s=0.8),
+            workspace,
+            b"word",
+        )
+    assert (outcome.ended, outcome.stdout) == ("exited", b"small\n")
+
+
+def test_a_sandbox_that_does_not_start_its_program_in_time_is_no_outcome() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(1e6)"]
+    with (
+        Workspace({}) as workspace,
+        pytest.raises(SandboxFailed, match=r"did not start the program \(within 0.2 s\): no reason given"),
+    ):
+        supervise(lambda: PopenChild(command, workspace.path, {}), Limits(), workspace, b"word", start_s=0.2)
+
+
 def test_a_limit_that_cannot_be_applied_is_no_outcome() -> None:
     command = launch_command(
         ["/bin/true"], Limits(), "word", landlock=["limit RLIMIT_NONE 1"], confined=False

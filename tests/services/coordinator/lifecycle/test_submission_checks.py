@@ -81,6 +81,26 @@ def test_a_judge_that_lacks_its_column_or_holds_a_key_is_refused(tmp_path: Path)
     assert checked_data(spec_for(tmp_path, row, {"function": "judge", "kwargs": kwargs}))[1] == []
 
 
+def test_code_tests_that_cannot_be_read_or_take_too_long_are_refused(tmp_path: Path) -> None:
+    row = {"prompt": "add", "tests": ["assert add(1, 1) == 2"]}
+    function: dict[str, Any] = {"function": "code_tests"}
+    assert checked_data(spec_for(tmp_path, row, function))[1] == []
+    with pytest.raises(DataError, match=r"rewards\.0: 'code_tests' needs the column 'tests', but .*answer"):
+        checked_data(spec_for(tmp_path, {"prompt": "add", "answer": "x"}, function))
+    with pytest.raises(DataError, match=r"rewards\.0: column 'tests': test 0 is not Python"):
+        checked_data(spec_for(tmp_path, {"prompt": "add", "tests": ["assert ("]}, function))
+    with pytest.raises(
+        DataError, match=r"rewards\.0\.kwargs: code_tests takes no 'sandboxx', did you mean 'sandbox'"
+    ):
+        checked_data(spec_for(tmp_path, row, {**function, "kwargs": {"sandboxx": "none"}}))
+    slow = {**function, "kwargs": {"total_time_s": 20}}
+    with pytest.raises(
+        DataError, match=r"8 programs of up to total_time_s 20, 2 at a time .* 89 s, but timeout_s .* 30"
+    ):
+        checked_data(spec_for(tmp_path, row, slow))
+    checked_data(spec_for(tmp_path, row, {**slow, "timeout_s": 90}))
+
+
 def test_a_file_that_is_not_on_this_machine_is_left_to_the_workers(tmp_path: Path) -> None:
     checked_data(spec_for(tmp_path, {"prompt": "a"}, {"function": f"{tmp_path / 'away.py'}:f"}))
 

@@ -1,15 +1,7 @@
-"""Messages between the runner and a reward process: a length, then JSON, over a socket pair that only the two hold.
+"""Messages between a service and a process that runs user code: a length, then JSON, over a socket pair that only the two
+hold.
 
 JSON and not pickle, because a reply comes from a process that runs user code, and reading it must not run any.
-
-runner → process    {"load": [{function, label, kwargs, memory_bytes, timeout_s}], "num_processes": P}   once, first
-                    {"group": {prompts, completions, completion_ids, columns, trainer_state}}   no reply
-                    {"call": i}   function i on the last group
-process → runner    {"loaded": F} | {"refused": text, "passing": bool}
-                    {"rewards": [C], "metrics": {name: [sum, count]}} | {"raised": text, "out_of_memory": bool} | {"invalid": text}
-                    each with {"usage": {name: sum}}, of its requests to services
-
-A process that is `out_of_memory` should not be used again.
 """
 
 from __future__ import annotations
@@ -34,11 +26,9 @@ def encode(message: dict[str, Any]) -> bytes:
     try:
         body = json.dumps(message, default=_plain).encode()
     except (TypeError, ValueError) as error:
-        raise InvalidInput(f"a reward function gets JSON values only: {error}") from None
+        raise InvalidInput(f"user code gets JSON values only: {error}") from None
     if len(body) > MAX_FRAME_BYTES:
-        raise InvalidInput(
-            f"a group of {len(body)} bytes exceeds the {MAX_FRAME_BYTES} that can be scored at once"
-        )
+        raise InvalidInput(f"a message of {len(body)} bytes for user code exceeds {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(body)) + body
 
 
@@ -47,26 +37,28 @@ def decode(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body)
     except ValueError as error:
-        raise WireError(f"a reward process sent {body[:40]!r}, which is not JSON: {error}") from None
+        raise WireError(f"a process of user code sent {body[:40]!r}, which is not JSON: {error}") from None
     if not isinstance(message, dict):
-        raise WireError(f"a reward process sent {type(message).__name__}, not an object")
+        raise WireError(f"a process of user code sent {type(message).__name__}, not an object")
     return message
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """Wait for the next message, in the process. Raises EOFError when the runner is gone.
+    """Wait for the next message, in the process. Raises EOFError when the service is gone.
 
-    There is no deadline: an idle process has nothing else to do, and the runner's end shows as EOF.
+    There is no deadline: an idle process has nothing else to do, and the service's end shows as EOF.
     """
     (size_bytes,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     return decode(_exactly(connection, size_bytes))
 
 
 async def receive_async(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Wait for the next message, in the runner, which sets the deadline. Raises EOFError when the process is gone; WireError."""
+    """Wait for the next message, in the service, which sets the deadline. Raises EOFError when the process is gone; WireError."""
     (size_bytes,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if size_bytes > MAX_FRAME_BYTES:
-        raise WireError(f"a reward process announced {size_bytes} bytes, at most {MAX_FRAME_BYTES} are read")
+        raise WireError(
+            f"a process of user code announced {size_bytes} bytes, at most {MAX_FRAME_BYTES} are read"
+        )
     return decode(await reader.readexactly(size_bytes))
 
 
@@ -75,7 +67,7 @@ def _exactly(connection: socket.socket, size_bytes: int) -> bytes:
     while len(received) < size_bytes:
         piece = connection.recv(min(size_bytes - len(received), 2**20))
         if not piece:
-            raise EOFError("the runner closed the connection")
+            raise EOFError("the service closed the connection")
         received += piece
     return bytes(received)
 

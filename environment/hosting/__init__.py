@@ -1,0 +1,1 @@
+"""User code of environments and agents, in processes of its own."""

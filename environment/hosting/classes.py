@@ -1,0 +1,125 @@
+"""What a user's class of environments is: its tools with their schemas, its kind, and what it offers besides.
+
+Two contracts are taken. That of TRL: `reset(**columns)`, public methods are tools, `get_reward()`. And classes with
+`step(text) -> (observation, reward, done)`: a class is one of these when it has a method `step` whose parameter is called
+`text` or `action` and that is not annotated to return text, because TRL's classes may have a tool called `step`.
+Runs in the process of the user's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.errors import InvalidInput
+from paceline.user_code.loading import load_from_file, nearest
+
+RESERVED = ("reset", "get_reward", "save", "load")
+"""Public methods that are no tools."""
+STEP_PARAMETERS = ("text", "action")
+
+
+class ClassFacts(NamedTuple):
+    """What the service knows of a class."""
+
+    tools: list[dict[str, Any]]
+    """Schemas of the tools, as OpenAI's API has them; empty for a class with `step`."""
+    steps: bool
+    """The class has `step`, and no tools."""
+    deterministic: bool
+    saves: bool
+    """It has `save` and `load`."""
+    rewards: bool
+    """It has `get_reward`."""
+    asynchronous: list[str]
+    """Methods that are coroutine functions."""
+
+
+def load_class(named: str) -> type:
+    """Return the class of `path/to/file.py:Class`. Raises InvalidInput, Unreadable. Runs the user's module."""
+    path, _, name = named.rpartition(":")
+    loaded = load_from_file(Path(path), name, "environment class")
+    if not isinstance(loaded, type):
+        raise InvalidInput(
+            f"environment.class: {name!r} in {path} is {type(loaded).__name__}, it has to be a class; name a class, or "
+            "take environment.agent for a function"
+        )
+    reset = getattr(loaded, "reset", None)
+    if not callable(reset):
+        methods = [key for key in vars(loaded) if not key.startswith("_")]
+        raise InvalidInput(
+            f"environment.class: {name!r} in {path} has no method 'reset'{nearest('reset', methods)}; it begins an episode, "
+            "and gets the columns of the row"
+        )
+    return loaded
+
+
+def load_function(named: str, field: str, kind: str) -> Callable[..., Any]:
+    """Return the function of `path/to/file.py:function`. Raises InvalidInput, Unreadable. Runs the user's module."""
+    path, colon, name = named.rpartition(":")
+    if not colon:
+        raise InvalidInput(f"{field} is {named!r}; a function is named path/to/file.py:function")
+    loaded: Callable[..., Any] = load_from_file(Path(path), name, kind)
+    return loaded
+
+
+def facts_of(cls: type) -> ClassFacts:
+    """Return the facts of a class. Raises InvalidInput for a tool without a schema."""
+    methods = dict(inspect.getmembers(cls, inspect.isfunction))
+    steps = _steps(methods.get("step"))
+    tools = [] if steps else [name for name in methods if name not in RESERVED and not name.startswith("_")]
+    return ClassFacts(
+        tools=[_schema(cls, name, methods[name]) for name in tools],
+        steps=steps,
+        deterministic=bool(getattr(cls, "deterministic", False)),
+        saves="save" in methods and "load" in methods,
+        rewards="get_reward" in methods,
+        asynchronous=sorted(name for name, method in methods.items() if inspect.iscoroutinefunction(method)),
+    )
+
+
+def _steps(step: Callable[..., Any] | None) -> bool:
+    if step is None:
+        return False
+    signature = inspect.signature(step)
+    parameters = list(signature.parameters)[1:2]
+    return (
+        bool(parameters)
+        and parameters[0] in STEP_PARAMETERS
+        and signature.return_annotation not in (str, "str")
+    )
+
+
+def _schema(cls: type, name: str, method: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import chat_template_utils
+
+    try:
+        # A method of any object: the class may not be constructed before its first episode.
+        with _without_torch(chat_template_utils):
+            schema: dict[str, Any] = chat_template_utils.get_json_schema(types.MethodType(method, object()))
+    except (
+        Exception
+    ) as error:  # DocstringParsingException, TypeHintParsingException, and what an annotation raises
+        raise InvalidInput(
+            f"environment.class: the tool {name!r} of {cls.__name__} has no schema: {error}; give it type hints and a "
+            "docstring with an Args section, or begin its name with an underscore if it is no tool"
+        ) from None
+    return schema
+
+
+@contextlib.contextmanager
+def _without_torch(module: Any) -> Iterator[None]:
+    """Let a schema be made without torch, unless user code has imported it: only a parameter that is a tensor needs it, and
+    its import takes seconds and hundreds of megabytes in each process."""
+    available = module.is_torch_available
+    if "torch" not in sys.modules:
+        module.is_torch_available = lambda: False
+    try:
+        yield
+    finally:
+        module.is_torch_available = available

@@ -1,0 +1,33 @@
+"""What runs between this project and a command line: it limits itself, and becomes the command."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+
+from paceline.host.process import die_with_parent
+from paceline.user_code.child import MAX_LIMIT_BYTES, be_killed_first
+
+NOT_FOUND = 127
+
+
+def main() -> None:
+    """Become the command argv[4:], with argv[3] MiB of memory, and end with process argv[2].
+
+    The limit is on writable private memory (RLIMIT_DATA) and not on address space, of which runtimes such as those of
+    JavaScript and Go reserve far more than they use. Each process of the command has its own.
+    """
+    parent, memory_mb, argv = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    die_with_parent(parent, signal.SIGKILL)
+    be_killed_first()
+    limit = min(memory_mb << 20, MAX_LIMIT_BYTES)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        print(f"{argv[0]}: {error.strerror}", file=sys.stderr)
+        os._exit(NOT_FOUND)

@@ -1,0 +1,229 @@
+"""The process in which environments and agents run: it loads the user's code once, then answers many calls at a time.
+
+`environment.hosting.pool` starts it. Messages, each with the `id` of its reply:
+
+service → process   {"load": {"classes": {name: "file:Class"}, "agent": "file:function", "train_call": "file:function",
+                              "memory_mb": n, "lanes": n}}   once, first
+                    {"op": "open", "session": s, "class": name, "columns": {…}, "lane": k}   a new instance, and `reset`
+                    {"op": "restore", "session": s, "class": name, "state": text, "lane": k}   a new instance, and `load`
+                    {"op": "tools", "session": s, "calls": [[name, {…}]], "save": bool}
+                    {"op": "step", "session": s, "text": t, "save": bool}
+                    {"op": "reward", "session": s} | {"op": "close", "session": s}
+                    {"op": "solve", "row": {…}, "base_url": u, "api_key": k}
+                    {"op": "train_call", "messages": […], "tools": […]}
+                    {"op": "cancel", "call": id} | {"op": "ping"}
+process → service   {"loaded": {name: facts}, "agent_on_loop": bool} | {"refused": text, "passing": bool}
+                    {"id": n, "value": …, "state": text} | {"id": n, "failed": text, "out_of_memory": bool}
+                    | {"id": n, "unavailable": text}
+
+The promises of `paceline.user_code.child` hold. The service enforces time limits: a coroutine is cancelled, a thread that hangs
+ends with the process. This module imports transformers for the schemas of tools, and never torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import os
+import resource
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from environment.hosting.calls import Lanes, Reply, accepted, failure_reply
+from environment.hosting.classes import ClassFacts, facts_of, load_class, load_function
+from environment.hosting.values import (
+    InvalidValue,
+    decode_state,
+    encode_state,
+    reward_of,
+    step_of,
+    text_of_reset,
+    text_of_tool,
+)
+from paceline.errors import InvalidInput, Unavailable, Unreadable, WireError
+from paceline.user_code.child import MAX_LIMIT_BYTES, connect, is_out_of_memory, mapped_bytes
+from paceline.user_code.frames import encode, receive, receive_async
+
+M_ARENA_MAX = -8
+"""glibc's mallopt parameter. Each arena of a thread reserves 64 MiB of address space, which the limit would count."""
+STACK_BYTES = 8 << 20
+"""Address space of a thread's stack."""
+
+
+def main() -> None:
+    """Serve the socket until the service closes it."""
+    connection = connect()
+    os.register_at_fork(after_in_child=connection.close)  # a forked child has no part in the protocol
+    with connection, contextlib.suppress(EOFError, ConnectionError):
+        try:
+            host = Host(receive(connection)["load"])
+        except InvalidInput as error:
+            connection.sendall(encode({"refused": str(error), "passing": isinstance(error, Unreadable)}))
+            return
+        loaded = {name: facts._asdict() for name, facts in host.facts.items()}
+        connection.sendall(encode({"loaded": loaded, "agent_on_loop": host.agent_on_loop}))
+        asyncio.run(host.serve(connection))
+
+
+@dataclass
+class Instance:
+    """One episode's environment."""
+
+    environment: Any
+    lane: int
+
+
+class Host:
+    """The loaded code and the instances of running episodes."""
+
+    def __init__(self, load: dict[str, Any]) -> None:
+        """Load the user's code, within its memory. Raises InvalidInput, Unreadable."""
+        self._memory_mb = load["memory_mb"]
+        if load["classes"]:
+            pass  # before the limit, because it is no user code
+        _limit_memory((self._memory_mb << 20) + load["lanes"] * STACK_BYTES)
+        try:
+            self._classes = {name: load_class(named) for name, named in load["classes"].items()}
+            self.facts: dict[str, ClassFacts] = {name: facts_of(cls) for name, cls in self._classes.items()}
+            self._agent = load["agent"] and load_function(
+                load["agent"], "environment.agent", "agent function"
+            )
+            self._train_call = load["train_call"] and load_function(
+                load["train_call"], "environment.train_call", "train_call function"
+            )
+        except MemoryError as error:
+            raise InvalidInput(
+                f"the environment's code needs more memory to load than environment.memory_mb={self._memory_mb}: {error}"
+            ) from None
+        self.agent_on_loop = inspect.iscoroutinefunction(self._agent)
+        self._instances: dict[str, Instance] = {}
+        self._lanes = Lanes()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Answer until the connection ends."""
+        reader, writer = await asyncio.open_connection(sock=connection)
+        with contextlib.suppress(EOFError, OSError, WireError):
+            while True:
+                message = await receive_async(reader)
+                match message["op"]:
+                    case "ping":
+                        writer.write(encode({"id": message["id"], "value": None}))
+                    case "cancel":
+                        if task := self._tasks.get(message["call"]):
+                            task.cancel()
+                        writer.write(encode({"id": message["id"], "value": None}))
+                    case "close":
+                        self._instances.pop(message["session"], None)
+                        writer.write(encode({"id": message["id"], "value": None}))
+                    case _:
+                        task = asyncio.create_task(self._answer(message, writer))
+                        self._tasks[message["id"]] = task
+        os._exit(0)  # threads of user code would delay the end
+
+    async def _answer(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        reply: Reply
+        try:
+            reply = await self._call(message)
+        except asyncio.CancelledError:
+            reply = {"failed": "was cancelled"}
+        except BaseException as error:  # sys.exit() in user code is a failure too
+            reply = failure_reply(error, self._memory_mb)
+        finally:
+            del self._tasks[message["id"]]
+        try:
+            frame = encode({"id": message["id"], **reply})
+        except (InvalidInput, RecursionError, MemoryError) as error:
+            frame = encode(
+                {"id": message["id"], "failed": f"returned something without a JSON form: {error}"[:2000]}
+            )
+        writer.write(frame)
+
+    async def _call(self, message: dict[str, Any]) -> Reply:
+        match message["op"]:
+            case "open":
+                return {"value": await self._open(message)}
+            case "restore":
+                instance = await self._new(message)
+                await self._lanes.run(
+                    instance.lane, instance.environment.load, decode_state(message["state"])
+                )
+                return {"value": None}
+            case "tools":
+                instance = self._instances[message["session"]]
+                facts = self.facts[_name_of(instance, self._classes)]
+                tools = [tool["function"]["name"] for tool in facts.tools]
+                results = [await self._use(instance, tools, *call) for call in message["calls"]]
+                return {"value": results, **await self._state(message, instance)}
+            case "step":
+                instance = self._instances[message["session"]]
+                step = step_of(
+                    await self._lanes.run(instance.lane, instance.environment.step, message["text"])
+                )
+                return {"value": step._asdict(), **await self._state(message, instance)}
+            case "reward":
+                instance = self._instances[message["session"]]
+                reward = await self._lanes.run(instance.lane, instance.environment.get_reward)
+                return {"value": reward_of(reward, "get_reward")}
+            case "solve":
+                arguments = (message["row"], message["base_url"], message["api_key"])
+                return {"value": reward_of(await self._lanes.run(None, self._agent, *arguments), "the agent")}
+            case _:
+                trains = await self._lanes.run(0, self._train_call, message["messages"], message["tools"])
+                if not isinstance(trains, bool):
+                    raise InvalidValue(
+                        f"train_call returned {type(trains).__name__}, it has to be True or False"
+                    )
+                return {"value": trains}
+
+    async def _open(self, message: dict[str, Any]) -> str | None:
+        instance = await self._new(message)
+        arguments = accepted(instance.environment.reset, message["columns"])
+        return text_of_reset(await self._lanes.run(instance.lane, instance.environment.reset, **arguments))
+
+    async def _new(self, message: dict[str, Any]) -> Instance:
+        cls = self._classes[message["class"]]
+        instance = Instance(await self._lanes.run(message["lane"], cls), message["lane"])
+        self._instances[message["session"]] = instance
+        return instance
+
+    async def _use(self, instance: Instance, tools: list[str], name: str, arguments: Any) -> dict[str, Any]:
+        """Return the result of a tool call. What a tool raises is its result, as in TRL, because the model can learn from it;
+        memory and services are not the model's fault."""
+        try:
+            if name not in tools:
+                raise ValueError(f"Tool {name} not found.")
+            if not isinstance(arguments, dict):
+                raise ValueError(f"The arguments of {name} have to be an object.")
+            result = await self._lanes.run(instance.lane, getattr(instance.environment, name), **arguments)
+            return {"result": text_of_tool(result)}
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, Unavailable):
+                raise
+            return {"result": text_of_tool({"error": str(error)}), "raised": True}
+
+    async def _state(self, message: dict[str, Any], instance: Instance) -> Reply:
+        if not message["save"]:
+            return {}
+        return {"state": encode_state(await self._lanes.run(instance.lane, instance.environment.save))}
+
+
+def _name_of(instance: Instance, classes: dict[str, type]) -> str:
+    return next(name for name, cls in classes.items() if cls is type(instance.environment))
+
+
+def _limit_memory(added_bytes: int) -> None:
+    """Let this process map `added_bytes` more than now. Linux only."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
+    mapped = mapped_bytes()
+    if mapped is None:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = min(mapped + added_bytes, MAX_LIMIT_BYTES)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

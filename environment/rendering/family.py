@@ -1,0 +1,134 @@
+"""Rendering by the package `renderers` (the extra `environments`): code for each family of models, bridges at token level.
+
+Promise: a bridge of the package counts only where it begins with exactly the tokens that the model read and sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from environment.protocols import SampledTurn
+from environment.rendering.protocol import Call, Conversation, Parsed
+from paceline.chat.messages import Json
+from paceline.error_texts import error_text, is_about_input
+from paceline.errors import InvalidInput
+from paceline.groups import IntArray
+
+MISSING = (
+    "the package 'renderers' (with httpx) is not installed; install paceline[environments], or set environment.renderer to "
+    "template"
+)
+MAX_RENDERERS = 16
+"""Renderers that are kept: one for each set of arguments."""
+
+
+def family_of(model_name: str) -> str:
+    """Return the family of a model by its exact name; empty for an unknown one, or without the package."""
+    try:
+        from renderers.base import MODEL_RENDERER_MAP
+    except ImportError:
+        return ""
+    return str(MODEL_RENDERER_MAP.get(model_name, ""))
+
+
+@dataclass(frozen=True)
+class FamilyRendering:
+    """Rendering by the renderer of a family."""
+
+    tokenizer: Any
+    family: str
+    template_kwargs: Mapping[str, Any]
+    """Of the spec; those of a conversation come on top."""
+    _renderers: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        """Make the renderer. Raises InvalidInput for an unknown family, arguments that it does not take, a tokenizer without its
+        marks, or without the package."""
+        self._renderer({})
+
+    def prompt(self, conversation: Conversation) -> IntArray:
+        """Return [P] tokens. Raises InvalidInput for what the renderer refuses."""
+        renderer = self._renderer(conversation.template_kwargs)
+        messages, tools = list(conversation.messages), _tools(conversation)
+        try:
+            ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+        except BaseException as error:
+            if not is_about_input(error):
+                raise
+            raise InvalidInput(f"the renderer {self.family!r} raised {error_text(error)}") from error
+        return np.array(ids, np.int32)
+
+    def bridge(
+        self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
+    ) -> IntArray | None:
+        """Return [K] tokens, None where the renderer has no bridge or it does not extend the tokens."""
+        renderer = self._renderer(before.template_kwargs)
+        try:
+            bridged = renderer.bridge_to_next_turn(
+                prompt_ids.tolist(), turn.token_ids.tolist(), list(new), tools=_tools(before)
+            )
+        except BaseException as error:
+            if not is_about_input(error):
+                raise
+            return None
+        if bridged is None:
+            return None
+        ids = np.array(bridged.token_ids, np.int32)
+        read = np.concatenate([prompt_ids, turn.token_ids])
+        if len(ids) <= len(read) or not np.array_equal(ids[: len(read)], read):
+            return None
+        return ids[len(read) :]
+
+    def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
+        """Return what the tokens of a turn say."""
+        renderer = self._renderer(conversation.template_kwargs)
+        parsed = renderer.parse_response(
+            turn.token_ids.tolist(), tools=_tools(conversation), prompt_ids=prompt_ids.tolist()
+        )
+        calls = [call for call in parsed.tool_calls if call.status == "ok" and call.name]
+        faults = [call for call in parsed.tool_calls if call.status != "ok" or not call.name]
+        return Parsed(
+            parsed.content,
+            parsed.reasoning_content or "",
+            tuple(Call(call.name, call.arguments if call.arguments is not None else {}) for call in calls),
+            tuple(f"{str(call.status).replace('_', ' ')}: {call.raw[:200]}" for call in faults),
+        )
+
+    def fault_message(self, fault: str) -> Json:
+        """Return a message of a tool."""
+        return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
+
+    def _renderer(self, template_kwargs: Mapping[str, Any]) -> Any:
+        kwargs = {**self.template_kwargs, **template_kwargs}
+        key = json.dumps(kwargs, sort_keys=True, default=str)
+        if key not in self._renderers:
+            made = self._make(kwargs)
+            if len(self._renderers) >= MAX_RENDERERS:
+                return made
+            self._renderers[key] = made
+        return self._renderers[key]
+
+    def _make(self, kwargs: Mapping[str, Any]) -> Any:
+        try:
+            from renderers import config_from_name, create_renderer
+        except ImportError:
+            raise InvalidInput(f"environment.renderer {self.family!r}: {MISSING}") from None
+        try:
+            return create_renderer(
+                self.tokenizer, config_from_name(self.family), chat_template_kwargs=dict(kwargs) or None
+            )
+        except Exception as error:  # of the package, its configuration or the tokenizer
+            raise InvalidInput(
+                f"environment.renderer {self.family!r} cannot be used with this tokenizer and data.chat_template_kwargs "
+                f"{dict(kwargs)}: {error_text(error)}"
+            ) from error
+
+
+def _tools(conversation: Conversation) -> list[Any] | None:
+    """Return the functions of the tools, as the package has them."""
+    return [tool["function"] for tool in conversation.tools] or None

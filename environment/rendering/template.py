@@ -1,0 +1,158 @@
+"""Rendering by the tokenizer's chat template, and the bridge by the difference of two renderings.
+
+A turn is followed by the text that the template writes behind it: the rendering of the conversation with the answer and the new
+messages, without that of the conversation up to the end of the answer. That is the conversation only if the template extends
+what it has written, so both renderings have to begin alike:
+
+    H = render(history)                     what the model read, without the opening of its turn
+    A = render(history + answer)            begins with H; E is the end of the answer in it
+    B = render(history + answer + new)      begins with A up to E; what follows is the bridge
+
+E is where the template writes the token that ended the turn, behind H. A turn without an end (its length was over, or a stop
+string ended it) is closed with the tokenizer's end of sequence, as the template does. Any other case is not provable.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from environment.protocols import SampledTurn
+from environment.rendering.protocol import Conversation, Parsed
+from environment.rendering.texts import read_turn
+from paceline.chat.answer_reader import AnswerReader
+from paceline.chat.call_formats import CallFormat
+from paceline.chat.messages import Json
+from paceline.chat.rendering import ChatTemplate
+from paceline.data.tokens import render_chat
+from paceline.errors import InvalidInput
+from paceline.groups import IntArray
+
+MAX_OPENINGS = 64
+"""Openings of the model's turn that are kept: one for each set of tools and arguments."""
+
+
+@dataclass(frozen=True)
+class TemplateRendering:
+    """Rendering by the chat template."""
+
+    tokenizer: Any
+    template_kwargs: Mapping[str, Any]
+    """Of the spec; those of a conversation come on top."""
+    calls: CallFormat | None = None
+    """Format of tool calls; None: that of the template. With a format of the spec, tools are shown only where the template
+    renders them."""
+    _openings: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Return the template."""
+        return ChatTemplate(self.tokenizer)
+
+    def prompt(self, conversation: Conversation) -> IntArray:
+        """Return [P] tokens. Raises InvalidInput for what the template does not render or refuses."""
+        kwargs = {**self.template_kwargs, **conversation.template_kwargs}
+        return self.template.encode(conversation.messages, self._shown(conversation), kwargs)
+
+    def bridge(
+        self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
+    ) -> IntArray | None:
+        """Return [K] tokens, None where the template does not provably extend what it has written."""
+        tools = self._shown(before)
+        kwargs = {**self.template_kwargs, **before.template_kwargs}
+        try:
+            checked = self.template.checked([*before.messages, answer, *new], tools, kwargs)
+            history, with_answer = checked[: len(before.messages)], checked[: len(before.messages) + 1]
+            opened = self._render(history, tools, kwargs, opens=True)
+            closed = self._render(with_answer, tools, kwargs, opens=False)
+            after = self._render(checked, tools, kwargs, opens=True)
+            begin = self._begin(history, tools, kwargs, opened)
+        except InvalidInput:
+            return None
+        if not closed.startswith(opened[:begin]):
+            return None
+        end = self._end(closed, begin, turn)
+        if end is None or not after.startswith(closed[: end.position]):
+            return None
+        ids: list[int] = self.tokenizer(end.text + after[end.position :], add_special_tokens=False)[
+            "input_ids"
+        ]
+        if end.text:
+            if not ids or ids[0] != int(turn.token_ids[-1]):
+                return None
+            ids = ids[1:]
+        return np.array(ids, np.int32) if ids else None
+
+    def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
+        """Return what a turn says, by the format of the template."""
+        answers = self.template.answer_format
+        reader = AnswerReader(
+            self.calls if self.calls is not None else answers.calls,
+            answers.reasons,
+            self.template.opens_reasoning(prompt_ids),
+            self._shown(conversation) or conversation.tools,
+        )
+        return read_turn(turn.text, reader)
+
+    def fault_message(self, fault: str) -> Json:
+        """Return a message of a tool where results have no calls' ids, else of the user."""
+        by_order = self.template.answer_format.calls == "hermes"
+        return {
+            "role": "tool" if by_order else "user",
+            "content": f"The tool call could not be read: {fault}",
+        }
+
+    def _shown(self, conversation: Conversation) -> Sequence[Json]:
+        if self.calls is None or not conversation.tools:
+            return conversation.tools
+        try:
+            self.template.checked([{"role": "user", "content": "?"}], conversation.tools, {})
+        except InvalidInput:
+            return ()
+        return conversation.tools
+
+    def _render(
+        self, messages: Sequence[Json], tools: Sequence[Json], kwargs: Mapping[str, Any], *, opens: bool
+    ) -> str:
+        return render_chat(
+            self.tokenizer, list(messages), kwargs, list(tools) or None, add_generation_prompt=opens
+        )
+
+    def _begin(
+        self, history: Sequence[Json], tools: Sequence[Json], kwargs: Mapping[str, Any], opened: str
+    ) -> int:
+        """Return where the opening of the model's turn begins in `opened`."""
+        key = json.dumps([list(tools), dict(kwargs)], sort_keys=True, default=str)
+        opening = self._openings.get(key)
+        if opening is None or not opened.endswith(opening):
+            plain = self._render(history, tools, kwargs, opens=False)
+            if not opened.startswith(plain):
+                raise InvalidInput("the template does not open a turn behind what it has written")
+            opening = opened[len(plain) :]
+            if len(self._openings) < MAX_OPENINGS:
+                self._openings[key] = opening
+        return len(opened) - len(opening)
+
+    def _end(self, closed: str, begin: int, turn: SampledTurn) -> _End | None:
+        """Return where the answer ends in `closed`, which the template wrote from `begin` on."""
+        last = int(turn.token_ids[-1])
+        if turn.finish_reason == "stop" and last in self.tokenizer.all_special_ids:
+            mark = str(self.tokenizer.convert_ids_to_tokens(last))
+            position = closed.rfind(mark, begin)
+            return None if position < 0 else _End(position + len(mark), mark)
+        mark = self.tokenizer.eos_token or ""
+        position = closed.rfind(mark, begin) if mark else -1
+        return None if position < 0 else _End(position, "")
+
+
+@dataclass(frozen=True)
+class _End:
+    """Where an answer ends in a rendering."""
+
+    position: int
+    text: str
+    """Text of the token that ended the turn, which the template has written too; empty where the bridge writes the end."""

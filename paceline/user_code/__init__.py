@@ -1,0 +1,1 @@
+"""User code in processes of its own: loading it, limits, and calls with time limits."""

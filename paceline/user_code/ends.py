@@ -1,0 +1,81 @@
+"""How a process of user code ends: its errors, what a person reads about its end, and whether it was starved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import psutil
+
+from paceline.errors import PacelineError
+
+STARVED_SHARE = 0.1
+"""Fraction of its time limit: a runnable process that gets less of a processor is starved."""
+NOT_SLEEPING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED)
+
+
+class ProcessTimeout(PacelineError):
+    """No answer within the time limit."""
+
+    starved = False
+    """True when it was runnable all the time and hardly got a processor (or its disk), which is no fault of the user code."""
+
+
+class ProcessDied(PacelineError):
+    """The process ended instead of answering. The message says how, `died with signal SIGKILL`."""
+
+    by_signal = False
+    """True when a signal that this side did not send ended it: by the kernel out of memory, a crash, a person."""
+
+
+def starved_seconds(pid: int, used_before_s: float, window_s: float) -> float | None:
+    """Return the processor seconds that a process got in the last `window_s` seconds if it was starved; None if it was not.
+    `used_before_s` is its `usage` at their beginning."""
+    since_s = usage(pid) - used_before_s
+    return since_s if since_s < STARVED_SHARE * window_s and is_runnable(pid) else None
+
+
+def usage(pid: int) -> float:
+    """Return the processor seconds of a process and its children, ended ones included; 0 for a process that is gone."""
+    used_s = 0.0
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for member in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                used_s += sum(member.cpu_times()[:4])  # user and system, with those of its ended children
+    return used_s
+
+
+def is_runnable(pid: int) -> bool:
+    """Return whether a process or one of its children is runnable: it waits for a processor or the disk, or was stopped. A
+    sleeping process waits by its choice."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return any(_status(member) in NOT_SLEEPING for member in [process, *process.children(recursive=True)])
+    return False
+
+
+def _status(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return str(process.status())
+    return ""
+
+
+def describe_end(returncode: int | None) -> str:
+    """Return a text on the end of a process: the signal or the exit code, and the likely cause."""
+    if returncode is None:
+        return "closed its connection"
+    if returncode == -signal.SIGKILL:
+        return "died with signal SIGKILL, probably because the host ran out of memory"
+    if -returncode in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
+        return f"died with signal {signal.Signals(-returncode).name}, a crash in native code, perhaps beyond its memory_mb"
+    if returncode < 0:
+        return f"died with signal {signal.strsignal(-returncode) or -returncode}"
+    return f"ended its process with exit code {returncode}"
+
+
+def kill_group(pid: int) -> None:
+    """Kill a process that leads its group, and the others of the group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,113 @@
+"""Loader of what a spec names as `path/to/file.py:name`: a function or a class in a user's file.
+
+A file is loaded under a module name made from its path, so a user's `learner.py` shadows no module of this project, and
+two files of one name do not collide.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from paceline.errors import InvalidInput, Unreadable
+
+
+def load_from_file(path: Path, name: str, kind: str) -> Any:
+    """Return the function or class `name` of a file. `kind` is what it is for people, `reward function`.
+
+    Raises InvalidInput: a file that fails to import (with its error), nothing of that name in it (with the nearest one),
+    something that cannot be called; Unreadable: no such file, or one that it imports.
+    Runs the user's module: call it only in a process that may run their code.
+    """
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise Unreadable(f"{kind} {name!r}: there is no file {str(path)!r}; check the path in the spec")
+    module = _module(path)
+    found = getattr(module, name, None)
+    if found is None:
+        functions = [
+            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+        ]
+        existing = ", ".join(functions) or "none"
+        noun = kind.rpartition(" ")[2]
+        raise InvalidInput(f"{path} has no {noun} {name!r}{nearest(name, functions)}; it has {existing}")
+    if not callable(found):
+        raise InvalidInput(f"{name!r} in {path} is {type(found).__name__}, a {kind} has to be callable")
+    return found
+
+
+def _module(path: Path) -> ModuleType:
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    module_name = f"paceline_user_{path.stem}_{digest}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise InvalidInput(f"{path} is not a Python file; user code lives in a .py file")
+    module = importlib.util.module_from_spec(spec)
+    _find_neighbours_in(path.parent)
+    sys.modules[module_name] = module  # dataclasses and pickle look the module up while it runs
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        # A missing package or file may still come; a fault of the file itself stays.
+        kind = Unreadable if isinstance(error, OSError | ImportError) else InvalidInput
+        raise kind(f"{path} fails to import: {describe_error(error, path)}") from error
+    return module
+
+
+class NeighbourFinder(PathFinder):
+    """Finder that lets a user's file import the files beside it. It comes after every other finder, so they shadow nothing.
+
+    A folder at the end of `sys.path` would not do, because packages installed in editable mode are found after that.
+    """
+
+    folders: ClassVar[list[str]] = []
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the module of that name in one of the folders; None for a module inside a package."""
+        return super().find_spec(fullname, cls.folders, target) if path is None else None
+
+
+def _find_neighbours_in(folder: Path) -> None:
+    if NeighbourFinder not in sys.meta_path:
+        sys.meta_path.append(NeighbourFinder)
+    if str(folder) not in NeighbourFinder.folders:
+        NeighbourFinder.folders.append(str(folder))
+
+
+def describe_error(error: BaseException, path: Path | None = None) -> str:
+    """Return one line: the exception's type, the first line of its text, and where it was raised, in file `path` if it
+    passed through there."""
+    lines = [
+        line.strip() for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()
+    ]
+    if isinstance(
+        error, SyntaxError
+    ):  # its own traceback ends in the importer, and its text begins with the source
+        return f"{lines[-1]} ({Path(error.filename or '?').name}:{error.lineno})"
+    text = f"{lines[0]} …" if len(lines) > 1 else lines[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if path is not None and frame.filename == str(path)] or frames[-1:]
+    if not inside:
+        return text
+    frame = inside[-1]
+    return f"{text} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return `, did you mean …?` with the nearest of some names; empty without one that is near."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""

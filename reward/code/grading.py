@@ -1,0 +1,161 @@
+"""`grade`: the outcome of each test of one program, run in a sandbox.
+
+Promises: a program that hangs, dies or lies about its end fails its own tests only, by name; right outputs of `pairs` never
+enter the sandbox; a fault of the sandbox is raised and is no outcome; all runs together keep `total_time_s`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reward.code.cases import MAX_TESTS, MODULE, Cases, Checks, Pairs, PytestFiles
+from reward.code.comparing import equal_outputs
+from reward.code.results import CaseResult, State
+from reward.code.settings import CodeSettings
+from reward.sandbox import PYTHON, Outcome, Sandbox
+
+HARNESS = "harness.py"
+LOAD_S = 1.0
+"""Seconds for the interpreter and the harness, beside those of the tests."""
+STATES: tuple[State, ...] = ("passed", "wrong", "error", "time")
+"""States that the harness reports."""
+
+
+def grade(program: str, cases: Cases, sandbox: Sandbox, settings: CodeSettings) -> list[CaseResult]:
+    """Return the outcome of each test. Raises SandboxFailed; InvalidInput for a program that no sandbox takes; RuntimeError
+    where the tests cannot run on this host."""
+    if isinstance(cases, Pairs):
+        return _grade_pairs(program, cases, sandbox, settings)
+    return _grade_in_harness(program, cases, sandbox, settings)
+
+
+def _grade_pairs(program: str, cases: Pairs, sandbox: Sandbox, settings: CodeSettings) -> list[CaseResult]:
+    files = {settings.file: program.encode(errors="replace")}
+    results: list[CaseResult] = []
+    left_s = settings.total_time_s
+    for given, right in cases.pairs:
+        if left_s <= 0 or (settings.score == "all" and results and results[-1].state != "passed"):
+            results.append(CaseResult("not run"))
+            continue
+        limits = settings.limits(min(settings.time_s, left_s))
+        outcome = sandbox.run(settings.command, files, limits, given.encode(errors="replace"))
+        left_s -= outcome.duration_s
+        results.append(_compared(outcome, right, settings))
+    return results
+
+
+def _compared(outcome: Outcome, right: str, settings: CodeSettings) -> CaseResult:
+    if outcome.ended != "exited":
+        return CaseResult(outcome.ended, outcome.duration_s, _errors(outcome))
+    if outcome.exit_code != 0:
+        return CaseResult("error", outcome.duration_s, f"status {outcome.exit_code}: {_errors(outcome)}")
+    found = outcome.stdout.decode(errors="replace")
+    if equal_outputs(found, right, settings.compare, settings.tolerance):
+        return CaseResult("passed", outcome.duration_s)
+    return CaseResult("wrong", outcome.duration_s, f"printed {found[:100]!r}")
+
+
+def _grade_in_harness(
+    program: str, cases: Checks | PytestFiles, sandbox: Sandbox, settings: CodeSettings
+) -> list[CaseResult]:
+    """Run the tests in one process, and after one that ended it those behind it in another."""
+    files, request = _request(program, cases, settings)
+    count = len(cases.tests) if isinstance(cases, Checks) else None  # pytest's are counted by the first run
+    results: list[CaseResult] = []
+    left_s = settings.total_time_s
+    while left_s > 0 and (count is None or len(results) < count):
+        word, first = secrets.token_hex(12), len(results)
+        request |= {"word": word, "first": first}
+        time_s = min(left_s, settings.time_s * ((count or MAX_TESTS) - first)) + LOAD_S
+        outcome = sandbox.run([PYTHON, HARNESS], files, settings.limits(time_s), json.dumps(request).encode())
+        left_s -= outcome.duration_s
+        report = _reported(outcome.stdout, word, first)
+        results += report.results
+        count = report.count if count is None else count
+        if not report.loaded or not count:
+            ended = _ended(outcome)
+            if report.loaded:  # pytest finds no test, or the files do not load
+                ended = CaseResult("error", outcome.duration_s, _errors(outcome))
+            return results + [ended] * max(1, (count or 0) - len(results))
+        if settings.score == "all" and any(result.state != "passed" for result in results):
+            break
+        if len(results) < count:
+            results.append(_ended(outcome))  # in this test
+    return results + [CaseResult("not run")] * max(0, (count or 0) - len(results))
+
+
+def _request(
+    program: str, cases: Checks | PytestFiles, settings: CodeSettings
+) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return the files of the harness, and its request but for what differs between its runs."""
+    files = {f"{MODULE}.py": program.encode(errors="replace"), HARNESS: _harness()}
+    request: dict[str, Any] = {"time_s": settings.time_s, "stop": settings.score == "all"}
+    if isinstance(cases, Checks):
+        request |= {"kind": cases.kind, "tests": cases.tests, "entry_point": cases.entry_point}
+        return files, request
+    files |= {name: content.encode(errors="replace") for name, content in cases.files.items()}
+    return files, request | {"kind": "pytest", "tests": sorted(cases.files)}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one run of the harness has told."""
+
+    results: list[CaseResult]
+    """Those of the tests from the first on, without a gap."""
+    count: int | None
+    """Number of tests, where the harness finds it."""
+    loaded: bool
+    """Whether the program was loaded and the tests began."""
+
+
+def _reported(stdout: bytes, word: str, first: int) -> Report:
+    """Return what the harness has told. Raises RuntimeError where the tests cannot run here."""
+    results: list[CaseResult] = []
+    count, loaded = None, False
+    for line in stdout.decode(errors="replace").splitlines():
+        begin, _, rest = line.partition(" ")
+        if begin != word:
+            continue
+        name, _, text = rest.partition(" ")
+        if name == "cannot":
+            raise RuntimeError(text)
+        if name == "loaded":
+            loaded, count = True, int(text) if text.isdecimal() else None
+        elif name == str(first + len(results)):
+            state, seconds, detail = (*text.split(" ", 2), "", "")[:3]
+            known: dict[str, State] = {each: each for each in STATES}
+            if state in known:
+                results.append(CaseResult(known[state], _number(seconds), detail))
+    return Report(results, count, loaded)
+
+
+def _ended(outcome: Outcome) -> CaseResult:
+    """Return the result of a test in which the process ended."""
+    state: State = outcome.ended
+    errors = _errors(outcome)
+    if state == "exited":
+        hung = "Timeout (" in errors  # what faulthandler writes before it ends the process
+        state = "time" if hung else "exited"
+    return CaseResult(state, outcome.duration_s, errors)
+
+
+def _errors(outcome: Outcome) -> str:
+    return outcome.stderr[-2000:].decode(errors="replace").strip()
+
+
+def _number(text: str) -> float:
+    try:
+        return max(0.0, min(float(text), 1e6))
+    except ValueError:
+        return 0.0
+
+
+@functools.cache
+def _harness() -> bytes:
+    return Path(__file__).with_name(HARNESS).read_bytes()

@@ -1,0 +1,125 @@
+"""Settings of `code_tests`: its `kwargs`."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.errors import InvalidInput
+from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from reward.code.cases import Kind, read_cases
+from reward.sandbox import PYTHON, Limits, Sandbox, make_sandbox
+
+SHARE_OF_CALL = 0.9
+"""Part of `timeout_s` that the programs of a group may take; the rest is for the sandbox and the answer."""
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
+
+
+class CodeSettings(Section):
+    """`code_tests`."""
+
+    sandbox: Literal["auto", "sandlock", "bwrap", "landlock", "remote", "none"] = "auto"
+    """What isolates the programs: auto takes the first that holds on the worker's host, and the run is refused where none does."""
+    url: str | None = None
+    """Address of `remote`."""
+    readable: tuple[str, ...] = ()
+    """Further absolute paths that programs may read."""
+    tests_column: Annotated[str, Field(min_length=1)] = "tests"
+    """Column with the tests of a row; null there gives None."""
+    kind: Kind | Literal["auto"] = "auto"
+    """Form of the tests: auto tells it from the value."""
+    entry_point_column: Annotated[str, Field(min_length=1)] = "entry_point"
+    """Column with the name of the function that `humaneval` tests call."""
+    score: Literal["all", "share"] = "all"
+    """Reward: 1 where all tests pass, else 0; or the share of tests that pass."""
+    command: Annotated[tuple[str, ...], Field(min_length=1)] = (PYTHON, "main.py")
+    """Command of a program with pairs of input and output, in a folder with the program; `python` is the worker's interpreter."""
+    file: FileName = "main.py"
+    """Name of the program's file for `command`."""
+    extract: Literal["auto", "block", "none"] = "auto"
+    """The program in a completion: its last fenced block, or without one all of it (auto) or nothing (block); none takes all."""
+    compare: Literal["lines", "tokens", "exact"] = "lines"
+    """How outputs are compared: lines without white space at their ends, words alone, or every byte."""
+    tolerance: NonNegativeFloat = 0.0
+    """Largest difference of two numbers, absolute or relative, that `lines` and `tokens` take for equal."""
+    time_s: PositiveFloat = 3.0
+    """Time limit of one test."""
+    total_time_s: PositiveFloat = 6.0
+    """Time limit of all tests of one completion; what is left then has not passed."""
+    parallel: PositiveInt = 2
+    """Programs that one call runs at a time; a worker runs as many for each of its `--processes`."""
+    memory_mb: PositiveInt = 512
+    """Memory of a program, as the sandbox's limit of that name."""
+    processes: PositiveInt = 1
+    """Processes of a program at one time; `landlock` allows 1."""
+    disk_mb: PositiveInt = 64
+    """Files of a program."""
+    output_bytes: PositiveInt = 1 << 20
+    """Output of a program."""
+
+    @property
+    def columns(self) -> set[str]:
+        """Columns of the data set that the function cannot do without."""
+        named = {self.entry_point_column} if self.kind == "humaneval" else set()
+        return {self.tests_column} | named
+
+    def longest_s(self, num_completions: int) -> float:
+        """Return the seconds that a call needs in which every program uses all its time."""
+        return math.ceil(num_completions / self.parallel) * self.total_time_s / SHARE_OF_CALL
+
+    def limits(self, time_s: float) -> Limits:
+        """Return the sandbox's limits of a program that has `time_s`."""
+        return Limits(
+            time_s=time_s,
+            memory_mb=self.memory_mb,
+            processes=self.processes,
+            output_bytes=self.output_bytes,
+            disk_mb=self.disk_mb,
+        )
+
+    def make_sandbox(self) -> Sandbox:
+        """Return the sandbox. Raises InvalidInput where it does not hold on this host."""
+        return make_sandbox(self.sandbox, readable=self.readable, url=self.url)
+
+    def check_host(self) -> None:
+        """Raises InvalidInput where this host cannot run the tests."""
+        self.make_sandbox()
+        if self.kind == "pytest" and self.sandbox != "remote" and importlib.util.find_spec("pytest") is None:
+            raise InvalidInput(
+                "code_tests: kind is pytest, but pytest is not installed on this worker; pip install pytest"
+            )
+
+    def check_submitted(self, row: Mapping[str, Any], num_completions: int, timeout_s: float) -> None:
+        """Raises InvalidInput for tests of a row that cannot be read, or groups whose programs may take longer than a call."""
+        try:
+            read_cases(row.get(self.tests_column), self.kind, row.get(self.entry_point_column))
+        except InvalidInput as error:
+            raise InvalidInput(f"column {self.tests_column!r}: {error}") from None
+        if (longest_s := self.longest_s(num_completions)) > timeout_s:
+            raise InvalidInput(
+                f"{num_completions} programs of up to total_time_s {self.total_time_s:g}, {self.parallel} at a time (parallel), "
+                f"may take {longest_s:.0f} s, but timeout_s of the function is {timeout_s:g}; set timeout_s to that, or change "
+                "one of the others"
+            )
+
+    @model_validator(mode="after")
+    def _check(self) -> CodeSettings:
+        if (self.sandbox == "remote") != (self.url is not None):
+            raise ValueError(
+                "sandbox remote needs its url, as in url: http://sandbox:8080"
+                if self.url is None
+                else f"url {self.url!r} is for sandbox remote, but sandbox is {self.sandbox}"
+            )
+        if self.time_s > self.total_time_s:
+            raise ValueError(f"time_s {self.time_s:g} exceeds total_time_s {self.total_time_s:g}")
+        if self.sandbox == "landlock" and self.processes > 1:
+            raise ValueError(f"processes is {self.processes}, but sandbox landlock runs one process")
+        if self.kind not in ("auto", "pairs") and self.command != (PYTHON, "main.py"):
+            raise ValueError(f"command is for kind pairs, but kind is {self.kind}, whose tests are Python")
+        if self.tolerance and self.compare == "exact":
+            raise ValueError(f"tolerance {self.tolerance:g} is for compare lines or tokens, not exact")
+        return self

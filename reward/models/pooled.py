@@ -1,0 +1,174 @@
+"""Scores of texts by a classification model that vLLM serves (`vllm serve MODEL --runner pooling`): for models that need several
+GPUs, which are the server's matter (`--tensor-parallel-size`).
+
+Promise: the same scores as `reward.models.scorer` up to the rounding of the server's type, because token ids are sent and
+outputs without an activation come back; a server that gives no answer is no score.
+
+`POST /pooling` {model, input: [[ids], …], task, use_activation: false} → {data: [{index, data}]}, where data is [L] outputs
+of `classify` or [T][L] of `token_classify` (vLLM's online serving of pooling models, 0.11 and later).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import InvalidInput, Unreadable
+from paceline.models.loading import fault_of_load
+from reward.endpoints.client import BadAnswer, Endpoint, EndpointUnavailable, RequestRefused
+from reward.endpoints.settings import EndpointSettings
+from reward.models.batching import passes
+from reward.models.scorer import (
+    Scorer,
+    chances_at_steps,
+    check_kind,
+    check_separator,
+    load_scorer,
+    longest_text,
+)
+from reward.models.settings import ModelSettings, ProcessModelSettings
+from reward.models.source import fetched
+from reward.models.texts import Text, TextEncoder
+
+
+def open_scorer(settings: ModelSettings) -> Scorer | PooledScorer:
+    """Load the model, or open the server that holds it. Raises as `load_scorer`, and Unreadable for a server that cannot be
+    asked now."""
+    return load_scorer(settings) if settings.endpoint is None else PooledScorer(settings)
+
+
+class PooledScorer:
+    """A model on a server, as `reward.models.scorer.Scorer`."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        """Read the tokenizer and ask the server for the model. Raises InvalidInput for a model of another kind, Unreadable for
+        files or a server that cannot be read now."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        assert settings.endpoint is not None
+        self._settings = settings
+        self._endpoint = settings.endpoint.model_copy(
+            update={"base_url": settings.endpoint.base_url.removesuffix("/v1")}
+        )
+        source, _ = fetched(settings.path, weights=False)
+        try:
+            config = AutoConfig.from_pretrained(source)
+            check_kind(settings, config)
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except Exception as error:
+            fault = fault_of_load("reward model", settings.path, error)
+            if fault is None:
+                raise
+            raise fault from None
+        check_separator(settings, tokenizer)
+        self._texts = TextEncoder(settings, tokenizer)
+        self._num_outputs = int(config.num_labels)
+        self.version = f"{self._endpoint.model} at {self._endpoint.base_url}"
+        """The server's name of the model; only a person exchanges its weights."""
+        self._max_tokens = min(longest_text(config), asyncio.run(_longest_of_server(self._endpoint)))
+
+    def encode(self, prompt: Any, completion: Any) -> Text:
+        """As `Scorer.encode`."""
+        return self._texts.encode(prompt, completion)
+
+    def scores(
+        self, texts: Sequence[Text], ran: Callable[[int], None] = lambda texts: None
+    ) -> list[list[float] | None]:
+        """As `Scorer.scores`; requests of `max_batch_tokens` each go out together. Raises EndpointUnavailable for a server that
+        gives no answer, InvalidInput for one that answers something else."""
+        found: list[list[float] | None] = [None] * len(texts)
+        fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._max_tokens]
+        lengths = [len(texts[index].ids) for index in fitting]
+        requests = [
+            [fitting[position] for position in chosen]
+            for chosen in passes(lengths, self._settings.max_batch_tokens)
+        ]
+        answers = asyncio.run(self._ask([[texts[index].ids for index in request] for request in requests]))
+        for request, answer in zip(requests, answers, strict=True):
+            for index, outputs in zip(request, answer, strict=True):
+                found[index] = self._score(texts[index], outputs)
+            ran(len(request))
+        return found
+
+    async def _ask(self, requests: Sequence[Sequence[list[int]]]) -> list[list[Any]]:
+        """Return the outputs for the texts of each request."""
+        by_step = isinstance(self._settings, ProcessModelSettings)
+        body = {
+            "model": self._endpoint.model,
+            "task": "token_classify" if by_step else "classify",
+            "use_activation": False,
+        }
+
+        async def ask(texts: Sequence[list[int]]) -> list[Any]:
+            return _outputs(await endpoint.post("pooling", {**body, "input": list(texts)}), len(texts))
+
+        async with Endpoint(self._endpoint, _uncounted) as endpoint:
+            try:
+                return list(await asyncio.gather(*map(ask, requests)))
+            except (BadAnswer, RequestRefused) as error:
+                raise InvalidInput(f"the server of the reward model {self.version}: {error}") from None
+
+    def _score(self, text: Text, outputs: Any) -> list[float]:
+        """Return the score, or those of the steps. Raises InvalidInput for outputs of another form."""
+        by_step = isinstance(self._settings, ProcessModelSettings)
+        shape = (len(text.ids), self._num_outputs) if by_step else (1,)
+        try:
+            tensor = torch.tensor(outputs, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError):
+            tensor = torch.empty(0)
+        if tuple(tensor.shape) != shape:
+            raise InvalidInput(
+                f"the server of the reward model {self.version} answers outputs of shape {list(tensor.shape)}, not "
+                f"{list(shape)}; is it the model of path {self._settings.path!r}?"
+            )
+        if isinstance(self._settings, ProcessModelSettings):
+            values = chances_at_steps(tensor[text.places], self._settings)
+        else:
+            values = tensor.tolist()
+        if not all(map(math.isfinite, values)):
+            raise InvalidInput(f"the model {self._settings.path!r} gives a score that is not finite")
+        return values
+
+
+def _uncounted(name: str, value: float) -> None:
+    """Count nothing: the process of a model has no call to count for."""
+
+
+def _outputs(answer: dict[str, Any], count: int) -> list[Any]:
+    """Return the outputs in the order of the request. Raises BadAnswer."""
+    rows = answer.get("data")
+    found: dict[Any, Any] = {}
+    if isinstance(rows, list):
+        found = {row.get("index"): row.get("data") for row in rows if isinstance(row, dict)}
+    if sorted(found, key=str) != sorted(range(count), key=str):
+        raise BadAnswer(
+            f"it answered {str(answer)[:200]}, which has not one result for each of {count} texts"
+        )
+    return [found[index] for index in range(count)]
+
+
+async def _longest_of_server(settings: EndpointSettings) -> int:
+    """Return the tokens of the longest text that the server takes. Raises Unreadable where it does not serve the model now."""
+    try:
+        async with Endpoint(settings, _uncounted) as endpoint:
+            answer = await endpoint.get("v1/models")
+    except (EndpointUnavailable, RequestRefused, BadAnswer) as error:
+        raise Unreadable(
+            f"the server of the reward model cannot be asked: {error}; start it with vllm serve MODEL --runner pooling"
+        ) from None
+    models = answer.get("data")
+    served = {
+        row.get("id"): row.get("max_model_len")
+        for row in (models if isinstance(models, list) else [])
+        if isinstance(row, dict)
+    }
+    if settings.model not in served:
+        raise Unreadable(
+            f"{settings.base_url} serves {', '.join(map(str, served)) or 'no model'}, not {settings.model!r}; correct endpoint.model"
+        )
+    longest = served[settings.model]
+    return longest if isinstance(longest, int) and longest > 0 else 1 << 30
