@@ -7,6 +7,7 @@ a limit has been cut off; its turns count all the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,10 +90,9 @@ class AgentEpisode:
         while session.waits or self._watch.left_s > 0:
             session.changed.clear()
             left_s = None if session.waits else self._watch.left_s
-            try:
-                await asyncio.wait_for(session.changed.wait(), left_s)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):  # wait_for of Python 3.11 may swallow a cancellation
+                    await session.changed.wait()
 
     async def _trains(self, messages: Sequence[Any], tools: Sequence[Any]) -> bool:
         if not self._section.train_call:

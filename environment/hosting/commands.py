@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
+from asyncio.subprocess import DEVNULL
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,41 +39,67 @@ async def run_command(
     argv = [_filled(argument, row) for argument in command]
     is_folder = bool(folder) and await asyncio.to_thread(os.path.isdir, folder)
     environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-c", BOOT, ROOT, str(os.getpid()), str(memory_mb), *argv),
-        stdin=DEVNULL,
-        stdout=PIPE,
-        stderr=PIPE,
-        env=environment,
-        cwd=folder if is_folder else None,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    try:
-        reading = asyncio.gather(_end_of(process.stdout), _end_of(process.stderr))
-        try:
-            await process.wait()
-            kill_group(process.pid)  # a child that still holds the pipes
-            output, errors = await reading
-        finally:
-            reading.cancel()
-    finally:
-        kill_group(process.pid)
-        await process.wait()
-    if process.returncode != 0:
-        said = errors.strip().rpartition("\n")[2][-500:]
-        raise EnvironmentFailed(
-            f"the command {argv[0]!r} {describe_end(process.returncode)}: {said or 'no output'}"
+    launcher = (sys.executable, "-P", "-c", BOOT, ROOT, str(os.getpid()), str(memory_mb))
+    async with _Output() as output, _Output() as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(*launcher, *argv),
+            stdin=DEVNULL,
+            stdout=output.write_fd,
+            stderr=errors.write_fd,
+            env=environment,
+            cwd=folder if is_folder else None,
+            start_new_session=True,
         )
-    return _reward_in(output)
+        output.started()
+        errors.started()
+        try:
+            await process.wait()  # the caller has the deadline
+        finally:
+            kill_group(process.pid)  # its children too, which hold the pipes
+            await process.wait()
+        said, complained = await output.text(), await errors.text()
+    if process.returncode != 0:
+        why = complained.strip().rpartition("\n")[2][-500:] or "no output"
+        raise EnvironmentFailed(f"the command {argv[0]!r} {describe_end(process.returncode)}: {why}")
+    return _reward_in(said)
 
 
-async def _end_of(stream: asyncio.StreamReader) -> str:
-    kept = b""
-    while piece := await stream.read(KEPT_BYTES):
-        kept = (kept + piece)[-KEPT_BYTES:]
-    return kept.decode(errors="replace")
+class _Output:
+    """The end of what a command writes into one pipe. A pipe of its own, because asyncio's `wait` also waits for every process
+    that holds one of asyncio's."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+        read_fd, self.write_fd = os.pipe()
+        self._file = os.fdopen(read_fd, "rb", 0)
+
+    async def __aenter__(self) -> _Output:
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, self._file)
+        self._reading = asyncio.create_task(self._read(reader), name="output")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.started()
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._transport.close()
+
+    def started(self) -> None:
+        """Close this process' end for writing, because the command has it."""
+        if self.write_fd >= 0:
+            os.close(self.write_fd)
+            self.write_fd = -1
+
+    async def text(self) -> str:
+        """Return what was written, once every writer is gone."""
+        await self._reading
+        return self._kept.decode(errors="replace")
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while piece := await reader.read(KEPT_BYTES):
+            self._kept = (self._kept + piece)[-KEPT_BYTES:]
 
 
 def _filled(argument: str, row: Mapping[str, Any]) -> str:

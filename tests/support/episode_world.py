@@ -3,6 +3,7 @@ in this process."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ def spelled(text: str, tokenizer: Any, dice: random.Random) -> list[int]:
     ids: list[int] = []
     while text:
         size = dice.randint(1, 9)
-        mark = next((m for m in ("<tool_call>", "</tool_call>") if text.startswith(m)), None)
+        mark = next((m for m in tokenizer.get_added_vocab() if text.startswith(m)), None)
         piece = mark or text[:size]
         if mark is None and "<" in piece[1:]:
             piece = piece[: piece.index("<", 1)]
@@ -149,6 +150,8 @@ class MemoryJournal:
     ended: list[tuple[int, int, str, str, bool]] = field(default_factory=list)
     fail_at: int | None = None
     num_records: int = 0
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a sample is finished."""
 
     async def turn(
         self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool
@@ -160,6 +163,8 @@ class MemoryJournal:
         assert note.HasField("sample") == last
         kept = (TurnArrays.decode(arrays.encode()), pb.TurnNote.FromString(note.SerializeToString()))
         self.samples[sample] = before_with(before, kept, last)
+        if last:
+            self.finished.set()
 
     async def end(self, sample: int, life: int, reason: str, error: str, give_up: bool) -> None:
         self._count()

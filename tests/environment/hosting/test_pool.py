@@ -187,39 +187,36 @@ async def test_a_class_with_step_has_no_tools_and_keeps_its_state(file: Path) ->
         assert await restored.reward(60) is None
 
 
-@pytest.mark.parametrize(
-    ("what", "fault"),
-    [
-        ("reset", "reset returned int 3"),
-        ("two", "it has to be (observation, reward, done)"),
-        ("text", "the observation int 7"),
-        ("nan", "reward nan, it has to be finite"),
-        ("done", "done as str 'yes'"),
-        ("missing", "raised KeyError"),
-        ("five", ""),
-        ("dict", ""),
-    ],
-)
-async def test_nonsense_is_named(file: Path, what: str, fault: str) -> None:
-    async with running(file, "Nonsense") as code:
-        try:
-            instance, _ = await code.open("", {"what": what}, 60, SampleDeaths())
-            step, _ = await instance.step("a", 60)
-        except EnvironmentFailed as error:
-            assert fault
-            assert fault in str(error)
-            return
-        assert fault == ""
-        assert step["done"] is True
-        with pytest.raises(EnvironmentFailed, match="get_reward returned the reward str 'much'"):
-            await instance.reward(60)
+async def outcome_of(code: UserCode, what: str) -> str:
+    """The fault of an episode of nonsense; empty where there is none."""
+    try:
+        instance, _ = await code.open("", {"what": what}, 60, SampleDeaths())
+        step, _ = await instance.step("a", 60)
+    except EnvironmentFailed as error:
+        return str(error)
+    assert step["done"] is True
+    with pytest.raises(EnvironmentFailed, match="get_reward returned the reward str 'much'"):
+        await instance.reward(60)
+    return ""
 
 
-async def test_a_service_that_is_away_is_no_fault_of_the_environment(file: Path) -> None:
+async def test_nonsense_is_named(file: Path) -> None:
     async with running(file, "Nonsense") as code:
+        for what, fault in {
+            "reset": "reset returned int 3",
+            "two": "it has to be (observation, reward, done)",
+            "text": "the observation int 7",
+            "nan": "reward nan, it has to be finite",
+            "done": "done as str 'yes'",
+            "missing": "raised KeyError",
+        }.items():
+            assert fault in await outcome_of(code, what)
+        assert [await outcome_of(code, what) for what in ("five", "dict")] == ["", ""]
         instance, _ = await code.open("", {"what": "away"}, 60, SampleDeaths())
         with pytest.raises(ServiceAway, match="get_reward could not reach something: ConnectionRefusedError"):
             await instance.reward(60)
+        with pytest.raises(EnvironmentFailed, match="reset needs what, which is no column of the data set"):
+            await code.open("", {"prompt": ""}, 60, SampleDeaths())
 
 
 @pytest.mark.parametrize(
@@ -246,17 +243,26 @@ async def test_a_fault_of_one_episode_leaves_the_pool_usable(file: Path, how: st
         assert (await misbehave(code, "ok"))[0]["result"] == "ok"
 
 
-async def test_what_a_tool_raises_is_its_result(file: Path) -> None:
+async def test_what_a_tool_raises_is_its_result_and_a_forked_child_never_answers(file: Path) -> None:
     async with running(file) as code:
         assert await misbehave(code, "raise") == [{"result": "{'error': 'no good'}", "raised": True}]
-
-
-async def test_a_forked_child_never_answers(file: Path) -> None:
-    async with running(file) as code:
         assert (await misbehave(code, "fork"))[0]["result"] == "parent"
         instance, _ = await code.open("", {}, 60, SampleDeaths())
         assert (await instance.tools([("fork", {})], 60))[0][0]["result"] == "parent"
         assert (await instance.tools([("add", {"n": 1})], 60))[0][0]["result"] == "1"
+        with pytest.raises(TimeIsUp, match="while wait ran"):
+            await instance.tools([("wait", {"seconds": 60})], 0.2)
+        assert (await instance.tools([("add", {"n": 1})], 60))[0][0]["result"] == "2"
+
+
+async def test_calls_of_one_process_overlap(file: Path) -> None:
+    async with running(file) as code:
+        instances = [(await code.open("", {}, 60, SampleDeaths()))[0] for _ in range(8)]
+        async with asyncio.timeout(20):  # each waits for 3 s
+            replies = await asyncio.gather(
+                *(each.tools([("wait", {"seconds": 3.0})], 60) for each in instances)
+            )
+        assert [results[0]["result"] for results, _ in replies] == ["waited"] * 8
 
 
 async def test_a_killed_process_counts_for_nobody_until_it_happens_again_and_again(file: Path) -> None:
@@ -282,23 +288,6 @@ async def test_episodes_beside_a_dying_call_are_lost_and_not_blamed(file: Path) 
             await misbehave(code, "segfault")
         with pytest.raises(EnvironmentLost):
             await running_call
-
-
-async def test_the_time_of_an_episode_ends_a_call_without_a_fault(file: Path) -> None:
-    async with running(file) as code:
-        instance, _ = await code.open("", {}, 60, SampleDeaths())
-        with pytest.raises(TimeIsUp, match="while wait ran"):
-            await instance.tools([("wait", {"seconds": 60})], 0.2)
-
-
-async def test_calls_of_one_process_overlap(file: Path) -> None:
-    async with running(file) as code:
-        instances = [(await code.open("", {}, 60, SampleDeaths()))[0] for _ in range(8)]
-        async with asyncio.timeout(20):
-            replies = await asyncio.gather(
-                *(each.tools([("wait", {"seconds": 1.0})], 60) for each in instances)
-            )
-        assert [results[0]["result"] for results, _ in replies] == ["waited"] * 8
 
 
 async def test_agents_and_their_choice_of_calls(file: Path) -> None:

@@ -1,0 +1,120 @@
+"""Rendering by the package `renderers`: a Qwen 3 conversation whose bridge keeps every token, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from episode_world import HERMES, merged_tokenizer, run_spec, spelled, user
+
+from environment.protocols import SampledTurn
+from environment.rendering.choosing import choose_renderings
+from environment.rendering.family import FamilyRendering
+from environment.rendering.protocol import Conversation
+from environment.rendering.template import TemplateRendering
+from paceline.errors import InvalidInput
+from paceline.groups import VersionSpan
+
+pytest.importorskip("renderers", reason="the extra 'environments' is not installed")
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        },
+    }
+]
+
+
+def qwen_tokenizer() -> Any:
+    tokenizer = merged_tokenizer(HERMES)
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_response>", "</tool_response>"])
+    return tokenizer
+
+
+TOKENIZER = qwen_tokenizer()
+
+
+def sampled(text: str, end: bool = True) -> SampledTurn:
+    ids = spelled(text, TOKENIZER, random.Random(3))
+    if end:
+        ids.append(TOKENIZER.eos_token_id)
+    return SampledTurn(
+        np.array(ids, np.int32),
+        np.zeros(len(ids), np.float32),
+        (VersionSpan(1, 0, 0, len(ids)),),
+        "stop" if end else "length",
+        text,
+    )
+
+
+def call(arguments: str = '{"a":15}') -> str:
+    return f'<tool_call>\n{{"name":"add","arguments":{arguments}}}\n</tool_call>'
+
+
+@pytest.fixture
+def rendering() -> FamilyRendering:
+    return FamilyRendering(TOKENIZER, "qwen3", {})
+
+
+def test_a_turn_is_read_and_bridged_without_a_changed_token(rendering: FamilyRendering) -> None:
+    before = Conversation(user("Add 15."), TOOLS)
+    prompt_ids = rendering.prompt(before)
+    turn = sampled(f"<think>\nhm\n</think>\n\nSo: {call()}")
+    parsed = rendering.parse(before, prompt_ids, turn)
+    assert (parsed.reasoning.strip(), parsed.content.strip()) == ("hm", "So:")
+    assert [(each.name, each.arguments) for each in parsed.calls] == [("add", {"a": 15})]
+    answer = parsed.message("call_0")
+    new = [{"role": "tool", "content": "15", "name": "add", "tool_call_id": "call_0_0"}]
+    bridge = rendering.bridge(before, prompt_ids, turn, answer, new)
+    assert bridge is not None
+    text = TOKENIZER.decode(bridge, skip_special_tokens=False)
+    assert text.startswith("\n<|im_start|>user\n<tool_response>\n15\n</tool_response><|im_end|>")
+    assert text.endswith("<|im_start|>assistant\n")
+    rendered = rendering.prompt(before.extended([answer, *new]))
+    read = np.concatenate([prompt_ids, turn.token_ids, bridge])
+    assert not np.array_equal(rendered, read)  # what rendering anew would have changed
+
+
+def test_a_broken_call_is_a_fault(rendering: FamilyRendering) -> None:
+    before = Conversation(user("Add 15."), TOOLS)
+    parsed = rendering.parse(before, rendering.prompt(before), sampled(call('{"a":15')))
+    assert parsed.calls == ()
+    (fault,) = parsed.faults
+    assert fault.startswith("invalid json")
+
+
+def test_unknown_families_and_arguments_are_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"environment.renderer 'no-such' cannot be used"):
+        FamilyRendering(TOKENIZER, "no-such", {})
+    with pytest.raises(
+        InvalidInput, match=r"cannot be used with this tokenizer and data.chat_template_kwargs"
+    ):
+        FamilyRendering(TOKENIZER, "qwen3", {"no_such_argument": 1})
+
+
+def test_the_spec_chooses_the_rendering() -> None:
+    def chat(model: str = "made", **environment: Any) -> Any:
+        spec = run_spec(policy={"model_name": model}, environment=environment)
+        return choose_renderings(spec, TOKENIZER).chat
+
+    assert isinstance(chat("Qwen/Qwen3-0.6B"), FamilyRendering)
+    assert isinstance(chat("Qwen/Qwen3-0.6B", renderer="template"), TemplateRendering)
+    assert isinstance(chat("Qwen/Qwen3-0.6B", tool_parser="json"), TemplateRendering)
+    assert isinstance(chat("my/fine-tune"), TemplateRendering)
+    assert chat("my/fine-tune", renderer="qwen3").family == "qwen3"
+    with pytest.raises(InvalidInput, match="set one of them to auto"):
+        chat(renderer="qwen3", tool_parser="hermes")
+
+
+def test_messages_are_as_json_as_they_were_made(rendering: FamilyRendering) -> None:
+    parsed = rendering.parse(
+        Conversation(user("?"), TOOLS), rendering.prompt(Conversation(user("?"))), sampled(call())
+    )
+    assert json.loads(json.dumps(parsed.message("c")))["tool_calls"][0]["id"] == "c_0"

@@ -1,0 +1,126 @@
+"""The bridge by the difference of two renderings: where it is provable, and where it says that it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from episode_world import FORGETFUL, HERMES, merged_tokenizer, user
+
+from environment.protocols import SampledTurn
+from environment.rendering.protocol import Conversation
+from environment.rendering.template import TemplateRendering
+from paceline.errors import InvalidInput
+from paceline.groups import VersionSpan
+
+NEW = user("and now?")
+THINKING = HERMES.replace(
+    "{{ m.content }}\n{%- for call",
+    "{% if m.reasoning_content and loop.index0 > 0 and not messages[loop.index0 + 1:] | selectattr('role', 'equalto', "
+    "'user') | list %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}\n{%- for call",
+)
+"""Strips the reasoning of answers before the user's last message, as templates of reasoning models do."""
+ENDLESS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+"""Writes no end behind an answer."""
+PREFILLED = HERMES.replace(
+    "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+)
+"""Opens the turn with tokens that it does not write into the history."""
+
+
+def turn_of(tokenizer: Any, text: str, end: str = "<|im_end|>", reason: str = "stop") -> SampledTurn:
+    ids = tokenizer(text + end, add_special_tokens=False)["input_ids"]
+    return SampledTurn(
+        np.array(ids, np.int32),
+        np.zeros(len(ids), np.float32),
+        (VersionSpan(1, 0, 0, len(ids)),),
+        reason,
+        text,
+    )
+
+
+def bridged(
+    template: str, text: str, new: list[Any] = NEW, end: str = "<|im_end|>", reason: str = "stop"
+) -> str | None:
+    """The text of the bridge behind an answer; None where there is none."""
+    tokenizer = merged_tokenizer(template)
+    rendering = TemplateRendering(tokenizer, {})
+    before = Conversation(user("hello"))
+    prompt_ids = rendering.prompt(before)
+    turn = turn_of(tokenizer, text, end, reason)
+    answer = rendering.parse(before, prompt_ids, turn).message("c")
+    ids = rendering.bridge(before, prompt_ids, turn, answer, new)
+    if ids is None:
+        return None
+    assert ids.dtype == np.int32
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+OPENED = "\n<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("text", ["hi", "", "  hi \n", "hi <|im_start|> there", "☃ 漢字"])
+def test_a_bridge_is_what_the_template_writes_behind_the_answer(text: str) -> None:
+    assert bridged(HERMES, text) == OPENED
+
+
+def test_the_whole_is_the_rendering_where_the_answer_is_spelled_as_the_template_does() -> None:
+    tokenizer = merged_tokenizer(HERMES)
+    rendering = TemplateRendering(tokenizer, {})
+    before = Conversation(user("hello"))
+    prompt_ids, turn = rendering.prompt(before), turn_of(tokenizer, "I add.")
+    answer = {"role": "assistant", "content": "I add."}
+    bridge = rendering.bridge(before, prompt_ids, turn, answer, NEW)
+    assert bridge is not None
+    whole = np.concatenate([prompt_ids, turn.token_ids, bridge])
+    assert np.array_equal(whole, rendering.prompt(before.extended([answer, *NEW])))
+
+
+def test_an_answer_that_was_cut_off_is_closed_as_the_template_closes_it() -> None:
+    assert bridged(HERMES, "hi", end="", reason="length") == f"<|im_end|>{OPENED}"
+
+
+def test_forced_tokens_of_the_opening_are_context() -> None:
+    assert bridged(PREFILLED, "hi") == OPENED + "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "end"),
+    [
+        (FORGETFUL, "hi", "<|im_end|>"),  # it writes the history in another way
+        (ENDLESS, "hi", "<|im_end|>"),  # it does not write the end that was sampled
+        (HERMES, "hi", "<|endoftext|>"),  # the turn ended with another token than the template's
+        (
+            THINKING,
+            "<think>\nhm\n</think>\n\nhi",
+            "<|im_end|>",
+        ),  # the reasoning is stripped before a user's message
+    ],
+)
+def test_what_cannot_be_proven_is_none(template: str, text: str, end: str) -> None:
+    assert bridged(template, text, end=end) is None
+
+
+def test_reasoning_stays_before_results_of_tools() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    result = [{"role": "tool", "content": "3", "name": "add", "tool_call_id": "c_0"}]
+    text = bridged(THINKING, f"<think>\nhm\n</think>\n\n{call}", result)
+    assert text is not None
+    assert "<tool_response>\n3\n</tool_response>" in text
+
+
+def test_tools_that_the_template_does_not_show_are_refused_by_name() -> None:
+    tokenizer = merged_tokenizer(ENDLESS)
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+        }
+    ]
+    with pytest.raises(
+        InvalidInput, match="tools are given, which the chat template of this model does not render"
+    ):
+        TemplateRendering(tokenizer, {}).prompt(Conversation(user("hello"), tools))
+    shown = TemplateRendering(tokenizer, {}, "hermes").prompt(Conversation(user("hello"), tools))
+    assert tokenizer.decode(shown) == "<user>hello<assistant>"

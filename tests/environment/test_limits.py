@@ -1,0 +1,39 @@
+"""Seconds of user code, and observations that are cut to tokens."""
+
+from __future__ import annotations
+
+from episode_world import merged_tokenizer
+
+from environment.limits import Stopwatch, cut_to_tokens
+
+
+def test_only_the_seconds_of_user_code_count() -> None:
+    now = [0.0]
+    watch = Stopwatch(10.0, lambda: now[0])
+    now[0] = 100.0
+    assert (watch.used_s, watch.left_s) == (0.0, 10.0)
+    with watch.running():
+        now[0] = 104.0
+        assert watch.left_s == 6.0
+    now[0] = 500.0
+    assert (watch.used_s, watch.left_s) == (4.0, 6.0)
+    watch.start()
+    watch.start()
+    now[0] = 520.0
+    assert watch.left_s == 0.0
+    watch.stop()
+    watch.stop()
+    assert watch.used_s == 24.0
+
+
+def test_a_text_is_cut_to_its_tokens_and_says_so() -> None:
+    tokenizer = merged_tokenizer()
+    assert cut_to_tokens("short", 5, tokenizer) == "short"
+    fits = "tool call name arguments result error user assistant"
+    count = len(tokenizer(fits, add_special_tokens=False)["input_ids"])
+    assert count < len(fits)
+    assert cut_to_tokens(fits, count, tokenizer) == fits
+    cut = cut_to_tokens(fits, 3, tokenizer)
+    assert cut.endswith("\n[cut off after 3 tokens]")
+    assert fits.startswith(cut.partition("\n")[0])
+    assert cut_to_tokens("x" * 10**7, 10, tokenizer).endswith("[cut off after 10 tokens]")
