@@ -183,6 +183,7 @@ COVERED_BY = {
     "services/coordinator/lifecycle/context.py": "test_run_states.py",
     "services/coordinator/lifecycle/coordinator.py": "test_run_states.py",
     "services/coordinator/lifecycle/run_data.py": "test_run_queue.py",
+    "services/coordinator/lifecycle/source_files.py": "test_submission_checks.py",
     "services/coordinator/lifecycle/watchers.py": "test_run_states.py",
     "services/coordinator/members/registry.py": "test_senders.py",
     "services/coordinator/pool/assignments.py": "tests/services/coordinator/sessions/test_session_numbers.py",

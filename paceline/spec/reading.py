@@ -50,6 +50,7 @@ NEWER_KEYS: dict[str, Any] = {
     "data.train_config": None,
     "data.validation_config": None,
     "bundle": BundleSection().model_dump(mode="json"),
+    "environment": EnvironmentSection().model_dump(mode="json"),
     "policy.parallel": ParallelSection().model_dump(mode="json"),
     "priority": 0,
     "max_hours": None,

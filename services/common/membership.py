@@ -252,7 +252,7 @@ class Membership:
     async def _speak_on(self, call: Stream, heard: asyncio.Event) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             hello = self._hello()
-            hello.secret, hello.knows_episodes = self._secret, True
+            hello.secret = self._secret
             await call.write(worker_pb2.ConnectRequest(hello=hello))
             await heard.wait()
             beat_s = time.monotonic()

@@ -8,33 +8,27 @@ from exchange_drivers import COMMITTED, DUPLICATE, STALE, Learner, Reward, World
 from paceline.groups import Version
 from protos.paceline.v1 import exchange_pb2 as pb
 
+OFTEN = ("lease", "turn", "turn", "last turn", "last turn", "submit", "submit", "score", "train")
+"""What moves groups on. Else hardly any group would come to its end between the other actions."""
+
+LATE = ("delayed turn", "deliver", "deliver twice", "environment is silent", "environment leaves")
+"""What lets messages of earlier holders come when others have their groups."""
+
 ACTIONS = (
-    "lease",
+    *(4 * OFTEN),
+    *(2 * LATE),
     "lost lease",
-    "turn",
-    "turn",
-    "turn",
-    "last turn",
-    "last turn",
     "left out turn",
-    "delayed turn",
-    "deliver",
-    "deliver twice",
     "restart sample",
     "sample fails",
     "give up",
-    "submit",
     "submit twice",
     "hand back",
     "bad prompt",
-    "environment leaves",
     "environment dies",
-    "environment is silent",
     "engine dies",
     "engine joins",
-    "score",
     "no variance",
-    "train",
     "new session",
     "restart",
 )
@@ -74,7 +68,7 @@ class EpisodeLife:
             case "restart sample" | "sample fails" | "give up" if self.held:
                 self._end(action, number)
             case "deliver" | "deliver twice" if self.network:
-                self._deliver(number % len(self.network), keep=action == "deliver twice")
+                self.deliver(number % len(self.network), keep=action == "deliver twice")
             case "submit" | "submit twice" if self.held:
                 self._submit(number, twice=action == "submit twice")
             case "hand back" | "bad prompt" if self.held:
@@ -89,7 +83,7 @@ class EpisodeLife:
                 self.engines.append(serving_rollout(world, f"engine-{self.lives}", self.step, self.session))
             case "score" | "no variance":
                 for task in self.reward.tasks(1 + number % 3):
-                    self.reward.score(task, [1.0, 1.0] if action == "no variance" else None)
+                    self._score(task, [1.0, 1.0] if action == "no variance" else [0.0, 1.0])
             case "train":
                 self.train()
             case "new session":
@@ -118,35 +112,41 @@ class EpisodeLife:
                 for held in worker.lease(8, held=pb.Held()):
                     self._play_to_the_end(worker, held)
             for task in self.reward.tasks():
-                self.reward.score(task)
+                self._score(task, [0.0, 1.0])
             self.world.now_s += 60.0
             self.train()
         raise AssertionError(f"the run does not end: {self.world.states()}")
+
+    def _score(self, task: pb.ScoreTask, rewards: list[float]) -> None:
+        assert self.reward.score(task, rewards) == COMMITTED
 
     def _play_to_the_end(self, worker: EnvironmentWorker, held: Episodes) -> None:
         worker.play_all(held, self.version)
         assert worker.finish(held) == COMMITTED
 
     def _turn(self, action: str, number: int) -> None:
+        """A turn of one sample, or of every open sample of a group."""
         worker, held = self.held[number % len(self.held)]
-        sample = number % len(held.samples)
-        episode = held.samples[sample]
-        if episode.finished or episode.given_up:
-            return
-        last = action != "turn"
-        if action == "delayed turn":
+        is_open = [not (episode.finished or episode.given_up) for episode in held.samples]
+        samples = [sample for sample, its in enumerate(is_open) if its]
+        if action not in ("turn", "last turn"):
+            samples = samples[number % max(1, len(samples)) :][:1]
+        for sample in samples:
+            episode = held.samples[sample]
             arrays = worker.next_turn(held, sample, self.version)
-            request, frames = worker.turn_message(held, sample, arrays, last=False)
-            request.term = self.world.ledger.term
-            self.network.append((request, frames))
-            return
-        left_out = [0] if action == "left out turn" and len(episode.turns) > 1 else []
-        arrays = worker.next_turn(held, sample, self.version)
-        status = worker.turn(held, sample, arrays, last=last, left_out=left_out).reply.status
-        # A delayed turn of the same index may have come first: the holder then has other tokens than the ledger.
-        assert status in (COMMITTED, DUPLICATE, STALE)
-        if status != COMMITTED:
-            self.held.remove((worker, held))
+            if action == "delayed turn":
+                request, frames = worker.turn_message(held, sample, arrays)
+                request.term = self.world.ledger.term
+                self.network.append((request, frames))
+                return
+            left_out = [0] if action == "left out turn" and episode.turns else []
+            last = action != "turn"
+            status = worker.turn(held, sample, arrays, last=last, left_out=left_out).reply.status
+            # A delayed turn of the same index may have come first: the holder then has other tokens than the ledger.
+            assert status in (COMMITTED, DUPLICATE, STALE)
+            if status != COMMITTED:
+                self.held.remove((worker, held))
+                return
 
     def _end(self, action: str, number: int) -> None:
         worker, held = self.held[number % len(self.held)]
@@ -179,7 +179,7 @@ class EpisodeLife:
         self.held = [(worker, held) for worker, held in self.held if worker is not gone]
         self.workers[number % 2] = EnvironmentWorker(self.world, f"environment-{self.lives}")
 
-    def _deliver(self, index: int, *, keep: bool) -> None:
+    def deliver(self, index: int, *, keep: bool) -> None:
         """Any turn, whenever it was sent. One of an earlier term is refused and sent again, as workers do."""
         request, frames = self.network[index] if keep else self.network.pop(index)
         earlier = request.term != self.world.ledger.term

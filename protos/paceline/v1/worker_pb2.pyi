@@ -319,7 +319,6 @@ class Hello(_message.Message):
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     LEARNER_ID_FIELD_NUMBER: _builtins.int
-    KNOWS_EPISODES_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """Its role."""
     member_id: _builtins.str
@@ -344,8 +343,6 @@ class Hello(_message.Message):
     """Secret from the newest Welcome, empty before the first. A stream with it replaces the member's earlier stream."""
     learner_id: _builtins.str
     """Learner of several ranks: an id that all of them share, new for each start, kept secret. Empty for one rank."""
-    knows_episodes: _builtins.bool
-    """True: the worker knows runs with an environment. One that does not is given none."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Version whose weights it holds, if any."""
@@ -366,11 +363,10 @@ class Hello(_message.Message):
         http_address: _builtins.str = ...,
         secret: _builtins.bytes = ...,
         learner_id: _builtins.str = ...,
-        knows_episodes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "http_address", b"http_address", "knows_episodes", b"knows_episodes", "learner_id", b"learner_id", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "secret", b"secret", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "http_address", b"http_address", "learner_id", b"learner_id", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "secret", b"secret", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,6 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,14 @@ from paceline.files.storage import Folder, is_url
 from paceline.models.architectures import check_architecture
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS
+from services.coordinator.lifecycle import source_files
+from services.coordinator.lifecycle.environment_checks import check_environment
 from services.coordinator.lifecycle.run_data import RunData, open_data
 
 SUPPLIED = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "args", "kwargs"}
 )
 """Arguments of reward functions that are never columns."""
-
-MAX_SOURCE_BYTES = 1 << 20
-"""Largest file of a reward function whose arguments are read here."""
 
 
 def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
@@ -38,6 +36,7 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
     for field, source in (("data.train", data.prompts), ("data.validation", data.validation)):
         if source is not None:
             _check_reward_columns(spec, field, source)
+            check_environment(spec, field, source)
             _check_reward_settings(spec, source)
             _check_template(spec, source)
             warnings += _shadowed(field, source)
@@ -106,36 +105,12 @@ def _columns_of(reward: RewardFunctionSection) -> list[str]:
 
 
 def _required(path: Path, name: str) -> list[str]:
-    """Return the arguments without a default of a function in a file, besides those that every function gets. The file is
-    parsed, not run; nothing is known of a function with decorators, which may change its arguments."""
-    try:
-        if path.stat().st_size > MAX_SOURCE_BYTES:
-            return []
-        tree = ast.parse(path.read_bytes())
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return []  # the reward worker says what is wrong with it
-    found: ast.FunctionDef | ast.AsyncFunctionDef | None = None
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            found = node
-        elif name in _bound(node):
-            found = None
-    if found is None or found.decorator_list:
+    """Return the arguments without a default of a function in a file, besides those that every function gets."""
+    module = source_files.parsed(path)
+    found = None if module is None else source_files.definition(module.body, name)
+    if found is None or isinstance(found, ast.ClassDef):
         return []
-    given = found.args
-    positional = [*given.posonlyargs, *given.args]
-    required = positional[: len(positional) - len(given.defaults)]
-    required += [a for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
-    return [argument.arg for argument in required if argument.arg not in SUPPLIED]
-
-
-def _bound(statement: ast.stmt) -> Iterable[str]:
-    """Return the names that a statement may bind anew."""
-    return {
-        node.id
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    } | {node.name for node in ast.walk(statement) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return [argument for argument in source_files.required(found) if argument not in SUPPLIED]
 
 
 def _check_template(spec: RunSpec, source: PromptSource) -> None:

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 
 from paceline.backoff import ExponentialBackoff
 from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.exchange.state import ActiveRun
 from services.coordinator.lifecycle.context import RunContext
 from services.coordinator.lifecycle.run_states import RunStates
 from services.coordinator.members.registry import Fault, Member, Members
-from services.coordinator.pool.assignments import Assignments, knows
+from services.coordinator.pool.assignments import Assignments
 from services.coordinator.text_limits import one_line
 
 ROLES = (
@@ -129,7 +128,6 @@ class Faults:
         run = self._context.exchange.active
         if run is None:
             return
-        await self._mark_outdated(run)
         next_step = self._context.ledger.run(run.run_id)["next_step"]
         decisions = {role: decide(self._connected(role), run.run_id, next_step) for role in ROLES}
         worst = max(decisions.values())
@@ -149,19 +147,6 @@ class Faults:
             await self._states.continue_run(run.run_id)
         if decisions[common_pb2.ROLE_LEARNER] is Decision.RETRY:
             await self._retry_learner(next_step, now_s)
-
-    async def _mark_outdated(self, run: ActiveRun) -> None:
-        """Note the workers whose version cannot work on the run; they were not assigned it."""
-        for member in self._members.all():
-            if member.is_expected or knows(member, run) or member.fault is not None:
-                continue
-            text = (
-                f"{member.member_id} is of an older version, which knows no runs with an environment; update it to that of the "
-                "coordinator"
-            )
-            member.fault = Fault(run.run_id, text)
-            log.warning("%s %s", member.role_name, text)
-            await self._context.watchers.warn([f"{member.role_name} {text}"])
 
     async def _retry_learner(self, next_step: int, now_s: float) -> None:
         """Give the learner a new session when its pause is over."""

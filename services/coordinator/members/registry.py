@@ -90,8 +90,6 @@ class Member:
     """Values that its reward functions logged since the last step."""
     functions: FunctionSums = field(default_factory=FunctionSums)
     """Calls of its reward functions since the last step."""
-    knows_episodes: bool = True
-    """False for a worker of a version that knows no runs with an environment."""
     engines: worker_pb2.Engines | None = None
     """Environment worker: the rollout workers that it was told about last on this stream."""
     outbox: DirectiveQueue = field(default_factory=DirectiveQueue)

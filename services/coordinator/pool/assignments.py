@@ -36,11 +36,6 @@ session train."""
 log = logging.getLogger(__name__)
 
 
-def knows(member: Member, run: ActiveRun) -> bool:
-    """Return whether a worker is of a version that can work on the run."""
-    return member.knows_episodes or not run.spec.environment.is_used
-
-
 class Assignments:
     """Assignments to the active run; `lock` serialises transactions, `pause` pauses a run with a reason."""
 
@@ -117,7 +112,7 @@ class Assignments:
         run = self._exchange.active
         assert run is not None
         has_work = member.role != common_pb2.ROLE_ENVIRONMENT or run.spec.environment.is_used
-        if run.prompts is not None and has_work and knows(member, run):
+        if run.prompts is not None and has_work:
             member.direct(self._assignment(self._ledger.run(run.run_id), run.spec_yaml))
 
     # Sessions
@@ -197,8 +192,7 @@ class Assignments:
         if holder is not None and holder.fault is None:
             return []
         learners = [m for m in self._members.of_role(common_pb2.ROLE_LEARNER) if m.rank == 0]
-        able = [m for m in learners if knows(m, run)]
-        return [m for m in able if m.connected and not m.is_expected and m.fault is None]
+        return [m for m in learners if m.connected and not m.is_expected and m.fault is None]
 
     async def _check_checkpoints(self, run: ActiveRun) -> None:
         """Note sessions that the folder of checkpoints names, and set checkpoints aside that are ahead of the ledger."""

@@ -151,7 +151,6 @@ class Pool:
             world_size=hello.world_size,
             learner_id=hello.learner_id if hello.role == common_pb2.ROLE_LEARNER else "",
             shown_secret=hello.secret,
-            knows_episodes=hello.knows_episodes,
         )
         if earlier is not None:
             member.offered.extend(earlier.offered)

@@ -197,7 +197,7 @@ GROUPS = Part("train", "Groups", "Counts of the ledger after the step.", (
     Metric("groups/<state>", "groups", "groups in that state: open ones now, ended ones (trained, dropped) since the start"),
     Metric("dropped/<reason>", "groups", "groups dropped so far, by reason: `no_variance`, `stale`, `prompt_too_long`, `bad_prompt` (a "
            "prompt that the chat template refuses, or whose generation failed `max_generation_failures` times), "
-           "`invalid_result`, `reward_failed`, `poison`, `damaged`, `by_request`, `run_ended`",
+           "`invalid_result`, `reward_failed`, `environment_failed`, `poison`, `damaged`, `by_request`, `run_ended`",
            "absent, except `no_variance` with `grpo.use_dynamic_sampling`"),
     Metric("epochs", "passes", "prompts drawn so far by the rows of the data set"),
     Metric("failures/<reason>", "attempts", "attempts at generating or scoring that failed so far, by reason", "absent"),

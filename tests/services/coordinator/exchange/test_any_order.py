@@ -6,12 +6,14 @@ the coordinator restarts in between. `Reference` knows nothing of the ledger: it
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
 import episode_life
+import pytest
 from episode_drivers import ENVIRONMENT
 from exchange_drivers import COMMITTED, World, make_spec
 from exchange_life import Life
@@ -49,6 +51,9 @@ ACTIONS = (
     "restart",
     "time",
 )
+
+EPISODE_EVENTS = 150
+"""Events of a walk with environments."""
 
 
 class Reference:
@@ -163,45 +168,48 @@ def test_any_order_of_events_keeps_the_promise(
             world.close()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    actions=st.lists(st.tuples(st.sampled_from(episode_life.ACTIONS), st.integers(0, 11)), max_size=100),
-    order=st.sampled_from(["ready_first", "in_order"]),
-    max_age=st.integers(0, 2),
-)
-@patch.object(failure_causes, "MIN_OF_ONE_CAUSE", 1 << 60)  # pauses are no subject here
-def test_any_order_of_events_keeps_the_promise_of_episodes(
-    actions: list[tuple[str, int]], order: str, max_age: int
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        spec = make_spec(
-            Path(folder),
-            grpo={"use_dynamic_sampling": True, "max_generation_batches": 10**6},
-            async_grpo={"order": order, "max_trajectory_age_steps": max_age},
-            **ENVIRONMENT,
-        )
-        world = WatchedWorld(Path(folder), spec)
-        try:
-            life = episode_life.EpisodeLife(world)
-            for action, number in actions:
-                life.act(action, number)
+@pytest.mark.parametrize("seed", range(16))
+@patch.object(failure_causes, "MIN_OF_ONE_CAUSE", 1 << 60)
+def test_any_order_of_events_keeps_the_promise_of_episodes(tmp_path: Path, seed: int) -> None:
+    """A walk of fixed length, because a group of episodes needs many events to come to its end."""
+    walk = random.Random(seed)
+    spec = make_spec(
+        tmp_path,
+        grpo={"use_dynamic_sampling": True, "max_generation_batches": 10**6},
+        async_grpo={
+            "order": walk.choice(["ready_first", "in_order"]),
+            "max_trajectory_age_steps": walk.randrange(3),
+        },
+        **ENVIRONMENT,
+    )
+    world = WatchedWorld(tmp_path, spec)
+    try:
+        life = episode_life.EpisodeLife(world)
+        for place in range(EPISODE_EVENTS):
+            life.act(walk.choice(episode_life.ACTIONS), walk.randrange(12))
+            check_books(world)
+            if place % 10 == 0:
                 check(world)
-            life.finish()
-            for index in range(len(life.network)):  # what comes when all is over changes nothing
-                life._deliver(index, keep=True)
-            world.end()
-            check(world)
-            assert world.counters["groups:trained"] == 8
-            assert world.ledger.open_groups(world.run_id) == 0
-            assert world.ledger.db.execute("SELECT COUNT(*) FROM episodes").fetchone()[0] == 0
-        finally:
-            world.close()
+        life.finish()
+        for index in range(len(life.network)):  # what comes when all is over changes nothing
+            life.deliver(index, keep=True)
+        world.end()
+        check(world)
+        assert world.counters["groups:trained"] == 8
+        assert world.ledger.open_groups(world.run_id) == 0
+        assert world.ledger.db.execute("SELECT COUNT(*) FROM episodes").fetchone()[0] == 0
+    finally:
+        world.close()
+
+
+def check_books(world: World) -> None:
+    books = world.ledger.token_books(world.run_id)
+    assert books["generated"] == books["trained"] + books["dropped"] + books["live"]
 
 
 def check(world: World) -> None:
     """Books balance, admission holds, no batch of another size, and verify finds nothing."""
-    books = world.ledger.token_books(world.run_id)
-    assert books["generated"] == books["trained"] + books["dropped"] + books["live"]
+    check_books(world)
     assert world.ledger.open_groups(world.run_id) <= (world.run.max_age + 1) * world.run.batch_size
     if world.spec.async_grpo.order == "in_order":
         ages = world.ledger.db.execute(

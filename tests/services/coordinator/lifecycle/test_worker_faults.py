@@ -84,39 +84,17 @@ async def test_the_only_worker_of_a_role_that_cannot_set_up_pauses_the_run_until
     assert (await state_of(plane, run_id)) == ("running", "")
 
 
-async def test_workers_that_know_no_episodes_are_told_to_be_updated(tmp_path: Path) -> None:
+async def test_an_environment_worker_that_cannot_set_up_pauses_the_run(tmp_path: Path) -> None:
     plane = impatient(Plane(tmp_path))
     await plane.start()
     run_id = (await plane.run_one(**ENVIRONMENT)).run_id
-    old = reward(plane, "reward-old")
-    await old.hear("welcome")
+    worker = Worker(plane, common_pb2.ROLE_ENVIRONMENT, "environment-1")
+    await put_on(worker)
+    worker.say(run_report=RunReport(run_id=run_id, error="no class", fault=FAULT_PASSING))
     paused = await next_state(plane, run_id, 0, "paused")
-    state, message = await state_of(plane, run_id)
-    assert state == "paused"
-    assert (
-        "reward: reward-old is of an older version, which knows no runs with an environment; update it"
-        in message
-    )
-    member = plane.coordinator.members.get("reward-old")
-    assert member is not None
-    assert len(member.outbox) == 0  # it was not assigned the run
-    new = Worker(plane, common_pb2.ROLE_REWARD, "reward-new", knows_episodes=True)
-    await put_on(new)
-    new.say(run_report=RunReport(run_id=run_id))
+    assert (await state_of(plane, run_id))[1] == "environment: no class. It is retried automatically"
+    worker.say(run_report=RunReport(run_id=run_id))
     await next_state(plane, run_id, paused, "running")
-    await plane.stop()
-
-
-async def test_a_learner_that_knows_no_episodes_gets_no_session(tmp_path: Path) -> None:
-    plane = impatient(Plane(tmp_path))
-    await plane.start()
-    run_id = (await plane.run_one(**ENVIRONMENT)).run_id
-    old = learner(plane)
-    await old.hear("welcome")
-    await next_state(plane, run_id, 0, "paused")
-    assert plane.ledger.run(run_id)["session"] == 0
-    new = learner(plane, "learner-2", knows_episodes=True)
-    assert (await new.hear("run")).session == 1
     await plane.stop()
 
 

@@ -21,14 +21,14 @@ async def hear_engines(worker: Worker, *expected: tuple[str, int]) -> worker_pb2
 async def test_the_list_follows_versions_drains_faults_and_leaves(tmp_path: Path) -> None:
     plane = await Plane.started(tmp_path)
     run = await plane.run_one(**ENVIRONMENT)
-    environment = Worker(plane, common_pb2.ROLE_ENVIRONMENT, "environment-1", knows_episodes=True)
+    environment = Worker(plane, common_pb2.ROLE_ENVIRONMENT, "environment-1")
     assert (await environment.hear("run")).run_id == run.run_id
     assert not (await environment.hear("engines")).engines
-    trainer = learner(plane, knows_episodes=True)
+    trainer = learner(plane)
     session = (await trainer.hear("run")).session
     workers = {}
     for name in ("rollout-1", "rollout-2"):
-        workers[name] = worker = rollout(plane, name, address=f"{name}:7", knows_episodes=True)
+        workers[name] = worker = rollout(plane, name, address=f"{name}:7")
         await worker.hear("run")
         worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
         trainer.say(weight_offer=offer(run.run_id, session, 0, name))
@@ -44,7 +44,7 @@ async def test_the_list_follows_versions_drains_faults_and_leaves(tmp_path: Path
     await hear_engines(environment)
     workers["rollout-2"].say(run_report=worker_pb2.RunReport(run_id=run.run_id))
     await hear_engines(environment, ("rollout-2", 0))
-    later = Worker(plane, common_pb2.ROLE_ENVIRONMENT, "environment-2", knows_episodes=True)
+    later = Worker(plane, common_pb2.ROLE_ENVIRONMENT, "environment-2")
     await hear_engines(later, ("rollout-2", 0))
     workers["rollout-2"].hang_up()  # its stream breaks
     await hear_engines(environment)
@@ -55,7 +55,7 @@ async def test_the_list_follows_versions_drains_faults_and_leaves(tmp_path: Path
 async def test_an_environment_worker_is_idle_in_other_runs(tmp_path: Path) -> None:
     plane = await Plane.started(tmp_path)
     run = await plane.run_one()
-    environment = Worker(plane, common_pb2.ROLE_ENVIRONMENT, "environment-1", knows_episodes=True)
+    environment = Worker(plane, common_pb2.ROLE_ENVIRONMENT, "environment-1")
     await environment.hear("welcome")
     other = rollout(plane)
     assert (await other.hear("run")).run_id == run.run_id
