@@ -23,7 +23,7 @@ from paceline.chat.call_formats import (
     read_marked_call,
 )
 from paceline.chat.messages import Json
-from paceline.chat.rendering import END_THINK, THINK
+from paceline.chat.template_probes import END_THINK, THINK
 
 
 class TextPart(NamedTuple):

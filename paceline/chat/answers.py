@@ -11,14 +11,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from paceline.chat.answer_reader import AnswerPart, TextPart
+from paceline.chat.api_errors import error_answer
 from paceline.chat.call_formats import ToolCall
 from paceline.chat.choices import Choice, Delta, model_name, version_name
+from paceline.chat.frames import Event, ranges, usage
 from paceline.chat.messages import Json
+from paceline.errors import PacelineError
 from paceline.groups import Version, VersionSpan
 
 
 class Answer:
-    """The frame of an answer, which `answer_id` names. `decode` turns token ids into text, `at_first` is the version when the request came."""
+    """The `Frame` of a completion, which `answer_id` names. `decode` turns token ids into text, `at_first` is the version
+    when the request came."""
+
+    ends_with_mark = True
 
     def __init__(
         self,
@@ -29,6 +35,7 @@ class Answer:
         at_first: Version,
         logprobs: bool,
         token_ids: bool,
+        include_usage: bool,
         decode: Callable[[list[int]], str],
     ) -> None:
         self._id = answer_id
@@ -37,12 +44,13 @@ class Answer:
         self._at_first = at_first
         self._logprobs = logprobs
         self._token_ids = token_ids
+        self._include_usage = include_usage
         self._decode = decode
         self._created_s = int(time.time())
         self._versions: set[tuple[int, int]] = set()
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """Return the answer to a request without `stream`."""
+        """See `Frame`."""
         entries = []
         for choice in choices:
             self._note(choice.spans)
@@ -50,7 +58,7 @@ class Answer:
             entry = self._choice(
                 choice, content, 0, reason_of(choice) if self._chat else choice.finish_reason
             )
-            entry["versions"] = _ranges(choice.spans)
+            entry["versions"] = ranges(choice.spans)
             if self._token_ids:
                 entry["prompt_token_ids"] = choice.prompt_ids.tolist()
             entries.append(entry)
@@ -58,29 +66,40 @@ class Answer:
             "usage": usage(choices)
         }
 
-    def opening(self, index: int) -> Json:
-        """Return a chat stream's first chunk of a choice, which names the role."""
+    def begin(self, num_choices: int) -> list[Event]:
+        """See `Frame`: a chat stream's first chunk of a choice names the role."""
         delta = {"role": "assistant", "content": ""}
-        entry = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._frame("chat.completion.chunk", [entry])
+        return [
+            self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+            for index in range(num_choices if self._chat else 0)
+        ]
 
-    def chunk(self, delta: Delta) -> Json:
-        """Return a chunk with the text and the calls since the last chunk of the same choice."""
+    def add(self, delta: Delta) -> list[Event]:
+        """See `Frame`."""
         self._note(delta.spans)
         content: Json = {"delta": self._delta(delta)} if self._chat else {"text": _content(delta.parts)}
-        return self._frame(self._chunk_kind, [self._choice(delta, content, delta.offset, None)])
+        return [self._event(self._choice(delta, content, delta.offset, None))]
 
-    def closing(self, choice: Choice) -> Json:
-        """Return a choice's last chunk: its finish reason and its versions."""
+    def end(self, choice: Choice) -> list[Event]:
+        """See `Frame`: the last chunk of a choice has its finish reason and its versions."""
         self._note(choice.spans)
         content: Json = {"delta": {}} if self._chat else {"text": ""}
         reason = reason_of(choice) if self._chat else choice.finish_reason
         entry = {"index": choice.index, **content, "logprobs": None, "finish_reason": reason}
-        return self._frame(self._chunk_kind, [entry | {"versions": _ranges(choice.spans)}])
+        return [self._event(entry | {"versions": ranges(choice.spans)})]
 
-    def counts(self, choices: Sequence[Choice]) -> Json:
-        """Return the chunk of `stream_options.include_usage`."""
-        return self._frame(self._chunk_kind, []) | {"usage": usage(choices)}
+    def finish(self, choices: Sequence[Choice]) -> list[Event]:
+        """See `Frame`: the chunk of `stream_options.include_usage`."""
+        if not self._include_usage:
+            return []
+        return [Event(self._frame(self._chunk_kind, []) | {"usage": usage(choices)})]
+
+    def fail(self, error: PacelineError) -> list[Event]:
+        """See `Frame`."""
+        return [Event(error_answer(error)[1])]
+
+    def _event(self, choice: Json) -> Event:
+        return Event(self._frame(self._chunk_kind, [choice]))
 
     @property
     def _chunk_kind(self) -> str:
@@ -177,18 +196,6 @@ def call_id(answer_id: str, index: int, number: int) -> str:
     return f"call_{hashlib.sha256(f'{answer_id}/{index}/{number}'.encode()).hexdigest()[:24]}"
 
 
-def usage(choices: Sequence[Choice]) -> Json:
-    """Return token counts; a prompt that several choices share counts once."""
-    prompts = {id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}
-    prompt_tokens = sum(prompts.values())
-    completion_tokens = sum(len(choice.token_ids) for choice in choices)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
 def _call(call: ToolCall, answer_id: str, index: int, number: int) -> Json:
     return {
         "id": call_id(answer_id, index, number),
@@ -199,7 +206,3 @@ def _call(call: ToolCall, answer_id: str, index: int, number: int) -> Json:
 
 def _content(parts: Iterable[AnswerPart], *, reasoning: bool = False) -> str:
     return "".join(part.text for part in parts if isinstance(part, TextPart) and part.reasoning is reasoning)
-
-
-def _ranges(spans: Iterable[VersionSpan]) -> list[list[int]]:
-    return [list(span) for span in spans]

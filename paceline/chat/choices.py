@@ -56,6 +56,19 @@ class Delta:
     """Spans of the whole choice so far."""
 
 
+def delta_of(choice: Choice) -> Delta:
+    """Return a whole choice as one delta, for a stream of what is there already."""
+    return Delta(
+        choice.index,
+        choice.parts,
+        list(choice.token_ids),
+        list(choice.logprobs),
+        offset=0,
+        num_calls=0,
+        spans=choice.spans,
+    )
+
+
 def version_name(version: tuple[int, ...]) -> str:
     """Return `<session>.<step>`."""
     return f"{version[0]}.{version[1]}"

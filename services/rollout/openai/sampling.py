@@ -6,7 +6,6 @@ request may outlive its version; then it ends with VersionGone and none of its t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,19 +14,11 @@ import numpy as np
 
 from paceline.chat.answer_reader import AnswerPart, AnswerReader, calls_of, content_of, joined
 from paceline.chat.choices import Choice, Delta, cut_spans, model_name
-from paceline.chat.messages import Unsupported
-from paceline.chat.preparing import PreparedChat, prepare_chat
-from paceline.chat.rendering import ChatTemplate
-from paceline.chat.requests import GREEDY, Ask, ChatAsk
 from paceline.chat.text_stream import TextStream
-from paceline.data.tokens import encode_prompt
-from paceline.errors import InvalidInput, NotFound, Unavailable
+from paceline.errors import NotFound, Unavailable
 from paceline.groups import Completion, IntArray, Version
 from paceline.spec import RunSpec
-from rollout.engine import MAX_ID, Engine, GenerationRequest, SamplingParams
-
-MAX_CHARS_PER_TOKEN = 64
-"""Limit on a prompt's characters for each token of the longest sequence; a longer prompt is not even tokenized."""
+from rollout.engine import Engine, GenerationRequest, SamplingParams
 
 
 class Served(Protocol):
@@ -152,12 +143,17 @@ def resolve(served: Served, model: str) -> Version | None:
     """Return the version that `model` pins; None for the run's name alone. Raises VersionGone for any other name."""
     version = served.engine.version
     if version is None:
-        raise Unavailable(f"the worker holds no weights of {served.run_id} yet; try again in a moment")
+        raise no_weights(served)
     if model == served.run_id:
         return None
     if model == model_name(served.run_id, version):
         return version
     raise VersionGone(f"this worker does not serve {model!r}; it serves {served_names(served)}")
+
+
+def no_weights(served: Served) -> Unavailable:
+    """Return the error of a request before the first weights."""
+    return Unavailable(f"the worker holds no weights of {served.run_id} yet; try again in a moment")
 
 
 def served_names(served: Served) -> str:
@@ -166,66 +162,11 @@ def served_names(served: Served) -> str:
     return f"{served.run_id!r}" + (f" and {model_name(served.run_id, version)!r}" if version else "")
 
 
-def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
-    """Return the [P] tokens of a prompt of `/v1/completions`, a text or ids: it never goes through the chat template.
-
-    Raises InvalidInput for ids or a text that no sequence could hold, and as `encode_prompt` does.
-    """
-    limit = served.spec.policy.max_total_sequence_length
-    if isinstance(prompt, list):
-        if len(prompt) > limit or max(prompt) > MAX_ID:
-            raise InvalidInput(
-                f"a prompt of {len(prompt)} token ids up to {max(prompt)}: {limit} ids are the most"
-            )
-        return np.array(prompt, np.int32)
-    check_size(served, len(prompt))
-    return encode_prompt(served.tokenizer, prompt, "never")
-
-
-def prepare(served: Served, ask: ChatAsk) -> PreparedChat:
-    """Return a chat made ready, with the run's arguments of the template and its way to write calls.
-
-    Raises InvalidInput for a text that no sequence could hold, and as `prepare_chat` does.
-    """
-    spec = served.spec
-    try:
-        check_size(served, len(json.dumps([ask.rendered(), ask.tools])))
-        template = ChatTemplate(served.tokenizer)
-        return prepare_chat(ask, template, spec.data.chat_template_kwargs, spec.environment.tool_parser)
-    except RecursionError:
-        raise InvalidInput("messages or tools are nested too deeply") from None
-
-
-def check_size(served: Served, size: int) -> None:
-    """Raises InvalidInput for a prompt of `size` characters if no sequence could hold it."""
-    limit = served.spec.policy.max_total_sequence_length
-    if size > MAX_CHARS_PER_TOKEN * limit:
-        raise InvalidInput(
-            f"a prompt of {size} characters cannot be {limit} tokens, as many as prompt and completion may have"
-        )
-
-
-def sampling_params(ask: Ask, default: SamplingParams, limit: int) -> SamplingParams:
-    """Return the parameters of a request, with `default` for missing fields. Raises InvalidInput beyond `limit` tokens in
-    all."""
-    most = ask.max_tokens or default.max_new_tokens
-    if most > limit:
-        raise Unsupported(
-            f"max_tokens {most} exceeds {limit}, the tokens of prompt and completion together", "max_tokens"
-        )
-    temperature = default.temperature if ask.temperature is None else max(ask.temperature, GREEDY)
-    return SamplingParams(
-        max_new_tokens=most,
-        min_new_tokens=min(default.min_new_tokens, most) if ask.min_tokens is None else ask.min_tokens,
-        temperature=temperature,
-        top_p=default.top_p if ask.top_p is None else ask.top_p,
-        top_k=default.top_k if ask.top_k is None else max(ask.top_k, 0),
-        stop_token_ids=tuple(dict.fromkeys((*default.stop_token_ids, *(ask.stop_token_ids or ())))),
-        min_p=default.min_p if ask.min_p is None else ask.min_p,
-        repetition_penalty=ask.repetition_penalty or default.repetition_penalty,
-    )
-
-
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
     """Return the text of tokens, without special ones."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def decode_all(tokenizer: Any, token_ids: list[int]) -> str:
+    """Return the text of tokens, with special ones."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=False))

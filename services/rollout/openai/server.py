@@ -7,33 +7,27 @@ request, and with it the sequences in the engine. Nothing here reaches leases, t
 from __future__ import annotations
 
 import asyncio
-import secrets
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from aiohttp import web
 
-from paceline.chat.answer_reader import AnswerReader
 from paceline.chat.answers import Answer
-from paceline.chat.api_errors import error_answer
 from paceline.chat.choices import Choice, Delta, model_name
+from paceline.chat.frames import Event, Frame
 from paceline.chat.messages import Json, Unsupported
-from paceline.chat.requests import Ask, ChatAsk, CompletionAsk, read_ask
+from paceline.chat.requests import ChatAsk, CompletionAsk, read_ask
+from paceline.chat.response_frames import ResponseAnswer
+from paceline.chat.responses import fields_of_responses, read_responses_ask
+from paceline.chat.token_route import TokenAnswer, TokenAsk
 from paceline.errors import PacelineError, Unavailable
 from paceline.groups import Version
-from rollout.engine import sample_seed
 from services.common.json_http import JsonListener, event_stream, send_event
 from services.rollout.gather import gather_or_cancel
+from services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
 from services.rollout.openai.gate import Gate
-from services.rollout.openai.sampling import (
-    Sampler,
-    Served,
-    decode,
-    encode_text,
-    prepare,
-    resolve,
-    sampling_params,
-)
+from services.rollout.openai.sampling import Sampler, Served, decode, decode_all, no_weights, resolve
 
 
 class Endpoint:
@@ -48,6 +42,8 @@ class Endpoint:
         router.add_get("/v1/models/{model:.+}", self._model)
         router.add_post("/v1/chat/completions", self._chat)
         router.add_post("/v1/completions", self._complete)
+        router.add_post("/v1/responses", self._respond)
+        router.add_post("/inference/v1/generate", self._generate)
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port; 0 takes a free one. Raises Conflict when the port is taken."""
@@ -72,41 +68,59 @@ class Endpoint:
     # Completions
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, ChatAsk)
+        return await self._complete_as(ChatAsk, "chatcmpl", request)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, CompletionAsk)
+        return await self._complete_as(CompletionAsk, "cmpl", request)
 
-    async def _answer(
-        self, request: web.Request, kind: type[ChatAsk] | type[CompletionAsk]
+    async def _complete_as(
+        self, kind: type[ChatAsk] | type[CompletionAsk], prefix: str, request: web.Request
     ) -> web.StreamResponse:
         ask = read_ask(kind, await self._listener.body(request))
-        served = self._served()
-        pinned = resolve(served, ask.model)
+        served, answer_id = self._served(), f"{prefix}-{uuid.uuid4().hex}"
+        answer = Answer(
+            answer_id,
+            chat=kind is ChatAsk,
+            run_id=served.run_id,
+            at_first=_version(served),
+            logprobs=ask.wants_logprobs,
+            token_ids=bool(ask.return_token_ids),
+            include_usage=ask.include_usage,
+            decode=partial(decode, served.tokenizer),
+        )
+        return await self._answer(request, served, ask, answer_id, answer)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        ask, chat = read_responses_ask(await self._listener.body(request))
+        served, answer_id = self._served(), f"resp_{uuid.uuid4().hex}"
+        answer = ResponseAnswer(
+            answer_id, ask, served.run_id, _version(served), partial(decode_all, served.tokenizer)
+        )
+        with fields_of_responses():
+            return await self._answer(request, served, chat, answer_id, answer)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        ask = read_ask(TokenAsk, await self._listener.body(request))
+        served, answer_id = self._served(), uuid.uuid4().hex
+        answer = TokenAnswer(answer_id, ask, served.run_id, _version(served))
+        return await self._answer(request, served, ask, answer_id, answer)
+
+    async def _answer(
+        self, request: web.Request, served: Served, ask: EngineAsk, answer_id: str, frame: Frame
+    ) -> web.StreamResponse:
+        pinned = resolve(served, ask.model or served.run_id)
         gate = self.gate_of(served)
-        chat = isinstance(ask, ChatAsk)
-        answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        number = (1 if isinstance(ask, ChatAsk) else len(ask.prompts())) * (ask.n or 1)
+        number = num_prompts(ask) * (ask.n or 1)
         if number > gate.capacity:
             raise Unsupported(
                 f"{number} completions in one request, at most {gate.capacity} fit; ask for fewer", "n"
             )
-        assert served.engine.version is not None
-        answer = Answer(
-            answer_id,
-            chat=chat,
-            run_id=served.run_id,
-            at_first=served.engine.version,
-            logprobs=ask.wants_logprobs,
-            token_ids=bool(ask.return_token_ids),
-            decode=lambda ids: decode(served.tokenizer, ids),
-        )
         with gate.admitted(number):
-            samplers = await asyncio.to_thread(_samplers, served, ask, answer_id, pinned)
+            samplers = await asyncio.to_thread(samplers_of, served, ask, answer_id, pinned)
             if not ask.stream:
                 choices = await gather_or_cancel(_placed(gate, sampler) for sampler in samplers)
-                return web.json_response(answer.whole(choices))
-            return await _stream(request, ask, gate, answer, samplers, chat)
+                return web.json_response(frame.whole(choices))
+            return await _stream(request, gate, frame, samplers)
 
     def _served(self) -> Served:
         served = self._source()
@@ -131,47 +145,25 @@ def _entries(served: Served) -> list[Json]:
     ]
 
 
-def _samplers(
-    served: Served, ask: ChatAsk | CompletionAsk, answer_id: str, pinned: Version | None
-) -> list[Sampler]:
-    params = sampling_params(ask, served.params, served.spec.policy.max_total_sequence_length)
-    seed = secrets.randbits(63) if ask.seed is None else ask.seed
-    stops = served.spec.policy.generation.stop_strings if ask.stop is None else ask.stops
-    if isinstance(ask, ChatAsk):
-        prepared = prepare(served, ask)
-        prompts, reader = [prepared.prompt_ids], prepared.reader
-    else:
-        prompts, reader = [encode_text(served, prompt) for prompt in ask.prompts()], AnswerReader
-    samplers: list[Sampler] = []
-    for number, prompt_ids in enumerate(prompts):
-        for i in range(ask.n or 1):
-            index = len(samplers)
-            request_id = f"http/{answer_id}/{index}"
-            one_seed = sample_seed(seed, number, i)
-            samplers.append(
-                Sampler(served, prompt_ids, params, request_id, one_seed, index, reader(), stops, pinned)
-            )
-    return samplers
-
-
 async def _placed(gate: Gate, sampler: Sampler) -> Choice:
     async with gate.place():
         return await sampler.run()
 
 
 async def _stream(
-    request: web.Request, ask: Ask, gate: Gate, answer: Answer, samplers: list[Sampler], chat: bool
+    request: web.Request, gate: Gate, frame: Frame, samplers: list[Sampler]
 ) -> web.StreamResponse:
-    """Stream server-sent events: chunks, then `[DONE]`; an error after the first byte is an event too."""
-    chunks: asyncio.Queue[Json | None] = asyncio.Queue()  # bounded by the tokens that were requested
+    """Stream server-sent events; an error after the first byte is an event too."""
+    chunks: asyncio.Queue[list[Event] | None] = asyncio.Queue()  # bounded by the tokens that were requested
+    opening = frame.begin(len(samplers))
 
     def tell(delta: Delta) -> None:
-        chunks.put_nowait(answer.chunk(delta))
+        chunks.put_nowait(frame.add(delta))
 
     async def produce(sampler: Sampler) -> Choice:
         sampler.on_delta = tell
         choice = await _placed(gate, sampler)
-        chunks.put_nowait(answer.closing(choice))
+        chunks.put_nowait(frame.end(choice))
         return choice
 
     async def produce_all() -> list[Choice]:
@@ -183,26 +175,36 @@ async def _stream(
     response = event_stream()
     work = asyncio.create_task(produce_all())
     try:
-        first = await chunks.get()
-        if first is None:
+        events = await chunks.get()
+        if events is None:
             await work  # it failed before the first chunk: an ordinary error with its status
         await response.prepare(request)
-        for sampler in samplers if chat else ():
-            await send_event(response, answer.opening(sampler.index))
-        chunk = first
-        while chunk is not None:
-            await send_event(response, chunk)
-            chunk = await chunks.get()
+        await _send(response, opening)
+        while events is not None:
+            await _send(response, events)
+            events = await chunks.get()
         try:
             choices = await work
         except PacelineError as error:
-            await send_event(response, error_answer(error)[1])
+            await _send(response, frame.fail(error))
             return response
-        if ask.include_usage:
-            await send_event(response, answer.counts(choices))
-        await response.write(b"data: [DONE]\n\n")
+        await _send(response, frame.finish(choices))
+        if frame.ends_with_mark:
+            await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
+
+
+async def _send(response: web.StreamResponse, events: Sequence[Event]) -> None:
+    for event in events:
+        await send_event(response, event.body, event.name)
+
+
+def _version(served: Served) -> Version:
+    """Return the version that is held now. Raises Unavailable before there is one."""
+    if served.engine.version is None:
+        raise no_weights(served)
+    return served.engine.version

@@ -6,7 +6,8 @@ import chat_templates
 import pytest
 
 from paceline.chat.messages import Message, Unsupported
-from paceline.chat.rendering import AnswerFormat, ChatTemplate
+from paceline.chat.rendering import ChatTemplate
+from paceline.chat.template_probes import AnswerFormat
 from paceline.chat.tools import NONE
 from paceline.errors import InvalidInput
 

@@ -163,3 +163,163 @@ async def test_tools_whose_calls_could_not_be_read_are_refused(client: AsyncOpen
         assert len(answer.choices[0].message.tool_calls or []) == calls
     with pytest.raises(openai.BadRequestError, match="take 'auto'"):
         await client.chat.completions.create(**ASK, tools=[TOOL], tool_choice="required")
+
+
+RESPONSE_TOOL: Any = {
+    "type": "function",
+    "name": "add",
+    "parameters": TOOL["function"]["parameters"],
+    "strict": False,
+}
+
+
+async def test_a_response_is_the_chat_that_its_items_mean(client: AsyncOpenAI, run: EndpointRun) -> None:
+    ask: Any = {
+        "model": RUN, "tools": [RESPONSE_TOOL], "max_output_tokens": 60, "instructions": "Be brief.", "extra_body": {"seed": 1}
+    }  # fmt: skip
+    first = await client.responses.create(**ask, input="1+1?")
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert first.output_text == "So:"
+    assert (first.status, first.model) == ("completed", f"{RUN}@1.4")
+    assert first.output[0].content[0].text == "I add."  # type: ignore[union-attr, index]
+    assert first.usage is not None
+    assert first.usage.output_tokens == len(TEXT) + 1
+    assert first.usage.output_tokens_details.reasoning_tokens == 5
+    items: Any = [{"role": "user", "content": "1+1?"}, *(item.model_dump() for item in first.output)]
+    for number, call in enumerate(first.output[2:]):
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": str(number)})  # type: ignore[union-attr]
+    second = await client.responses.create(**ask, input=items)
+    as_chat: Any = await client.chat.completions.create(
+        model=RUN,
+        tools=[TOOL],
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            ASKED,
+            {"role": "assistant", "content": "So:", "reasoning_content": "I add.", "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}},
+                {"id": "b", "type": "function", "function": {"name": "add", "arguments": '{"x": 2}'}},
+            ]},
+            {"role": "tool", "tool_call_id": "a", "content": "0"},
+            {"role": "tool", "tool_call_id": "b", "content": "1"},
+        ],
+    )  # fmt: skip
+    assert second.usage is not None
+    # `strict` and the description are in the definitions of one of them only.
+    difference = len('"description": "Adds.", ') - len(', "strict": false')
+    assert as_chat.usage.prompt_tokens - second.usage.input_tokens == difference
+
+
+def items_of(response: Any) -> list[Any]:
+    """Return what its items say, without ids and what the client adds."""
+    known = ("type", "status", "name", "arguments", "text")
+    items = []
+    for item in response.output:
+        fields = item.to_dict()
+        content = fields.get("content") or []
+        items.append([{key: each[key] for key in known if key in each} for each in (fields, *content)])
+    return items
+
+
+async def test_the_events_of_a_response_build_the_whole(client: AsyncOpenAI) -> None:
+    ask: Any = {"model": RUN, "tools": [RESPONSE_TOOL], "input": "1+1?", "extra_body": {"seed": 1}}
+    whole = await client.responses.create(**ask, max_output_tokens=60)
+    kinds, numbers, deltas = [], [], {"reasoning_text": "", "output_text": "", "function_call_arguments": ""}
+    async with client.responses.stream(**ask, max_output_tokens=60) as stream:
+        async for event in stream:
+            kinds.append(event.type)
+            numbers.append(event.sequence_number)
+            kind = event.type.removeprefix("response.").removesuffix(".delta")
+            if event.type.endswith(".delta"):
+                deltas[kind] += event.delta  # type: ignore[union-attr]
+        final = await stream.get_final_response()
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert numbers == sorted(set(numbers))
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
+    assert deltas == {
+        "reasoning_text": "I add.",
+        "output_text": "So:",
+        "function_call_arguments": '{"x": 1}{"x": 2}',
+    }
+    assert items_of(final) == items_of(whole)
+    kinds = []
+    async for event in await client.responses.create(**ask, max_output_tokens=7, stream=True):
+        kinds.append(event.type)
+        last = event
+    assert kinds[-1] == "response.incomplete"
+    assert last.response.incomplete_details.reason == "max_output_tokens"  # type: ignore[union-attr]
+    assert last.response.output[-1].status == "incomplete"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported here"),
+        ({"background": True}, "background", "not supported here"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "not supported here"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "only functions"),
+        ({"tools": [RESPONSE_TOOL | {"name": None}]}, "tools", "the name None"),
+        ({"text": {"format": {"type": "json_object"}}}, "text", "only plain text"),
+        ({"reasoning": {"effort": "high"}}, "reasoning", "knows only whether to reason"),
+        ({"reasoning": {"depth": 3}}, "reasoning", "reasoning.depth is unknown"),
+        ({"tempreature": 1}, "tempreature", "is unknown"),
+        ({"max_output_tokens": 99999}, "max_output_tokens", "exceeds 4096"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
+        ({"input": []}, "input", "input is empty"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference', which is unknown"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "encrypted"),
+        ({"input": [{"type": "reasoning", "content": ["x"]}]}, "input", "of another form"),
+        ({"input": [{"role": "critic", "content": "x"}]}, "input", "the role 'critic'"),
+    ],
+)
+async def test_what_a_response_cannot_be_is_refused_with_the_field(
+    client: AsyncOpenAI, body: dict[str, Any], field: str, words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        await client.post("/responses", body={"model": RUN, "input": "1+1?"} | body, cast_to=object)
+    assert refused.value.param == field
+
+
+async def test_tokens_go_in_and_come_out(client: AsyncOpenAI, run: EndpointRun) -> None:
+    url = str(client.base_url).removesuffix("/v1/") + "/inference/v1/generate"
+    prompt_ids = run.tokenizer("1+1?\n")["input_ids"]
+    sampling = {
+        "max_tokens": 60,
+        "logprobs": 1,
+        "seed": 1,
+        "skip_special_tokens": False,
+        "stop_token_ids": [5],
+    }
+    body = {"model": RUN, "token_ids": prompt_ids, "sampling_params": sampling, "return_token_ids": True}
+    answer: Any = await client.post(url, body=body, cast_to=object)
+    (choice,) = answer["choices"]
+    ids = choice["token_ids"]
+    assert run.tokenizer.decode(ids) == "".join(TEXT) + "<|im_end|>"
+    assert answer["prompt_token_ids"] == prompt_ids
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in ids]
+    assert all(entry["logprob"] > -1e-3 for entry in choice["logprobs"]["content"])
+    assert (choice["finish_reason"], choice["versions"]) == ("stop", [[1, 4, 0, len(ids)]])
+    assert answer["usage"]["completion_tokens"] == len(ids)
+    streamed: list[int] = []
+    stream: Any = await client.post(
+        url, body=body | {"stream": True}, cast_to=object, stream=True, stream_cls=openai.AsyncStream[object]
+    )
+    async for chunk in stream:
+        for part in chunk["choices"]:
+            streamed += part["token_ids"]
+    assert streamed == ids
+    assert part["finish_reason"] == "stop"
+    for more, field in (
+        ({"sampling_params": {"presence_penalty": 1}}, "presence_penalty"),
+        ({"sampling_params": {"logprobs": 5}}, "logprobs"),
+        ({"sampling_params": 1}, "sampling_params"),
+        ({"sampling_params": {"stream": True}, "stream": True}, "stream"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"features": {"x": 1}}, "features"),
+        ({"output_mode": "text"}, "output_mode"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.post(url, body=body | more, cast_to=object)
+        assert refused.value.param == field

@@ -427,7 +427,7 @@ def test_a_list_of_faults_is_told_by_few_of_them(kind: Any, body: dict[str, Any]
 async def test_prompts_are_counted_before_they_are_tokenized(
     client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.openai.server.encode_text", None)
+    monkeypatch.setattr("services.rollout.openai.engine_requests.encode_text", None)
     with pytest.raises(openai.BadRequestError, match="600 completions in one request, at most 32 fit"):
         await client.completions.create(model=RUN, prompt=["a"] * 300, n=2)
 

@@ -1,0 +1,233 @@
+"""Answers of `POST /v1/responses`: a list of items, whole or as typed events with running numbers.
+
+Every part of an answer is an item: reasoning, a message with one text, or a call. The events of an item come in the order
+added, deltas, done; the last event has the whole answer.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.chat.answer_reader import AnswerPart, TextPart
+from paceline.chat.answers import call_id
+from paceline.chat.api_errors import error_answer
+from paceline.chat.call_formats import ToolCall
+from paceline.chat.choices import Choice, Delta, model_name, version_name
+from paceline.chat.frames import Event, ranges, usage
+from paceline.chat.messages import Json
+from paceline.chat.responses import ResponsesAsk
+from paceline.chat.template_probes import END_THINK
+from paceline.errors import PacelineError
+from paceline.groups import Version
+
+
+class ResponseAnswer:
+    """The `Frame` of a response. `decode` turns token ids into text."""
+
+    ends_with_mark = False
+
+    def __init__(
+        self,
+        answer_id: str,
+        ask: ResponsesAsk,
+        run_id: str,
+        at_first: Version,
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        self._id = answer_id
+        self._ask = ask
+        self._run_id = run_id
+        self._at_first = at_first
+        self._decode = decode
+        self._created_s = int(time.time())
+        self._sequence = 0
+        self._items: list[Json] = []
+        """Items whose events are sent."""
+        self._open: Json | None = None
+        """The last of them, while its text grows."""
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """See `Frame`."""
+        (choice,) = choices
+        status = "completed" if choice.finish_reason == "stop" else "incomplete"
+        items: list[Json] = []
+        for part in choice.parts:
+            items.append(self._item(part, items))
+        if items and status == "incomplete":
+            items[-1]["status"] = status
+        counts = usage(choices)
+        return self._response(status, choice) | {
+            "output": items,
+            "usage": {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens(choice)},
+                "total_tokens": counts["total_tokens"],
+            },
+        }
+
+    def begin(self, num_choices: int) -> list[Event]:
+        """See `Frame`."""
+        response = self._response("in_progress", None)
+        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+
+    def add(self, delta: Delta) -> list[Event]:
+        """See `Frame`."""
+        events: list[Event] = []
+        for part in delta.parts:
+            if isinstance(part, ToolCall):
+                events += self._close()
+                events += self._whole_call(part)
+            else:
+                kind = "reasoning" if part.reasoning else "message"
+                if self._open is None or self._open["type"] != kind:
+                    events += self._close()
+                    events += self._begin_text(part)
+                events += self._grow(part.text)
+        return events
+
+    def end(self, choice: Choice) -> list[Event]:
+        """See `Frame`."""
+        return self._close("completed" if choice.finish_reason == "stop" else "incomplete")
+
+    def finish(self, choices: Sequence[Choice]) -> list[Event]:
+        """See `Frame`."""
+        response = self.whole(choices)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def fail(self, error: PacelineError) -> list[Event]:
+        """See `Frame`."""
+        told = error_answer(error)[1]["error"]
+        return [self._event("error", message=told["message"], code=told["code"], param=told["param"])]
+
+    def _begin_text(self, part: TextPart) -> list[Event]:
+        item = self._item(TextPart("", part.reasoning), self._items)
+        (content,) = item["content"]
+        self._items.append(item)
+        self._open = item
+        return [
+            self._event("response.output_item.added", **self._at(), item=item | _begun(content=[])),
+            self._event("response.content_part.added", **self._of_text(), part=dict(content)),
+        ]
+
+    def _grow(self, text: str) -> list[Event]:
+        assert self._open is not None
+        (content,) = self._open["content"]
+        content["text"] += text
+        more: Json = {} if content["type"] == "reasoning_text" else {"logprobs": []}
+        return [self._event(f"response.{content['type']}.delta", **self._of_text(), delta=text, **more)]
+
+    def _close(self, status: str = "completed") -> list[Event]:
+        item = self._open
+        if item is None:
+            return []
+        item["status"] = status
+        (content,) = item["content"]
+        more: Json = {} if content["type"] == "reasoning_text" else {"logprobs": []}
+        events = [
+            self._event(f"response.{content['type']}.done", **self._of_text(), text=content["text"], **more),
+            self._event("response.content_part.done", **self._of_text(), part=dict(content)),
+            self._event("response.output_item.done", **self._at(), item=item),
+        ]
+        self._open = None
+        return events
+
+    def _whole_call(self, call: ToolCall) -> list[Event]:
+        item = self._item(call, self._items)
+        self._items.append(item)
+        of_item = {**self._at(), "item_id": item["id"]}
+        added = item | _begun(arguments="")
+        return [
+            self._event("response.output_item.added", **self._at(), item=added),
+            self._event("response.function_call_arguments.delta", **of_item, delta=call.arguments),
+            self._event(
+                "response.function_call_arguments.done", **of_item, arguments=call.arguments, name=call.name
+            ),
+            self._event("response.output_item.done", **self._at(), item=item),
+        ]
+
+    def _item(self, part: AnswerPart, before: Sequence[Json]) -> Json:
+        """Return the item of a part, after the items `before`."""
+        item_id = f"{self._id.partition('_')[2]}_{len(before)}"
+        if isinstance(part, ToolCall):
+            num_calls = sum(item["type"] == "function_call" for item in before)
+            return {
+                "type": "function_call",
+                "id": f"fc_{item_id}",
+                "call_id": call_id(self._id, 0, num_calls),
+                "name": part.name,
+                "arguments": part.arguments,
+                "status": "completed",
+            }
+        if part.reasoning:
+            text = {"type": "reasoning_text", "text": part.text}
+            return {
+                "type": "reasoning", "id": f"rs_{item_id}", "summary": [], "content": [text], "status": "completed"
+            }  # fmt: skip
+        text_part: Json = {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+        return {
+            "type": "message", "id": f"msg_{item_id}", "role": "assistant", "content": [text_part], "status": "completed"
+        }  # fmt: skip
+
+    def _at(self) -> Json:
+        return {"output_index": len(self._items) - 1}
+
+    def _of_text(self) -> Json:
+        assert self._open is not None
+        return {**self._at(), "item_id": self._open["id"], "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = Event({"type": kind, "sequence_number": self._sequence, **fields}, kind)
+        self._sequence += 1
+        return event
+
+    def _reasoning_tokens(self, choice: Choice) -> int:
+        """Return the tokens up to the end of the reasoning."""
+        if not choice.reasoning:
+            return 0
+        ids = list(choice.token_ids)
+        counts = range(len(ids) + 1)
+        return min(
+            bisect_left(counts, True, key=lambda count: END_THINK in self._decode(ids[:count])), len(ids)
+        )
+
+    def _response(self, status: str, choice: Choice | None) -> Json:
+        ask, extra = self._ask, self._ask.model_extra or {}
+        spans = choice.spans if choice is not None else ()
+        versions: list[tuple[int, ...]] = sorted({(span.session, span.step) for span in spans}) or [
+            self._at_first
+        ]
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_s,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": ask.instructions,
+            "max_output_tokens": ask.max_output_tokens,
+            "model": model_name(self._run_id, versions[-1]),
+            "output": [],
+            "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": (ask.reasoning or {}).get("effort"), "summary": None},
+            "store": False,
+            "temperature": extra.get("temperature"),
+            "text": {"format": {"type": "text"}},
+            "tool_choice": ask.tool_choice or "auto",
+            "tools": ask.tools or [],
+            "top_p": extra.get("top_p"),
+            "truncation": "disabled",
+            "usage": None,
+            "metadata": extra.get("metadata") or {},
+            "system_fingerprint": "+".join(version_name(version) for version in versions),
+            "versions": ranges(spans),
+        }
+
+
+def _begun(**empty: Any) -> Json:
+    return {"status": "in_progress", **empty}

@@ -1,0 +1,121 @@
+"""From a request of the API to what the engine samples: token ids, parameters, and a sampler for each choice."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from paceline.chat.answer_reader import AnswerReader
+from paceline.chat.messages import Unsupported
+from paceline.chat.preparing import PreparedChat, prepare_chat
+from paceline.chat.rendering import ChatTemplate
+from paceline.chat.requests import GREEDY, Ask, ChatAsk, CompletionAsk
+from paceline.chat.token_route import TokenAsk
+from paceline.data.tokens import encode_prompt
+from paceline.errors import InvalidInput
+from paceline.groups import IntArray, Version
+from rollout.engine import MAX_ID, SamplingParams, sample_seed
+from services.rollout.openai.sampling import Sampler, Served
+
+MAX_CHARS_PER_TOKEN = 64
+"""Limit on a prompt's characters for each token of the longest sequence; a longer prompt is not even tokenized."""
+
+EngineAsk = ChatAsk | CompletionAsk | TokenAsk
+
+
+def num_prompts(ask: EngineAsk) -> int:
+    """Return the number of prompts of a request."""
+    return len(ask.prompts()) if isinstance(ask, CompletionAsk) else 1
+
+
+def samplers_of(served: Served, ask: EngineAsk, answer_id: str, pinned: Version | None) -> list[Sampler]:
+    """Return a sampler for each choice of the answer, in order. Raises InvalidInput."""
+    params = sampling_params(ask, served.params, served.spec.policy.max_total_sequence_length)
+    seed = secrets.randbits(63) if ask.seed is None else ask.seed
+    stops = served.spec.policy.generation.stop_strings if ask.stop is None else ask.stops
+    prompts, reader = _prompts(served, ask)
+    samplers: list[Sampler] = []
+    for number, prompt_ids in enumerate(prompts):
+        for i in range(ask.n or 1):
+            index = len(samplers)
+            request_id = f"http/{answer_id}/{index}"
+            one_seed = sample_seed(seed, number, i)
+            samplers.append(
+                Sampler(served, prompt_ids, params, request_id, one_seed, index, reader(), stops, pinned)
+            )
+    return samplers
+
+
+def _prompts(served: Served, ask: EngineAsk) -> tuple[Sequence[IntArray], Callable[[], AnswerReader]]:
+    """Return the prompts of a request, and what makes a reader of an answer to them."""
+    match ask:
+        case ChatAsk():
+            prepared = prepare(served, ask)
+            return [prepared.prompt_ids], prepared.reader
+        case TokenAsk():
+            return [encode_text(served, ask.token_ids)], AnswerReader
+        case CompletionAsk():
+            return [encode_text(served, prompt) for prompt in ask.prompts()], AnswerReader
+
+
+def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
+    """Return the [P] tokens of a prompt of `/v1/completions`, a text or ids: it never goes through the chat template.
+
+    Raises InvalidInput for ids or a text that no sequence could hold, and as `encode_prompt` does.
+    """
+    limit = served.spec.policy.max_total_sequence_length
+    if isinstance(prompt, list):
+        if len(prompt) > limit or max(prompt) > MAX_ID:
+            raise InvalidInput(
+                f"a prompt of {len(prompt)} token ids up to {max(prompt)}: {limit} ids are the most"
+            )
+        return np.array(prompt, np.int32)
+    check_size(served, len(prompt))
+    return encode_prompt(served.tokenizer, prompt, "never")
+
+
+def prepare(served: Served, ask: ChatAsk) -> PreparedChat:
+    """Return a chat made ready, with the run's arguments of the template and its way to write calls.
+
+    Raises InvalidInput for a text that no sequence could hold, and as `prepare_chat` does.
+    """
+    spec = served.spec
+    try:
+        check_size(served, len(json.dumps([ask.rendered(), ask.tools])))
+        template = ChatTemplate(served.tokenizer)
+        return prepare_chat(ask, template, spec.data.chat_template_kwargs, spec.environment.tool_parser)
+    except RecursionError:
+        raise InvalidInput("messages or tools are nested too deeply") from None
+
+
+def check_size(served: Served, size: int) -> None:
+    """Raises InvalidInput for a prompt of `size` characters if no sequence could hold it."""
+    limit = served.spec.policy.max_total_sequence_length
+    if size > MAX_CHARS_PER_TOKEN * limit:
+        raise InvalidInput(
+            f"a prompt of {size} characters cannot be {limit} tokens, as many as prompt and completion may have"
+        )
+
+
+def sampling_params(ask: Ask, default: SamplingParams, limit: int) -> SamplingParams:
+    """Return the parameters of a request, with `default` for missing fields. Raises InvalidInput beyond `limit` tokens in
+    all."""
+    most = ask.max_tokens or default.max_new_tokens
+    if most > limit:
+        raise Unsupported(
+            f"max_tokens {most} exceeds {limit}, the tokens of prompt and completion together", "max_tokens"
+        )
+    temperature = default.temperature if ask.temperature is None else max(ask.temperature, GREEDY)
+    return SamplingParams(
+        max_new_tokens=most,
+        min_new_tokens=min(default.min_new_tokens, most) if ask.min_tokens is None else ask.min_tokens,
+        temperature=temperature,
+        top_p=default.top_p if ask.top_p is None else ask.top_p,
+        top_k=default.top_k if ask.top_k is None else max(ask.top_k, 0),
+        stop_token_ids=tuple(dict.fromkeys((*default.stop_token_ids, *(ask.stop_token_ids or ())))),
+        min_p=default.min_p if ask.min_p is None else ask.min_p,
+        repetition_penalty=ask.repetition_penalty or default.repetition_penalty,
+    )
