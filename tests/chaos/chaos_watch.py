@@ -82,7 +82,7 @@ def phase_of(cluster: LocalCluster, fault: Fault) -> str:
             members = client.members()
     except PacelineError:
         return "while the coordinator was away"
-    if fault.role not in ("rollout", "reward", "learner"):
+    if fault.role not in ("rollout", "reward", "environment", "learner"):
         return "serving"
     for member in members:
         role = Role.Name(member.role).removeprefix("ROLE_").lower()
