@@ -78,7 +78,7 @@ class AgentEpisode:
                 session.lost.exception()
 
     async def _program(self, address: SessionAddress) -> float | None:
-        row = {"prompt": self._context.lease.prompt, **self._context.lease.columns}
+        row = self._context.row
         self._watch.start()
         if self._section.agent:
             return await self._context.code.solve(row, *address, self._deaths)

@@ -60,7 +60,7 @@ class ClassEpisode:
 
     async def _begin(self) -> Instance:
         """Begin the episode anew: `reset`, and the prompt's tokens."""
-        columns = {"prompt": self._context.lease.prompt, **self._context.lease.columns}
+        columns = self._context.row
         name = self._name()
         if name:
             columns.pop(NAME_COLUMN, None)

@@ -63,6 +63,12 @@ class GroupContext:
         longest = min(params.max_new_tokens, room, limit or room)
         return params._replace(max_new_tokens=longest, min_new_tokens=min(params.min_new_tokens, longest))
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """Return the row of the data set: its prompt, under its own name too, and its other columns."""
+        prompt = self.lease.prompt
+        return {"prompt": prompt, self.setting.spec.data.prompt_key: prompt, **self.lease.columns}
+
     def session(self, sample: int) -> str:
         """Return the name of a sample's session."""
         return f"{self.lease.group_id}/{sample}"

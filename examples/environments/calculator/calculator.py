@@ -1,0 +1,34 @@
+"""The environment of this example, by TRL's contract: public methods are tools."""
+
+import ast
+import operator
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+class Calculator:
+    """A calculator. It answers the same calls alike, so an episode is replayed when its process is lost."""
+
+    deterministic = True
+
+    def reset(self, **columns: object) -> None:
+        """Begin an episode; the columns of the row are not needed."""
+
+    def evaluate(self, expression: str) -> str:
+        """
+        Evaluates an arithmetic expression.
+
+        Args:
+            expression: for example 3*(4+5)
+        """
+        return str(value(ast.parse(expression, mode="eval").body))
+
+
+def value(node: ast.expr) -> float:
+    """The value of an expression of numbers, + - * / and parentheses."""
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return number
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](value(left), value(right))
+    raise ValueError("only numbers, + - * / and parentheses can be evaluated")
