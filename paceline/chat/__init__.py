@@ -1,1 +1,1 @@
-"""Chats as the OpenAI API has them: messages to tokens by the chat template, text to answers. Knows no server, no engine."""
+"""Chats as the OpenAI API has them: requests to tokens by the chat template, text to answers. Knows no server and no engine."""

@@ -195,9 +195,34 @@ class AnswerReader:
             _add(parts, certain, reasoning=reasoning)
 
 
-def read_answer(text: str, reader: AnswerReader) -> list[AnswerPart]:
-    """Return the parts of a whole text, by a new reader: neighbours of the same kind are joined."""
-    return joined([*reader.push(text), *reader.finish()])
+@dataclass(frozen=True)
+class WholeAnswer:
+    """What a whole text says."""
+
+    parts: tuple[AnswerPart, ...]
+    """Neighbouring texts of the same kind are joined."""
+    malformed: tuple[Malformed, ...]
+
+    @property
+    def content(self) -> str:
+        """Return the text that is content."""
+        return content_of(self.parts)
+
+    @property
+    def reasoning(self) -> str:
+        """Return the text that is reasoning."""
+        return reasoning_of(self.parts)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Return the calls of tools."""
+        return calls_of(self.parts)
+
+
+def read_answer(text: str, reader: AnswerReader) -> WholeAnswer:
+    """Return what a whole text says, by a new reader."""
+    parts = joined([*reader.push(text), *reader.finish()])
+    return WholeAnswer(tuple(parts), tuple(reader.malformed))
 
 
 def joined(parts: Iterable[AnswerPart]) -> list[AnswerPart]:

@@ -228,6 +228,10 @@ class Strangers:
         self._socket.connect(self._endpoint)
 
 
+ITEMS = ("message", "reasoning", "function_call", "function_call_output", "x")
+"""Types of items of a response's input."""
+
+
 class Http:
     """Requests to every route of a rollout worker's endpoint, and to some that it does not have."""
 
@@ -249,21 +253,31 @@ class Http:
                 f"/v1/models/{dice.randrange(99)}",
                 "/v1/chat/completions",
                 "/v1/completions",
+                "/v1/responses",
+                "/inference/v1/generate",
                 "/x",
             ]
         )
-        verb = (
-            "POST" if "completions" in path and dice.random() < 0.9 else dice.choice(["GET", "POST", "PUT"])
-        )
+        asks = path.endswith(("completions", "responses", "generate"))
+        verb = "POST" if asks and dice.random() < 0.9 else dice.choice(["GET", "POST", "PUT"])
+        headers = {"Content-Type": "application/json"} if dice.random() < 0.9 else {}
         body = self._maker.damaged(json.dumps(self._body()).encode(errors="replace"))
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
-            async with self._session.request(verb, self._base + path, data=body) as response:
+            async with self._session.request(verb, self._base + path, data=body, headers=headers) as response:
                 await response.content.read(1 << 16)
 
     async def close(self) -> None:
         """Ends the connections."""
         if self._session is not None:
             await self._session.close()
+
+    def _object(self) -> dict[str, Any]:
+        made = self._maker.json()
+        return (
+            made
+            if isinstance(made, dict)
+            else {"role": "assistant", "call_id": "c", "name": "f", "content": made}
+        )
 
     def _body(self) -> Any:
         dice, anything = self._maker.random, self._maker.json
@@ -272,6 +286,11 @@ class Http:
         body: dict[str, Any] = {"model": dice.choice(["policy", anything()]), "max_tokens": 2}
         body["messages"] = [{"role": dice.choice(["user", "tool", anything()]), "content": anything()}]
         body["prompt"] = dice.choice(["07+45=", [1, 2, 3], anything()])
+        body["input"] = dice.choice(["07+45=", [{"type": dice.choice(ITEMS), **self._object()}], anything()])
+        body["token_ids"] = dice.choice([[1, 2, 3], anything()])
+        if dice.random() < 0.5:
+            kept = dice.choice(["messages", "prompt", "input", "token_ids"])
+            body = {name: body[name] for name in ("model", "max_tokens", kept)}
         for name in (
             "n",
             "stream",
@@ -282,6 +301,13 @@ class Http:
             "seed",
             "max_tokens",
             "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+            "reasoning_effort",
+            "chat_template_kwargs",
+            "sampling_params",
+            "instructions",
+            "text",
             "x",
         ):
             if dice.random() < 0.2:

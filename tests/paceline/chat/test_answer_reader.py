@@ -9,11 +9,8 @@ from paceline.chat.answer_reader import (
     AnswerReader,
     Malformed,
     TextPart,
-    calls_of,
-    content_of,
     joined,
     read_answer,
-    reasoning_of,
 )
 from paceline.chat.call_formats import CLOSE, OPEN, ToolCall
 
@@ -52,10 +49,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, str, tuple[ToolCall, ...]]]] =
 
 @pytest.mark.parametrize(("text", "settings", "expected"), CASES)
 def test_an_answer_is_read_alike_however_it_comes(text: str, settings: Any, expected: Any) -> None:
-    reader = AnswerReader(**settings)
-    whole = read_answer(text, reader)
-    assert (content_of(whole), reasoning_of(whole), tuple(calls_of(whole))) == expected
-    malformed = reader.malformed
+    whole = read_answer(text, AnswerReader(**settings))
+    assert (whole.content, whole.reasoning, tuple(whole.calls)) == expected
     numbers = random.Random(0)
     for _ in range(50):
         reader, parts, position = AnswerReader(**settings), [], 0
@@ -64,14 +59,11 @@ def test_an_answer_is_read_alike_however_it_comes(text: str, settings: Any, expe
             parts += reader.push(text[position : position + size])
             position += size
         parts += reader.finish()
-        assert joined(parts) == whole
-        assert reader.malformed == malformed
+        assert (tuple(joined(parts)), tuple(reader.malformed)) == (whole.parts, whole.malformed)
 
 
 def malformed_of(text: str, calls: Any) -> list[Malformed]:
-    reader = AnswerReader(calls)
-    read_answer(text, reader)
-    return reader.malformed
+    return list(read_answer(text, AnswerReader(calls)).malformed)
 
 
 def test_what_begins_like_a_call_and_is_none_is_named() -> None:
