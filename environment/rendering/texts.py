@@ -11,7 +11,7 @@ import numpy as np
 
 from environment.protocols import SampledTurn
 from environment.rendering.protocol import Call, Conversation, Parsed
-from paceline.chat.answer_reader import AnswerReader, calls_of, content_of, read_answer, reasoning_of
+from paceline.chat.answer_reader import AnswerReader, read_answer
 from paceline.chat.call_formats import CallFormat
 from paceline.chat.messages import Json
 from paceline.data.tokens import encode_prompt
@@ -48,10 +48,10 @@ class TextRendering:
 
 def read_turn(text: str, reader: AnswerReader) -> Parsed:
     """Return what a text says, by a new reader."""
-    parts = read_answer(text, reader)
+    answer = read_answer(text, reader)
     return Parsed(
-        content_of(parts),
-        reasoning_of(parts),
-        tuple(Call(call.name, json.loads(call.arguments)) for call in calls_of(parts)),
-        tuple(malformed.fault for malformed in reader.malformed),
+        answer.content,
+        answer.reasoning,
+        tuple(Call(call.name, json.loads(call.arguments)) for call in answer.calls),
+        tuple(malformed.fault for malformed in answer.malformed),
     )

@@ -36,7 +36,15 @@ from pathlib import Path
 import click
 import episodes
 from chaos_setting import Setting, make_spec, repair, strike, tormented
-from chaos_watch import UNKNOWN_STEP, StepClock, coordinator_address, phase_of, progress, whole_others
+from chaos_watch import (
+    UNKNOWN_STEP,
+    StepClock,
+    coordinator_address,
+    is_whole,
+    phase_of,
+    progress,
+    whole_others,
+)
 from disk import mount, unmount
 from faults import KINDS, LINKS, ROLES, Fault, schedule
 from links import network
@@ -131,8 +139,8 @@ def campaign(
     environments: bool = False,
 ) -> Result:
     """Runs until `faults` of the plan were dealt out, at most `per_run` to each run of `steps` steps; the learner has
-    `ranks` ranks, every role as many services as `sizes` says. A rollout or reward worker is met only when `leave` others
-    of its role are whole. After `minutes` no further run is begun. With `apart`, the rollout workers have a network of their
+    `ranks` ranks, every role as many services as `sizes` says. A rollout, reward or environment worker is met only when `leave`
+    others of its role are whole. After `minutes` no further run is begun. With `apart`, the rollout workers have a network of their
     own. With `environments` the runs have episodes.
     """
     make = episodes.make_spec if environments else make_spec
@@ -233,10 +241,12 @@ def torment(
 
 
 def may_strike(setting: Setting, fault: Fault, repairs: list[tuple[float, Fault]], leave: int) -> bool:
-    """Return whether enough others of the fault's role are left."""
-    if leave == 0 or fault.role not in ("rollout", "reward"):
+    """Return whether enough others of the fault's role are left; with episodes also whether it would meet any."""
+    if leave == 0 or fault.role not in ("rollout", "reward", "environment"):
         return True
     paused = {(other.role, other.index) for _, other in repairs}
+    if setting.cluster.cluster.environment_workers and not is_whole(setting.cluster, fault):
+        return False
     return whole_others(setting.cluster, fault, paused) >= leave
 
 
@@ -249,9 +259,9 @@ def may_strike(setting: Setting, fault: Fault, repairs: list[tuple[float, Fault]
 @click.option("--workers", default=2, show_default=True, help="Rollout workers, and as many reward workers.")
 @click.option(
     "--leave",
-    default=0,
-    show_default=True,
-    help="Meet a rollout or reward worker only when so many others of its role are whole.",
+    type=int,
+    help="Meet a rollout, reward or environment worker only when so many others of its role are whole; default 0, with episodes 1, "
+    "because kills of workers that start would meet no turn.",
 )
 @click.option(
     "--pace", default=1.0, show_default=True, help="Makes the time from fault to fault, 0.2 to 2.5 s, longer."
@@ -290,7 +300,7 @@ def main(
     per_run: int,
     ranks: int,
     workers: int,
-    leave: int,
+    leave: int | None,
     pace: float,
     minutes: float,
     disk_mb: int,
@@ -307,6 +317,7 @@ def main(
     mounted = mount(directory / "runs", disk_mb)
     if "full" in kinds and not mounted:
         raise click.UsageError("--kind full needs a disk of its own, and mounting one needs root")
+    leave = int(environments) if leave is None else leave
     if leave >= workers:
         raise click.UsageError(f"--leave {leave} of --workers {workers} leaves none that may be met")
     if lacking := network.missing():

@@ -117,6 +117,17 @@ def whole_others(cluster: LocalCluster, fault: Fault, paused: set[tuple[str, int
     return len({index for index in indices - {fault.index} if (fault.role, index) not in paused})
 
 
+def is_whole(cluster: LocalCluster, fault: Fault) -> bool:
+    """Return whether the worker that a fault is for belongs to the coordinator and works."""
+    try:
+        with _client(cluster) as client:
+            members = client.members()
+    except PacelineError:
+        return False
+    name = f"{fault.role}-{fault.index}-"
+    return any(_is_whole(member, fault.role) for member in members if member.member_id.startswith(name))
+
+
 def _is_whole(member: worker_pb2.Member, role: str) -> bool:
     ready = member.role != common_pb2.ROLE_ROLLOUT or member.HasField("version")
     return member.member_id.startswith(f"{role}-") and member.silent_s < SILENT_S and ready
