@@ -24,7 +24,7 @@ from rollout.engine import MAX_ID, MAX_STOP_IDS, GenerationRequest, SamplingPara
 from services.common.accepted_calls import ACCEPTED
 from services.common.grpc_server import with_status
 from services.rollout.gather import gather_or_cancel
-from services.rollout.openai.sampling import MAX_CHARS_PER_TOKEN
+from services.rollout.openai.engine_requests import MAX_CHARS_PER_TOKEN
 from services.rollout.run import RolloutRun
 
 if TYPE_CHECKING:

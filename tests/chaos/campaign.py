@@ -14,6 +14,11 @@ changes single bits of segments, checkpoints, manifests, the SQLite file and exp
     python tests/chaos/campaign.py --role rollout --role reward --workers 3 --leave 2
 
 shows the longest pause of the learner while two workers of each kind are left.
+
+    python tests/chaos/campaign.py --environments
+
+runs episodes of 20 turns, kills rollout and environment workers, and ends with the line `turns lost per kill at most N`: of
+one session, by the environment's own record (episodes.py).
 """
 
 from __future__ import annotations
@@ -29,8 +34,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+import episodes
 from chaos_setting import Setting, make_spec, repair, strike, tormented
-from chaos_watch import UNKNOWN_STEP, StepClock, coordinator_address, phase_of, progress, whole_others
+from chaos_watch import (
+    UNKNOWN_STEP,
+    StepClock,
+    coordinator_address,
+    is_whole,
+    phase_of,
+    progress,
+    whole_others,
+)
 from disk import mount, unmount
 from faults import KINDS, LINKS, ROLES, Fault, schedule
 from links import network
@@ -59,6 +73,10 @@ class Result:
     """Longest time between two trained steps, by a clock outside of the services."""
     on_links: dict[str, Counter[str]] = field(default_factory=dict)
     """Traffic that the faults of each link have met."""
+    lost_turns: list[int] = field(default_factory=list)
+    """With episodes: turns of each episode that was cut off that were sampled again."""
+    broken_turns: int = 0
+    """With episodes: turns that were being sampled when their rollout worker died, as far as a step has reported them."""
 
     @property
     def faults(self) -> int:
@@ -92,6 +110,10 @@ class Result:
             for link, met in sorted(self.on_links.items())
         )
 
+    def turns(self) -> str:
+        """The line about turns."""
+        return f"turns lost per kill at most {max([*self.lost_turns, int(self.broken_turns > 0)])}"
+
     @property
     def good(self) -> bool:
         """Return whether the promise held."""
@@ -114,13 +136,15 @@ def campaign(
     minutes: float = 1e9,
     apart: bool = False,
     seed: int = 0,
+    environments: bool = False,
 ) -> Result:
     """Runs until `faults` of the plan were dealt out, at most `per_run` to each run of `steps` steps; the learner has
-    `ranks` ranks, every role as many services as `sizes` says. A rollout or reward worker is met only when `leave` others
-    of its role are whole. After `minutes` no further run is begun. With `apart`, the rollout workers have a network of their
-    own.
+    `ranks` ranks, every role as many services as `sizes` says. A rollout, reward or environment worker is met only when `leave`
+    others of its role are whole. After `minutes` no further run is begun. With `apart`, the rollout workers have a network of their
+    own. With `environments` the runs have episodes.
     """
-    spec, result, end_s = make_spec(directory, steps), Result(), time.monotonic() + 60 * minutes
+    make = episodes.make_spec if environments else make_spec
+    spec, result, end_s = make(directory, steps), Result(), time.monotonic() + 60 * minutes
     upcoming = Upcoming(plan)
     with tormented(directory / "runs", ranks, sizes, apart, seed) as setting:
         cluster = setting.cluster
@@ -137,6 +161,8 @@ def campaign(
             verdict.problems += setting.corruption.not_found
             setting.corruption.not_found.clear()
             verdict.problems += setting.liar.believed(run_id)
+            if environments:
+                result.broken_turns += episodes.broken_turns(cluster.directory / run_id)
             result.runs += 1
             result.verdicts.append(verdict)
             log.info(
@@ -148,6 +174,8 @@ def campaign(
             )
         result.on_links = {name: link.met for name, link in setting.links.items()}
         result.deaths = sum(len(cluster.deaths(role, i)) for role, n in sizes.items() for i in range(n))
+    if environments:
+        result.lost_turns = episodes.lost_turns(episodes.played(directory))
     return result
 
 
@@ -213,25 +241,27 @@ def torment(
 
 
 def may_strike(setting: Setting, fault: Fault, repairs: list[tuple[float, Fault]], leave: int) -> bool:
-    """Return whether enough others of the fault's role are left."""
-    if leave == 0 or fault.role not in ("rollout", "reward"):
+    """Return whether enough others of the fault's role are left; with episodes also whether it would meet any."""
+    if leave == 0 or fault.role not in ("rollout", "reward", "environment"):
         return True
     paused = {(other.role, other.index) for _, other in repairs}
+    if setting.cluster.cluster.environment_workers and not is_whole(setting.cluster, fault):
+        return False
     return whole_others(setting.cluster, fault, paused) >= leave
 
 
 @click.command()
 @click.option("--faults", default=100, show_default=True)
 @click.option("--seed", default=1, show_default=True)
-@click.option("--steps", default=40, show_default=True, help="Steps of each run.")
+@click.option("--steps", type=int, help=f"Steps of each run; default 40, with episodes {episodes.STEPS}.")
 @click.option("--per-run", default=10, show_default=True, help="Faults that one run meets at most.")
 @click.option("--ranks", default=2, show_default=True, help="Ranks of the learner.")
 @click.option("--workers", default=2, show_default=True, help="Rollout workers, and as many reward workers.")
 @click.option(
     "--leave",
-    default=0,
-    show_default=True,
-    help="Meet a rollout or reward worker only when so many others of its role are whole.",
+    type=int,
+    help="Meet a rollout, reward or environment worker only when so many others of its role are whole; default 0, with episodes 1, "
+    "because kills of workers that start would meet no turn.",
 )
 @click.option(
     "--pace", default=1.0, show_default=True, help="Makes the time from fault to fault, 0.2 to 2.5 s, longer."
@@ -244,10 +274,19 @@ def may_strike(setting: Setting, fault: Fault, repairs: list[tuple[float, Fault]
     help="Size of the disk that `full` fills (a tmpfs; needs root).",
 )
 @click.option(
-    "--role", "roles", multiple=True, type=click.Choice(list(ROLES)), help="Only this one; repeatable."
+    "--role",
+    "roles",
+    multiple=True,
+    type=click.Choice([*ROLES, "environment"]),
+    help="Only this one; repeatable.",
 )
 @click.option(
     "--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="Only this one; repeatable."
+)
+@click.option(
+    "--environments",
+    is_flag=True,
+    help="Run episodes of 20 turns, and kill rollout and environment workers unless --role or --kind say otherwise.",
 )
 @click.option(
     "--directory",
@@ -257,16 +296,17 @@ def may_strike(setting: Setting, fault: Fault, repairs: list[tuple[float, Fault]
 def main(
     faults: int,
     seed: int,
-    steps: int,
+    steps: int | None,
     per_run: int,
     ranks: int,
     workers: int,
-    leave: int,
+    leave: int | None,
     pace: float,
     minutes: float,
     disk_mb: int,
     roles: tuple[str, ...],
     kinds: tuple[str, ...],
+    environments: bool,
     directory: Path | None,
 ) -> None:
     """Torment runs, then judge them."""
@@ -277,12 +317,22 @@ def main(
     mounted = mount(directory / "runs", disk_mb)
     if "full" in kinds and not mounted:
         raise click.UsageError("--kind full needs a disk of its own, and mounting one needs root")
+    leave = int(environments) if leave is None else leave
     if leave >= workers:
         raise click.UsageError(f"--leave {leave} of --workers {workers} leaves none that may be met")
     if lacking := network.missing():
         log.info("without a network of the rollout workers' own: %s", lacking)
     links = tuple(link for link in LINKS if link != "network" or not lacking)
     sizes = ROLES | {"rollout": workers, "reward": workers}
+    if environments:
+        sizes, roles, kinds = (
+            episodes.SIZES | {"rollout": workers},
+            roles or episodes.ROLES,
+            kinds or episodes.KINDS,
+        )
+        ranks = episodes.SIZES["learner"]
+    elif "environment" in roles:
+        raise click.UsageError("--role environment goes with --environments")
     plan = schedule(
         seed,
         roles,
@@ -295,7 +345,7 @@ def main(
         directory,
         plan,
         faults=faults,
-        steps=steps,
+        steps=steps or (episodes.STEPS if environments else 40),
         per_run=per_run,
         ranks=ranks,
         sizes=sizes,
@@ -303,6 +353,7 @@ def main(
         minutes=minutes,
         apart=not lacking,
         seed=seed,
+        environments=environments,
     )
     if mounted and result.good:
         unmount(directory / "runs")
@@ -320,6 +371,8 @@ def main(
     for problem_text in result.problems:
         click.echo(f"✗ {problem_text}")
     click.echo(result.line())
+    if environments:
+        click.echo(result.turns())
     raise SystemExit(not result.good)
 
 

@@ -77,7 +77,10 @@ def tormented(
     """A cluster whose workers reach both ports of the coordinator through proxies; with `apart`, the rollout workers are
     in a network of their own. `seed` decides which bits are changed."""
     section = ClusterSection(
-        rollout_workers=sizes["rollout"], reward_workers=sizes["reward"], learner_ranks=ranks
+        rollout_workers=sizes["rollout"],
+        reward_workers=sizes["reward"],
+        environment_workers=sizes.get("environment", 0),
+        learner_ranks=ranks,
     )
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(contextlib.closing(Network())) if apart else None

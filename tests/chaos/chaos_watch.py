@@ -82,7 +82,7 @@ def phase_of(cluster: LocalCluster, fault: Fault) -> str:
             members = client.members()
     except PacelineError:
         return "while the coordinator was away"
-    if fault.role not in ("rollout", "reward", "learner"):
+    if fault.role not in ("rollout", "reward", "environment", "learner"):
         return "serving"
     for member in members:
         role = Role.Name(member.role).removeprefix("ROLE_").lower()
@@ -115,6 +115,17 @@ def whole_others(cluster: LocalCluster, fault: Fault, paused: set[tuple[str, int
         return 0
     indices = {int(member.member_id.split("-")[1]) for member in members if _is_whole(member, fault.role)}
     return len({index for index in indices - {fault.index} if (fault.role, index) not in paused})
+
+
+def is_whole(cluster: LocalCluster, fault: Fault) -> bool:
+    """Return whether the worker that a fault is for belongs to the coordinator and works."""
+    try:
+        with _client(cluster) as client:
+            members = client.members()
+    except PacelineError:
+        return False
+    name = f"{fault.role}-{fault.index}-"
+    return any(_is_whole(member, fault.role) for member in members if member.member_id.startswith(name))
 
 
 def _is_whole(member: worker_pb2.Member, role: str) -> bool:
