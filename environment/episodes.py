@@ -47,7 +47,12 @@ class GroupEpisodes:
 
 def group_rows(finished: Sequence[FinishedSample], setting: EpisodeSetting) -> GroupRows:
     """Return the rows of finished samples as a group."""
-    built = [build_rows(sample.turns, sample.left_out, setting.text_of) for sample in finished]
+    built = [
+        build_rows(
+            sample.turns, sample.left_out, setting.text_of, truncated=sample.text.ending == "truncated"
+        )
+        for sample in finished
+    ]
     completions, owners, turns = joined(built)
     setting.counts.rows += len(completions)
     prompt_ids: IntArray = np.empty(0, np.int32)

@@ -95,8 +95,11 @@ def build_rows(
     turns: Sequence[tuple[TurnArrays, pb.TurnNote]],
     left_out: Collection[int] = (),
     text_of: TextOf | None = None,
+    *,
+    truncated: bool = False,
 ) -> SampleRows:
-    """Return the rows that turns built, without those that are left out. `text_of` decodes the tokens of a row.
+    """Return the rows that turns built, without those that are left out. `text_of` decodes the tokens of a row. Rows of a
+    truncated episode end by `length`, whatever ended their last turn: that tells the learner.
 
     A turn that is left out is the last one of its row that trains, or nothing of its row trains.
     """
@@ -111,7 +114,8 @@ def build_rows(
             reward = note.reward if note.HasField("reward") else float("nan")
             found.append(Turn(len(rows), position, position + len(arrays.token_ids), reward))
             position += len(arrays.token_ids)
-        rows.append(_row([arrays for arrays, _ in own], own[-1][1].finish_reason, text_of))
+        reason = "length" if truncated else own[-1][1].finish_reason
+        rows.append(_row([arrays for arrays, _ in own], reason, text_of))
     return SampleRows(rows, found)
 
 

@@ -94,3 +94,9 @@ def test_samples_are_joined_to_a_group() -> None:
     assert len(rows) == 4
     assert [turn[:3] for turn in turns] == [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)]
     assert isinstance(turns[0], Turn)
+
+
+def test_rows_of_a_truncated_episode_end_by_length() -> None:
+    turns = [(arrays(0, ids(1, 2), 11), note()), (arrays(1, ids(3), 12), note())]
+    assert [row.finish_reason for row in build_rows(turns, truncated=True).rows] == ["length", "length"]
+    assert [row.finish_reason for row in build_rows(turns).rows] == ["stop", "stop"]
