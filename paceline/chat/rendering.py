@@ -26,6 +26,7 @@ from paceline.chat.template_probes import (
 )
 from paceline.chat.tools import AUTO, Choice
 from paceline.data.tokens import NO_KWARGS, encode_prompt
+from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 
 CALL_IDS = "ids of results"
@@ -84,7 +85,12 @@ class ChatTemplate:
         tools: Sequence[Json] = (),
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> list[Json]:
-        """Return the messages as the template gets them. Raises Unsupported for what it would leave out."""
+        """Return the messages as the template gets them. Raises Unsupported for what it would leave out, InvalidInput without a
+        template."""
+        if not self.source:
+            raise InvalidInput(
+                "the tokenizer has no chat template, which messages need; send a text as the prompt"
+            )
         probe = Probe(self.tokenizer, self.source, list(tools), template_kwargs)
         checked = [self._with_known_role(message, probe) for message in messages]
         if tools and not self._proves("", "tools", probe.renders_tools):
