@@ -56,6 +56,12 @@ NEWER_KEYS: dict[str, Any] = {
     "max_hours": None,
     "rewards.N.weight_schedule": [],
     "rewards.N.gate_min": None,
+    "policy.deterministic": False,
+    "policy.optimizer.offload": False,
+    "value.optimizer.offload": False,
+    "logger.profile_period": 0,
+    "cluster.gpu_gb": None,
+    "cluster.environment_workers": None,
 }
 """Keys that services of the version before do not know, with the defaults that stand for their absence; N is any item of a
 list. docs/compatibility.md has the rule."""
