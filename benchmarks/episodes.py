@@ -22,16 +22,19 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import numpy as np
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from environment.episodes import GroupEpisodes
-from environment.hosting.pool import UserCode
-from environment.protocols import EpisodeLease, SampledTurn, TurnParams, TurnRequest
-from environment.setting import EpisodeSetting
-from paceline.episodes import TurnArrays
-from paceline.groups import VersionSpan
-from paceline.spec import RunSpec
-from protos.paceline.v1 import exchange_pb2 as pb
+import numpy as np  # noqa: E402
+
+from environment.episodes import GroupEpisodes  # noqa: E402
+from environment.hosting.pool import UserCode  # noqa: E402
+from environment.protocols import EpisodeLease, SampledTurn, TurnParams, TurnRequest  # noqa: E402
+from environment.setting import EpisodeSetting  # noqa: E402
+from paceline.episodes import TurnArrays  # noqa: E402
+from paceline.groups import VersionSpan  # noqa: E402
+from paceline.spec import RunSpec  # noqa: E402
+from protos.paceline.v1 import exchange_pb2 as pb  # noqa: E402
 
 SAMPLES = 8
 CODE = """

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 from reward.sandbox.launching import PopenChild, launch_command, new_ready
 from reward.sandbox.protocol import Limits, Outcome, SandboxFailed, check_request
-from reward.sandbox.readable import LAUNCHER, Readable, command, environment
+from reward.sandbox.readable import Readable, command, environment, launcher
 from reward.sandbox.supervisor import supervise
 from reward.sandbox.workspace import ENTRY_BYTES
 
@@ -87,7 +87,7 @@ class BwrapSandbox:
             "--disable-userns",
         ]
         words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-        for path in (*self._readable.folders, *self._readable.files, str(LAUNCHER)):
+        for path in (*self._readable.folders, *self._readable.files, str(launcher())):
             words += _bind(path)
         for path in self._readable.writable:
             words += ["--dev-bind", path, path]

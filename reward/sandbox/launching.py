@@ -9,13 +9,12 @@ import platform
 import secrets
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward.sandbox import usage
 from reward.sandbox.protocol import Limits
-from reward.sandbox.readable import LAUNCHER
+from reward.sandbox.readable import PYTHON_PROGRAM, launcher
 from reward.sandbox.seccomp_filter import build_filter
 
 OPEN_FILES = 64
@@ -54,7 +53,7 @@ def launch_command(
     if confined:
         lines.append("capabilities none")
         lines.append(f"seccomp {build_filter(platform.machine(), limits.processes == 1).hex()}")
-    return [sys.executable, "-I", "-S", str(LAUNCHER), "\n".join([*lines, *landlock]), *argv]
+    return [PYTHON_PROGRAM, "-I", "-S", str(launcher()), "\n".join([*lines, *landlock]), *argv]
 
 
 def new_ready() -> str:

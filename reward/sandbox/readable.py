@@ -4,6 +4,7 @@ devices. Nothing of the user's home, of `/etc` as a whole, of `/proc` or `/sys`.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -17,7 +18,8 @@ from reward.sandbox.protocol import PYTHON
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64")
 FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero")
 WRITABLE = ("/dev/null",)
-LAUNCHER = Path(__file__).with_name("launcher.py")
+PYTHON_PROGRAM = os.path.realpath(sys.executable)
+"""The interpreter itself, not a virtual environment's link to it, whose following costs each start a dozen system calls."""
 TOO_WIDE = {"/", "/home", "/root", "/etc", "/proc", "/sys", "/dev", "/run", "/var", "/tmp"}
 
 
@@ -55,8 +57,17 @@ def command(argv: Sequence[str]) -> list[str]:
     small program; so `exit` and `quit` are not built in.
     """
     if argv[0] == PYTHON:
-        return [sys.executable, "-S", "-s", *argv[1:]]
+        return [PYTHON_PROGRAM, "-S", "-s", *argv[1:]]
     return list(argv)
+
+
+@functools.cache
+def launcher() -> Path:
+    """Return the launcher's file: compiled where Python could keep that, else its source, which each start would compile."""
+    from reward.sandbox import launcher as module
+
+    compiled = Path(importlib.util.cache_from_source(module.__file__))
+    return compiled if compiled.exists() else Path(module.__file__)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from typing import Any
 from reward.sandbox import usage
 from reward.sandbox.launching import OPEN_FILES, STREAMS, launch_command, new_ready
 from reward.sandbox.protocol import Limits, Outcome, SandboxFailed, check_request
-from reward.sandbox.readable import LAUNCHER, Readable, command, environment
+from reward.sandbox.readable import Readable, command, environment, launcher
 from reward.sandbox.supervisor import supervise
 from reward.sandbox.workspace import Workspace
 
@@ -83,7 +83,7 @@ class SandlockChild:
 
         piped = sandlock.StdioMode.PIPED
         self._process: Any = sandlock.Sandbox(
-            fs_readable=[*readable.folders, *readable.files, str(LAUNCHER)],
+            fs_readable=[*readable.folders, *readable.files, str(launcher())],
             fs_writable=[folder, *readable.writable],
             cwd=folder,
             clean_env=True,
