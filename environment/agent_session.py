@@ -154,7 +154,7 @@ class AgentTurns:
         try:
             trains = await self._trains(list(request.messages), list(request.tools))
             prompt_ids = self._prompt(request, conversation)
-            turn = await self._sample(prompt_ids, request.max_new_tokens)
+            turn = await self._sample(prompt_ids, request.max_new_tokens, request.stop_token_ids)
         except BaseException:
             self._num_turns -= 1
             raise
@@ -194,7 +194,7 @@ class AgentTurns:
             self._setting.counts.bridge_breaks += 1
         return self._rendering.prompt(conversation)
 
-    async def _sample(self, prompt_ids: IntArray, limit: int | None) -> SampledTurn:
+    async def _sample(self, prompt_ids: IntArray, limit: int | None, stops: tuple[int, ...]) -> SampledTurn:
         room = self._setting.room(len(prompt_ids))
         if room < 1:
             self.limit = self._setting.no_room(len(prompt_ids))
@@ -203,6 +203,7 @@ class AgentTurns:
             await self._flush()
         seed = self._life.seed(self._context.lease.seed, next(self._arrivals))
         params = self._context.params(room, limit)
+        params = params._replace(stop_token_ids=tuple(dict.fromkeys([*params.stop_token_ids, *stops])))
         return await self._context.source.sample(
             TurnRequest(prompt_ids, params, seed, self._context.session(self._life.sample))
         )
@@ -318,7 +319,8 @@ def _left_out(taken: Sequence[_Taken], rows: Sequence[int]) -> list[int]:
 def _digest_of(request: AgentRequest) -> str:
     ids = None if request.prompt_ids is None else request.prompt_ids.tolist()
     said: list[Any] = [list(request.messages), list(request.tools), dict(request.template_kwargs), ids]
-    return digest([*said, request.max_new_tokens])
+    stops = [list(request.stop_token_ids)] if request.stop_token_ids else []
+    return digest([*said, request.max_new_tokens, *stops])
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

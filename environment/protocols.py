@@ -158,6 +158,8 @@ class AgentRequest(NamedTuple):
     """XXH3-128 over the body as it was sent."""
     retry_count: int
     """Header `x-stainless-retry-count` of OpenAI's clients; 0 without it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the turn, besides those of the run and the model."""
 
 
 class AgentAnswer(NamedTuple):

@@ -222,7 +222,7 @@ COVERED_BY = {
     "services/demo/task.py": "tests/e2e/test_preference_runs.py",
     "services/environment/journal.py": "test_run.py",
     "services/environment/main.py": "tests/e2e/test_environment_runs.py",
-    "services/environment/sessions/answers.py": "test_server.py",
+    "services/environment/sessions/choices.py": "test_server.py",
     "services/learner/training/checkpoint_uploads.py": "test_checkpoints.py",
     "services/learner/background_loop.py": "tests/services/learner/training/test_batches.py",
     "services/learner/context.py": "tests/services/learner/training/test_batches.py",

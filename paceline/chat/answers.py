@@ -191,14 +191,15 @@ def reason_of(choice: Choice) -> str:
     return "tool_calls" if choice.calls and choice.finish_reason == "stop" else choice.finish_reason
 
 
-def call_id(answer_id: str, index: int, number: int) -> str:
-    """Return the id of call `number` of choice `index`: the same for the same answer, in a stream and whole."""
-    return f"call_{hashlib.sha256(f'{answer_id}/{index}/{number}'.encode()).hexdigest()[:24]}"
+def call_id(call: ToolCall, answer_id: str, index: int, number: int) -> str:
+    """Return the id of a call, number `number` of choice `index`: its own, or one that is the same for the same answer, in a
+    stream and whole."""
+    return call.id or f"call_{hashlib.sha256(f'{answer_id}/{index}/{number}'.encode()).hexdigest()[:24]}"
 
 
 def _call(call: ToolCall, answer_id: str, index: int, number: int) -> Json:
     return {
-        "id": call_id(answer_id, index, number),
+        "id": call_id(call, answer_id, index, number),
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }

@@ -34,6 +34,8 @@ class ToolCall(NamedTuple):
     name: str
     arguments: str
     """JSON object as text."""
+    id: str = ""
+    """Empty where the answer that the call is part of names it."""
 
 
 class MalformedCall(Exception):

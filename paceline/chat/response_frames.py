@@ -158,7 +158,7 @@ class ResponseAnswer:
             return {
                 "type": "function_call",
                 "id": f"fc_{item_id}",
-                "call_id": call_id(self._id, 0, num_calls),
+                "call_id": call_id(part, self._id, 0, num_calls),
                 "name": part.name,
                 "arguments": part.arguments,
                 "status": "completed",

@@ -17,49 +17,36 @@ import contextlib
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
 
 from environment.protocols import AgentAnswer, AgentRequest, AgentSession, LeaseLost, SessionAddress
+from paceline.chat.answers import Answer
+from paceline.chat.frames import Frame
 from paceline.chat.messages import Json, Unsupported
 from paceline.chat.rendering import ChatTemplate
-from paceline.chat.requests import ChatAsk, Ids, read_ask
+from paceline.chat.requests import Ask, ChatAsk, read_ask
+from paceline.chat.response_frames import ResponseAnswer
+from paceline.chat.responses import fields_of_responses, read_responses_ask
+from paceline.chat.token_route import TokenAnswer, TokenAsk
 from paceline.errors import Conflict, NotFound
+from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from services.common.json_http import JsonListener, event_stream, send_event
-from services.environment.sessions.answers import SessionAnswer, token_answer
+from services.environment.sessions.choices import choice_of, events_of
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
 """Connections of the host's own programs, of which each may hold several."""
 
 MAX_BODIES = 64
+MAX_STOP_IDS = 16
 LOG_S = 60.0
 log = logging.getLogger(__name__)
-
-
-class TokenParams(BaseModel):
-    """Sampling parameters of `/inference/v1/generate`; all others are the run's."""
-
-    model_config = ConfigDict(extra="allow")
-
-    max_tokens: int | None = Field(default=None, ge=1)
-    n: int | None = None
-
-
-class TokenAsk(BaseModel):
-    """`POST /inference/v1/generate`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    token_ids: Ids
-    sampling_params: TokenParams = TokenParams()
-    stream: bool | None = None
 
 
 class _Open:
@@ -88,6 +75,7 @@ class SessionServer:
         router = self._listener.app.router
         router.add_get("/{key}/v1/models", self._models)
         router.add_post("/{key}/v1/chat/completions", self._chat)
+        router.add_post("/{key}/v1/responses", self._respond)
         router.add_post("/{key}/inference/v1/generate", self._generate)
         router.add_post("/{key}/v1/inference/v1/generate", self._generate)
 
@@ -123,57 +111,65 @@ class SessionServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         opened, body = self._session(request), await self._listener.body(request)
         ask = read_ask(ChatAsk, body)
-        _check(ask)
-        self._note_parameters(ask)
-        answer = await self._answer(
-            opened,
-            AgentRequest(
-                messages=body["messages"],
-                tools=[] if ask.tool_choice.kind == "none" else ask.tools or [],
-                template_kwargs={
-                    **(ask.chat_template_kwargs or {}),
-                    **self._template.effort_kwargs(ask.reasoning_effort),
-                },
-                prompt_ids=None,
-                max_new_tokens=ask.max_tokens,
-                **await _identity(request),
-            ),
-        )
-        shaped = SessionAnswer(
+        answer = await self._answer(opened, await self._chat_request(request, ask, body["messages"]))
+        frame = Answer(
             f"chatcmpl-{uuid.uuid4().hex}",
-            self._run_id,
-            answer,
+            chat=True,
+            run_id=self._run_id,
+            at_first=_newest(answer),
             logprobs=ask.wants_logprobs,
             token_ids=bool(ask.return_token_ids),
+            include_usage=ask.include_usage,
             decode=self._tokenizer.decode,
         )
-        if not ask.stream:
-            return web.json_response(shaped.whole())
-        response = event_stream()
-        await response.prepare(request)
-        for event in shaped.events(include_usage=ask.include_usage):
-            await send_event(response, event)
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
+        return await _shaped(request, frame, answer, stream=bool(ask.stream))
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        opened, body = self._session(request), await self._listener.body(request)
+        ask, chat = read_responses_ask(body)
+        with fields_of_responses():
+            asked = await self._chat_request(request, chat, [each.model_dump() for each in chat.messages])
+        answer = await self._answer(opened, asked)
+        frame = ResponseAnswer(
+            f"resp_{uuid.uuid4().hex}", ask, self._run_id, _newest(answer), self._tokenizer.decode
+        )
+        return await _shaped(request, frame, answer, stream=bool(chat.stream))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         opened, body = self._session(request), await self._listener.body(request)
         ask = read_ask(TokenAsk, body)
-        if ask.stream or (ask.sampling_params.n or 1) > 1:
-            raise Unsupported("stream and n above 1 are not possible for token ids; remove them", "stream")
-        answer = await self._answer(
-            opened,
-            AgentRequest(
-                messages=[],
-                tools=[],
-                template_kwargs={},
-                prompt_ids=np.array(ask.token_ids, np.int32),
-                max_new_tokens=ask.sampling_params.max_tokens,
-                **await _identity(request),
-            ),
+        self._check(ask)
+        self._check_ids("token_ids", ask.token_ids)
+        self._note_parameters(ask)
+        asked = AgentRequest(
+            messages=[],
+            tools=[],
+            template_kwargs={},
+            prompt_ids=np.array(ask.token_ids, np.int32),
+            max_new_tokens=ask.max_tokens,
+            stop_token_ids=tuple(ask.stop_token_ids or ()),
+            **await _identity(request),
         )
-        return web.json_response(token_answer(f"gen-{uuid.uuid4().hex}", answer))
+        answer = await self._answer(opened, asked)
+        frame = TokenAnswer(uuid.uuid4().hex, ask, self._run_id, _newest(answer))
+        return await _shaped(request, frame, answer, stream=bool(ask.stream))
+
+    async def _chat_request(
+        self, request: web.Request, ask: ChatAsk, messages: Sequence[Json]
+    ) -> AgentRequest:
+        """Return what a chat asks of its session. Raises Unsupported."""
+        self._check(ask)
+        self._note_parameters(ask)
+        effort = self._template.effort_kwargs(ask.reasoning_effort)
+        return AgentRequest(
+            messages=messages,
+            tools=[] if ask.tool_choice.kind == "none" else ask.tools or [],
+            template_kwargs={**(ask.chat_template_kwargs or {}), **effort},
+            prompt_ids=None,
+            max_new_tokens=ask.max_tokens,
+            stop_token_ids=tuple(ask.stop_token_ids or ()),
+            **await _identity(request),
+        )
 
     def _session(self, request: web.Request) -> _Open:
         opened = self._sessions.get(request.match_info["key"])
@@ -197,7 +193,29 @@ class SessionServer:
                 raise Conflict(OVER) from None
             raise  # the client is gone: its turn goes on, and a repeated request gets it
 
-    def _note_parameters(self, ask: ChatAsk) -> None:
+    def _check(self, ask: Ask) -> None:
+        """Raises Unsupported for what would change the tokens and cannot be had in an episode."""
+        if (ask.n or 1) > 1:
+            raise Unsupported(f"n is {ask.n}, but a request of an episode is one turn; remove it", "n")
+        if ask.stops:
+            raise Unsupported(
+                "stop is set, but turns end at tokens (policy.generation, or stop_token_ids); remove it",
+                "stop",
+            )
+        if len(ask.stop_token_ids or ()) > MAX_STOP_IDS:
+            raise Unsupported(f"stop_token_ids has more than {MAX_STOP_IDS} ids", "stop_token_ids")
+        self._check_ids("stop_token_ids", ask.stop_token_ids or ())
+        if isinstance(ask, ChatAsk) and ask.tool_choice.kind in ("required", "function"):
+            raise Unsupported(
+                f"tool_choice is {ask.tool_choice.kind!r}, but in an episode the model decides; take 'auto'",
+                "tool_choice",
+            )
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        if ids and max(ids) >= (size := len(self._tokenizer)):
+            raise Unsupported(f"{field} has {max(ids)}, but the vocabulary has {size} tokens", field)
+
+    def _note_parameters(self, ask: Ask) -> None:
         """Say that the run's sampling parameters count, because the learner's log-probabilities are of those."""
         named = [
             name
@@ -213,17 +231,25 @@ class SessionServer:
 OVER = "this episode is over: the program may end"
 
 
-def _check(ask: ChatAsk) -> None:
-    """Raises Unsupported for what would change the tokens and cannot be had in an episode."""
-    if (ask.n or 1) > 1:
-        raise Unsupported(f"n is {ask.n}, but a request of an episode is one turn; remove it", "n")
-    if ask.stops or ask.stop_token_ids:
-        raise Unsupported("stop is set, but turns end as the run says (policy.generation); remove it", "stop")
-    if ask.tool_choice.kind in ("required", "function"):
-        raise Unsupported(
-            f"tool_choice is {ask.tool_choice.kind!r}, but in an episode the model decides; take 'auto'",
-            "tool_choice",
-        )
+def _newest(answer: AgentAnswer) -> Version:
+    """Return the newest version of a turn, which has a token at least."""
+    return max(Version(span.session, span.step) for span in answer.turn.spans)
+
+
+async def _shaped(
+    request: web.Request, frame: Frame, answer: AgentAnswer, *, stream: bool
+) -> web.StreamResponse:
+    choice = choice_of(answer)
+    if not stream:
+        return web.json_response(frame.whole([choice]))
+    response = event_stream()
+    await response.prepare(request)
+    for event in events_of(frame, choice):
+        await send_event(response, event.body, event.name)
+    if frame.ends_with_mark:
+        await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
 
 
 async def _identity(request: web.Request) -> Json:

@@ -150,7 +150,8 @@ async def test_a_stream_has_the_text_and_the_versions(
     [
         ({"n": 2}, "n is 2"),
         ({"stop": ["x"]}, "stop is set"),
-        ({"extra_body": {"stop_token_ids": [3]}}, "stop is set"),
+        ({"extra_body": {"stop_token_ids": [1 << 40]}}, "stop_token_ids has 1099511627776"),
+        ({"extra_body": {"stop_token_ids": list(range(17))}}, "more than 16"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice is 'required'"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
@@ -271,18 +272,65 @@ async def test_token_ids_are_taken_as_they_are(
 ) -> None:
     session, (base_url, _) = opened
     root = base_url.removesuffix("/v1")
-    body = {"model": "m", "token_ids": [4, 5, 6], "sampling_params": {"max_tokens": 9, "temperature": 1.0}}
+    body = {
+        "model": "m",
+        "token_ids": [4, 5, 6],
+        "sampling_params": {"max_tokens": 9, "logprobs": 1, "stop_token_ids": [7]},
+    }
     async with aiohttp.ClientSession() as http:
         async with http.post(f"{root}/{path}", json=body) as response:
             answer = await response.json()
             assert response.status == 200
-        async with http.post(f"{root}/{path}", json=body | {"stream": True}) as response:
-            assert response.status == 400
+        for field, value in (("n", 2), ("token_ids", [1 << 40]), ("token_ids", [])):
+            async with http.post(f"{root}/{path}", json=body | {field: value}) as response:
+                assert response.status == 400
+                assert field in await response.text()
     (request,) = session.requests
     assert request.prompt_ids is not None
     assert request.prompt_ids.tolist() == [4, 5, 6]
-    assert request.max_new_tokens == 9
+    assert (request.max_new_tokens, request.stop_token_ids) == (9, (7,))
     (choice,) = answer["choices"]
     assert choice["token_ids"] == [50, 51]
     assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["token_id:50", "token_id:51"]
     assert choice["finish_reason"] == "stop"
+
+
+async def test_a_response_is_a_turn_of_its_session(
+    client: AsyncOpenAI, opened: tuple[Session, SessionAddress]
+) -> None:
+    session, _ = opened
+    message = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"}
+    session.says(answered(message))
+    tool: Any = {"type": "function", **TOOL["function"]}
+    first = await client.responses.create(model="m", input="1+1", instructions="be brief", tools=[tool])
+    assert [item.type for item in first.output] == ["reasoning", "function_call"]
+    call: Any = first.output[1]
+    assert (call.call_id, call.name, call.arguments) == ("call_1", "add", '{"a": 1}')
+    assert first.usage is not None
+    assert (first.usage.input_tokens, first.usage.output_tokens) == (3, 2)
+
+    items: Any = [
+        {"role": "user", "content": "1+1"},
+        *(item.model_dump() for item in first.output),
+        {"type": "function_call_output", "call_id": "call_1", "output": "2"},
+    ]
+    events = [
+        event
+        async for event in await client.responses.create(
+            model="m", input=items, instructions="be brief", tools=[tool], stream=True
+        )
+    ]
+    assert [event.type for event in events][-1] == "response.completed"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "OP"
+    one, two = session.requests
+    assert [each["role"] for each in one.messages] == ["system", "user"]
+    assert list(one.tools) == list(two.tools) == [TOOL]
+    said = two.messages[2]
+    assert (said["role"], said["reasoning_content"], said["tool_calls"][0]["id"]) == (
+        "assistant",
+        "hm",
+        "call_1",
+    )
+    assert (two.messages[3]["role"], two.messages[3]["content"]) == ("tool", "2")
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        await client.responses.create(model="m", input="1+1", previous_response_id=first.id)
