@@ -7,9 +7,12 @@ no service of Paceline keeps: an episode that was cut off has a successor, which
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support" / "models"))  # pytest has it by its settings
 
 from tiny_chat import save_tiny_chat
 
