@@ -182,8 +182,14 @@ def test_episodes_are_trained_and_can_be_looked_at(
 def test_the_run_can_be_trained_again_bit_by_bit(
     client: Client, cluster: LocalCluster, make_episodes: MakeSpec
 ) -> None:
-    run_id = client.submit(make_episodes(grpo={"max_num_steps": 2})).run_id
+    run_id = client.submit(
+        make_episodes(grpo={"max_num_steps": 2}, async_grpo={"max_trajectory_age_steps": 0})
+    ).run_id
     finish(client, cluster, run_id)
+    for line in metrics(cluster, run_id):  # at age 0 the learner is the policy that sampled
+        assert line["age"] == 0
+        assert line["ratio_behaviour"] == pytest.approx(1, abs=1e-4)
+        assert line["kl_behaviour"] < 1e-8
     folder = str(cluster.directory / run_id)
     replayed = CliRunner().invoke(main, ["replay", folder, "--from", "0", "--device", "cpu", "--json"])
     assert replayed.exit_code == 0, replayed.output
