@@ -86,13 +86,14 @@ class ClassEpisode:
         return name
 
     def _show_prompt(self, instance: Instance, text: str | None) -> None:
-        """Add the text of `reset` to the last message, as TRL does, and the tools to the conversation."""
+        """Add the text of `reset` to the last message, as TRL does, or as the user's first one; and the tools to the
+        conversation."""
         self._reset_text = text
         messages = list(self._conversation.messages)
-        if text and messages:
+        if text and messages and messages[-1]["role"] != "system":
             messages[-1] = {**messages[-1], "content": f"{messages[-1]['content'] or ''}{clean(text)}"}
         elif text:
-            messages = [{"role": "user", "content": clean(text)}]
+            messages.append({"role": "user", "content": clean(text)})
         self._conversation = Conversation(messages, instance.facts.tools)
 
     # Turns

@@ -68,7 +68,7 @@ async def finish_sample(context: GroupContext, sample: int) -> FinishedSample:
 
 
 async def _live(context: GroupContext, life: Life, deaths: SampleDeaths) -> FinishedSample:
-    if context.setting.environment.class_:
+    if context.setting.environment.has_class:
         return await ClassEpisode(context, life, deaths).run()
     return await AgentEpisode(context, life, deaths).run()
 

@@ -66,8 +66,9 @@ class GroupContext:
     @property
     def row(self) -> dict[str, Any]:
         """Return the row of the data set: its prompt, under its own name too, and its other columns."""
-        prompt = self.lease.prompt
-        return {"prompt": prompt, self.setting.spec.data.prompt_key: prompt, **self.lease.columns}
+        key = self.setting.spec.data.prompt_key
+        prompts = dict.fromkeys(("prompt", key), self.lease.prompt) if key else {}
+        return {**prompts, **self.lease.columns}
 
     def session(self, sample: int) -> str:
         """Return the name of a sample's session."""

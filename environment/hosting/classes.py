@@ -3,7 +3,7 @@
 Two contracts are taken. That of TRL: `reset(**columns)`, public methods are tools, `get_reward()`. And classes with
 `step(text) -> (observation, reward, done)`: a class is one of these when it has a method `step` whose parameter is called
 `text` or `action` and that is not annotated to return text, because TRL's classes may have a tool called `step`.
-Runs in the process of the user's code.
+Functions may be tools besides, or alone. Runs in the process of the user's code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +59,27 @@ def load_class(named: str) -> type:
     return loaded
 
 
+class NoEnvironment:
+    """The environment of a run that has tools alone."""
+
+    def reset(self, **columns: Any) -> None:
+        """Begin an episode."""
+
+
+def load_tools(named: Sequence[str], facts: Iterable[ClassFacts]) -> dict[str, Callable[..., Any]]:
+    """Return the functions by their names. Raises InvalidInput, Unreadable; for two tools of one name, too, `facts` being
+    those of the run's classes."""
+    tools: dict[str, Callable[..., Any]] = {}
+    taken = {tool["function"]["name"] for each in facts for tool in each.tools}
+    for index, each in enumerate(named):
+        function = load_function(each, f"environment.tools.{index}", "tool")
+        if (name := function.__name__) in taken:
+            raise InvalidInput(f"environment.tools.{index}: there are two tools called {name!r}; rename one")
+        taken.add(name)
+        tools[name] = function
+    return tools
+
+
 def load_function(named: str, field: str, kind: str) -> Callable[..., Any]:
     """Return the function of `path/to/file.py:function`. Raises InvalidInput, Unreadable. Runs the user's module."""
     path, colon, name = named.rpartition(":")
@@ -74,7 +95,14 @@ def facts_of(cls: type) -> ClassFacts:
     steps = _steps(methods.get("step"))
     tools = [] if steps else [name for name in methods if name not in RESERVED and not name.startswith("_")]
     return ClassFacts(
-        tools=[_schema(cls, name, methods[name]) for name in tools],
+        # A method of any object: the class may not be constructed before its first episode.
+        tools=[
+            schema_of(
+                types.MethodType(methods[name], object()),
+                f"environment.class: the tool {name!r} of {cls.__name__}",
+            )
+            for name in tools
+        ],
         steps=steps,
         deterministic=bool(getattr(cls, "deterministic", False)),
         saves="save" in methods and "load" in methods,
@@ -95,19 +123,19 @@ def _steps(step: Callable[..., Any] | None) -> bool:
     )
 
 
-def _schema(cls: type, name: str, method: Callable[..., Any]) -> dict[str, Any]:
+def schema_of(tool: Callable[..., Any], what: str) -> dict[str, Any]:
+    """Return the schema of a function or bound method. Raises InvalidInput, which begins with `what`."""
     from transformers.utils import chat_template_utils
 
     try:
-        # A method of any object: the class may not be constructed before its first episode.
         with _without_torch(chat_template_utils):
-            schema: dict[str, Any] = chat_template_utils.get_json_schema(types.MethodType(method, object()))
+            schema: dict[str, Any] = chat_template_utils.get_json_schema(tool)
     except (
         Exception
     ) as error:  # DocstringParsingException, TypeHintParsingException, and what an annotation raises
         raise InvalidInput(
-            f"environment.class: the tool {name!r} of {cls.__name__} has no schema: {error}; give it type hints and a "
-            "docstring with an Args section, or begin its name with an underscore if it is no tool"
+            f"{what} has no schema: {error}; give it type hints and a docstring with an Args section, or begin its name with "
+            "an underscore if it is no tool"
         ) from None
     return schema
 

@@ -41,7 +41,8 @@ class UserCode:
         needs_none = bool(section.command) and not section.train_call
         count = num_processes or section.processes or usable_cores()
         self._load = {
-            "classes": dict(section.classes) if section.class_ else {},
+            "classes": dict(section.classes) if section.has_class else {},
+            "tools": list(section.tools),
             "agent": section.agent,
             "train_call": section.train_call,
             "memory_mb": section.memory_mb,

@@ -2,7 +2,7 @@
 
 `environment.hosting.pool` starts it. Messages, each with the `id` of its reply:
 
-service → process   {"load": {"classes": {name: "file:Class"}, "agent": "file:function", "train_call": "file:function",
+service → process   {"load": {"classes": {name: "file:Class"}, "tools": ["file:function"], "agent": "file:function", "train_call": "file:function",
                               "memory_mb": n, "lanes": n}}   once, first
                     {"op": "open", "session": s, "class": name, "columns": {…}, "lane": k}   a new instance, and `reset`
                     {"op": "restore", "session": s, "class": name, "state": text, "lane": k}   a new instance, and `load`
@@ -34,7 +34,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from environment.hosting.calls import Lanes, Reply, accepted, failure_reply
-from environment.hosting.classes import ClassFacts, facts_of, load_class, load_function
+from environment.hosting.classes import (
+    ClassFacts,
+    NoEnvironment,
+    facts_of,
+    load_class,
+    load_function,
+    load_tools,
+    schema_of,
+)
 from environment.hosting.values import (
     InvalidValue,
     decode_state,
@@ -87,8 +95,15 @@ class Host:
             importlib.import_module("transformers.utils.chat_template_utils")
         _limit_memory((self._memory_mb << 20) + load["lanes"] * STACK_BYTES)
         try:
-            self._classes = {name: load_class(named) for name, named in load["classes"].items()}
+            self._classes = {
+                name: load_class(named) if named else NoEnvironment for name, named in load["classes"].items()
+            }
             self.facts: dict[str, ClassFacts] = {name: facts_of(cls) for name, cls in self._classes.items()}
+            self._tools = load_tools(load["tools"], self.facts.values())
+            shared = [schema_of(tool, f"environment.tools: {name!r}") for name, tool in self._tools.items()]
+            self.facts = {
+                name: facts._replace(tools=[*facts.tools, *shared]) for name, facts in self.facts.items()
+            }
             self._agent = load["agent"] and load_function(
                 load["agent"], "environment.agent", "agent function"
             )
@@ -199,7 +214,8 @@ class Host:
                 raise ValueError(f"Tool {name} not found.")
             if not isinstance(arguments, dict):
                 raise ValueError(f"The arguments of {name} have to be an object.")
-            result = await self._lanes.run(instance.lane, getattr(instance.environment, name), **arguments)
+            tool = self._tools.get(name) or getattr(instance.environment, name)
+            result = await self._lanes.run(instance.lane, tool, **arguments)
             return {"result": text_of_tool(result)}
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, Unavailable):

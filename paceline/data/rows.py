@@ -86,6 +86,8 @@ class PromptSource:
     def draw(self, cursor: int) -> tuple[Any, dict[str, Any]]:
         """Prompt (text or messages) and columns of the `cursor`-th draw. Raises Unreadable when the row cannot be read now."""
         row = dict(self._rows[self.index(cursor)])
+        if not self._data.prompt_key:
+            return with_system_prompt([], self._data), row
         if self._data.prompt_key not in row:
             raise Unreadable(
                 f"row {self.index(cursor)} of the data set has no column {self._data.prompt_key!r} any more; put it back as it was"
@@ -227,7 +229,9 @@ def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def prompt_check(prompt_key: str) -> RowCheck:
-    """Return the check that column `prompt_key` has a usable prompt in every row."""
+    """Return the check that column `prompt_key` has a usable prompt in every row; an empty key is that of rows without one."""
+    if not prompt_key:
+        return RowCheck(lambda row: None, (), lambda table: np.ones(len(table), bool))
     return RowCheck(
         lambda row: check_prompt(row, prompt_key), (prompt_key,), lambda table: texts(table, prompt_key)
     )

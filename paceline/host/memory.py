@@ -26,9 +26,9 @@ def process_gauges() -> dict[str, float]:
     """Return the memory that this process holds, in GB (10⁹ bytes): of the host, and of GPUs where torch has begun to use
     them. Without the host's where the system does not tell it."""
     gauges = {"memory_gb": resident / 1e9} if (resident := _resident_bytes()) else {}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        reserved = sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # another thread may be importing torch
+    if cuda is not None and hasattr(cuda, "is_initialized") and cuda.is_initialized():
+        reserved = sum(cuda.memory_reserved(device) for device in range(cuda.device_count()))
         gauges["gpu_memory_gb"] = reserved / 1e9
     return gauges
 

@@ -16,6 +16,7 @@ def code_paths(spec: RunSpec) -> dict[str, str]:
     environment = spec.environment
     for name, each in environment.classes.items():
         named[f"environment.class.{name}" if name else "environment.class"] = each
+    named |= {f"environment.tools.{index}": tool for index, tool in enumerate(environment.tools)}
     named |= {"environment.agent": environment.agent, "environment.train_call": environment.train_call}
     return {field: value for field, value in named.items() if ":" in value}
 
@@ -41,6 +42,7 @@ def with_code_paths(spec: RunSpec, change: Callable[[str], str]) -> RunSpec:
     section = environment.model_copy(
         update={
             "class_": classes,
+            "tools": tuple(map(changed, environment.tools)),
             "agent": changed(environment.agent),
             "train_call": changed(environment.train_call),
         }

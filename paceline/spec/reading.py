@@ -302,7 +302,9 @@ def _with_absolute_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
 
 
 def _absolute_code(code: Any, base: Path) -> Any:
-    """Return `file:name`, or a mapping of them, with the file relative to `base` as an absolute path."""
+    """Return `file:name`, or a list or mapping of them, with the file relative to `base` as an absolute path."""
+    if isinstance(code, list | tuple):
+        return [_absolute_code(each, base) for each in code]
     if isinstance(code, dict):
         return {name: _absolute_code(each, base) for name, each in code.items()}
     if not isinstance(code, str) or ":" not in code:

@@ -192,7 +192,7 @@ class RunSpec(Section):
         if not isinstance(values, dict) or values.get("rewards"):
             return values
         section = values.get("environment")
-        keys = ("class", "class_", "agent", "command")
+        keys = ("class", "class_", "tools", "agent", "command")
         if not isinstance(section, dict) or not any(section.get(key) for key in keys):
             return values
         return {**values, "rewards": [{"function": "environment"}]}
@@ -222,10 +222,14 @@ class RunSpec(Section):
 
     def _check_environment(self) -> None:
         environment = self.environment
+        if not self.data.prompt_key and not environment.class_:
+            raise ValueError(
+                "data.prompt_key is empty, but only `reset` of an environment.class gives prompts; name the column of the prompts"
+            )
         if not environment.is_used:
             if any(reward.function == "environment" for reward in self.rewards):
                 raise ValueError(
-                    "rewards has the function 'environment', but environment has no class, agent or command to reward; set one"
+                    "rewards has the function 'environment', but environment has no class, tools, agent or command to reward; set one"
                 )
             return
         if self.algorithm != "grpo":

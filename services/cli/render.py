@@ -272,8 +272,10 @@ def _episode_line(episode: Mapping[str, Any]) -> str:
 
 
 def _conversation(episode: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a conversation. What the model did not write is behind a bar, as the learner masks it."""
-    for message in episode["messages"]:
+    """Yield the lines of a conversation, from the prompt on where it is the episode's own. What the model did not write is behind a bar, as the learner masks it."""
+    own = episode["prompt"]  # what `reset` returned, in this episode's prompt alone
+    opening = [{"role": "user", "content": own}] if isinstance(own, str) else own or []
+    for message in [*opening, *episode["messages"]]:
         by_model = message.get("role") == "assistant"
         content = message.get("content")
         text = content if isinstance(content, str) else "" if content is None else json.dumps(content)

@@ -133,7 +133,7 @@ class EnvironmentWorker:
             if self._engines is not None:
                 engines.update(self._engines)
             sessions = None
-            if not spec.environment.class_:
+            if not spec.environment.has_class:
                 sessions = await opened.enter_async_context(SessionServer(assignment.run_id, tokenizer))
             setting = EpisodeSetting.of(spec, tokenizer)
 

@@ -12,7 +12,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support" / "models"))  # pytest has it by its settings
+sys.path.append(
+    str(Path(__file__).resolve().parents[1] / "support" / "models")
+)  # pytest has it by its settings
 
 from tiny_chat import save_tiny_chat
 

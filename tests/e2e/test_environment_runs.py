@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import HERMES
 from click.testing import CliRunner
+from tiny_chat import save_tiny_chat
+from transformers import AutoTokenizer
 
 from paceline.client import ENDED_STATES, Client, RunState, state_name
 from paceline.spec import ClusterSection, RunSpec
@@ -55,6 +58,60 @@ async def solve(row, base_url, api_key):
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": str(number)}]
     return letters / 10
 """
+TRL = '''
+import random
+
+class Increment:
+    def reset(self, **kwargs) -> str | None:
+        self.counter, self.target = 0, random.randint(1, 6)
+        return f"Count to {self.target}."
+
+    def get_reward(self) -> float:
+        return float(self.counter == self.target)
+
+    def increment(self, step: int) -> int:
+        """
+        Adds to the counter.
+
+        Args:
+            step: what to add
+
+        Returns:
+            The counter.
+        """
+        self.counter += step
+        return self.counter
+
+class Walk:
+    def reset(self, **kwargs) -> str:
+        return "Reach the goal."
+
+    def move(self, action: str) -> str:
+        """Moves.
+
+        Args:
+            action: One of "up" and "down".
+
+        Returns:
+            What is seen then.
+        """
+        ...
+
+async def async_add(a: int, b: int) -> int:
+    """
+    Adds two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        Their sum.
+    """
+    return a + b
+'''
+"""Environments and a tool in the forms of TRL's documentation: the task is drawn in `reset`, several classes by a column without
+prompts, and a function."""
 MakeSpec = Callable[..., RunSpec]
 
 
@@ -83,6 +140,7 @@ def make_episodes(tmp_path_factory: pytest.TempPathFactory, chat_model: Path) ->
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "game.py").write_text(GAME)
     (folder / "agent.py").write_text(AGENT)
+    (folder / "trl.py").write_text(TRL)
 
     def make(**sections: Any) -> RunSpec:
         tree: dict[str, Any] = {
@@ -194,6 +252,49 @@ def test_the_run_can_be_trained_again_bit_by_bit(
     replayed = CliRunner().invoke(main, ["replay", folder, "--from", "0", "--device", "cpu", "--json"])
     assert replayed.exit_code == 0, replayed.output
     assert json.loads(replayed.output.splitlines()[-1])["identical"] is True
+
+
+@pytest.mark.parametrize(
+    ("environment", "data"),
+    [
+        ({"class": "trl.py:Increment"}, {"prompt_key": ""}),
+        ({"class": {"count": "trl.py:Increment", "walk": "trl.py:Walk"}}, {"prompt_key": ""}),
+        ({"class": "", "tools": ["trl.py:async_add"]}, {}),
+    ],
+    ids=["own_task", "several", "tools"],
+)
+def test_the_forms_of_trl_train(
+    client: Client,
+    cluster: LocalCluster,
+    make_episodes: MakeSpec,
+    tmp_path: Path,
+    environment: dict[str, Any],
+    data: dict[str, Any],
+) -> None:
+    model = save_tiny_chat(tmp_path / "model")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = HERMES
+    tokenizer.save_pretrained(model)
+    rows: list[dict[str, Any]] = [{"environment": name} for name in ("count", "walk") * 10]
+    if data.get("prompt_key") != "":
+        rows = [{"prompt": [{"role": "user", "content": "1+2"}]}] * 20
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = make_episodes(
+        environment={"max_turns": 3, **environment},
+        data={"train": str(tmp_path / "rows.jsonl"), **data},
+        policy={"model_name": str(model)},
+        grpo={"max_num_steps": 1},
+        rewards=[] if environment["class"] else [{"function": "length", "kwargs": {"tolerance_tokens": 4}}],
+    )
+    run_id = client.submit(spec).run_id
+    finish(client, cluster, run_id)
+    (line,) = metrics(cluster, run_id)
+    assert 1 <= line["environment/turns_per_sample"] <= 3
+    shown = CliRunner().invoke(
+        main, ["samples", run_id, "--step", "0", "--directory", str(cluster.directory)]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert any(word in shown.output for word in ("Count to", "Reach the goal.", "1+2")), shown.output
 
 
 def test_an_agent_trains_by_its_base_url(

@@ -50,7 +50,8 @@ class DataSection(Section):
     validation_config: str | None = None
     """Configuration for evaluation; default `train_config` where `validation` names the same data set."""
     prompt_key: str = "prompt"
-    """Column with the prompt: text, or chat messages (a list of role and content)."""
+    """Column with the prompt: text, or chat messages (a list of role and content). Empty: the rows have none, and `reset` of
+    `environment.class` returns it."""
     completion_key: str = "completion"
     """Column with the target (`sft`) or the judged completion (`kto`): text, or messages that follow the prompt."""
     messages_key: str | None = None

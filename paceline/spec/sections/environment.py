@@ -15,17 +15,20 @@ TurnAdvantage = Literal["outcome", "discounted", "turn_level"]
 class EnvironmentSection(Section):
     """The environment of each sample, and the limits of its episodes.
 
-    One of `class`, `agent` and `command` names the user's code; the others stay empty.
+    `class` or `tools` (or both), `agent` or `command` names the user's code; the others stay empty.
     """
 
     model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True, validate_by_alias=True)
 
-    PATH_ARGUMENTS: ClassVar[tuple[str, ...]] = ("class", "agent", "train_call")
+    PATH_ARGUMENTS: ClassVar[tuple[str, ...]] = ("class", "tools", "agent", "train_call")
     """Keys that name a function or class of a file, relative to the spec's."""
 
     class_: Annotated[str | dict[str, str], Field(alias="class")] = ""
     """`path/to/file.py:Class`: public methods are tools, `reset(**columns)` begins an episode, `get_reward()` ends it; or a
     class with `step(text)`. A mapping of names to classes takes the one that the data set's column `environment` names."""
+    tools: tuple[str, ...] = ()
+    """`path/to/file.py:function` each: functions that the model may call, besides the tools of a class or alone. Type hints and
+    a docstring make their schemas."""
     agent: str = ""
     """`path/to/file.py:function`, `async def solve(row, base_url, api_key)`: a program that sends its requests to an
     OpenAI-compatible URL of its own, and returns its reward or None."""
@@ -74,27 +77,36 @@ class EnvironmentSection(Section):
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """Return the classes by name; a single one has the empty name."""
+        """Return the classes by name; a single one has the empty name, and an empty value where there are tools alone."""
         return {"": self.class_} if isinstance(self.class_, str) else self.class_
+
+    @property
+    def has_class(self) -> bool:
+        """Return whether episodes are those of a class or of tools, not of an agent's program."""
+        return bool(self.class_ or self.tools)
 
     @property
     def is_used(self) -> bool:
         """Return whether the run has an environment."""
-        return bool(self.class_ or self.agent or self.command)
+        return bool(self.has_class or self.agent or self.command)
 
     @model_validator(mode="after")
     def _check_one_kind(self) -> EnvironmentSection:
         named = [
             name
-            for name, value in (("class", self.class_), ("agent", self.agent), ("command", self.command))
+            for name, value in (
+                ("class" if self.class_ else "tools", self.has_class),
+                ("agent", self.agent),
+                ("command", self.command),
+            )
             if value
         ]
         if len(named) > 1:
             raise ValueError(
                 f"{' and '.join(named)} are both set, but an environment is one of them; remove the others"
             )
-        if self.train_call and "class" in named:
+        if self.train_call and self.has_class:
             raise ValueError(
-                "train_call decides on an agent's requests, and a class sends none; remove train_call"
+                f"train_call decides on an agent's requests, and {named[0]} sends none; remove train_call"
             )
         return self

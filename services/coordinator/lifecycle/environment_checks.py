@@ -37,6 +37,8 @@ def check_environment(spec: RunSpec, field: str, source: PromptSource) -> None:
             key = f"environment.class.{name}" if name else "environment.class"
             definition = _defined(key, code, "class")
             _check_reset(key, definition, field, [c for c in columns if not has_names or c != NAME_COLUMN])
+    for index, tool in enumerate(section.tools):
+        _defined(f"environment.tools.{index}", tool, "function")
     if section.agent:
         _defined("environment.agent", section.agent, "function")
     if section.train_call:

@@ -172,6 +172,67 @@ async def test_methods_are_tools_with_their_schemas(file: Path) -> None:
         assert await instance.reward(60) == 3.0
 
 
+TOOLS = '''
+def multiply(a: int, b: int) -> int:
+    """
+    Product of two numbers.
+
+    Args:
+        a: one factor
+        b: the other factor
+    """
+    return a * b
+
+async def add_slowly(a: int, b: int) -> int:
+    """
+    Sum of two numbers.
+
+    Args:
+        a: one number
+        b: the other number
+    """
+    return a + b
+
+def add(n: int) -> int:
+    """
+    Has a name that the class has too.
+
+    Args:
+        n: a number
+    """
+    return n
+
+def bare(a):
+    return a
+'''
+
+
+async def test_functions_are_tools_alone_and_beside_a_class(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text(TOOLS)
+    tools = [f"{path}:multiply", f"{path}:add_slowly"]
+    calls = [("multiply", {"a": 6, "b": 7}), ("add_slowly", {"a": 1, "b": 2}), ("multiply", {"a": 1})]
+    async with UserCode(EnvironmentSection.model_validate({"tools": tools}), num_processes=1) as code:
+        assert [tool["function"]["name"] for tool in code.classes[""].tools] == ["multiply", "add_slowly"]
+        instance, text = await code.open("", {"row": 1}, 60, SampleDeaths())
+        assert text is None
+        results, _ = await instance.tools(calls, 60)
+        assert [result["result"] for result in results[:2]] == ["42", "3"]
+        assert results[2]["raised"]
+    async with running(file, tools=tools) as code:
+        names = [tool["function"]["name"] for tool in code.classes[""].tools]
+        assert names == ["add", "fork", "misbehave", "wait", "multiply", "add_slowly"]
+        instance, _ = await code.open("", {}, 60, SampleDeaths())
+        results, _ = await instance.tools([("multiply", {"a": 2, "b": 2}), ("add", {"n": 2})], 60)
+        assert [result["result"] for result in results] == ["4", "2"]
+    with pytest.raises(InvalidInput, match=r"environment\.tools\.0: there are two tools called 'add'"):
+        async with running(file, tools=[f"{path}:add"]):
+            pass
+    with pytest.raises(InvalidInput, match=r"environment\.tools: 'bare' has no schema"):
+        async with running(file, tools=[f"{path}:bare"]):
+            pass
+
+
 async def test_a_class_with_step_has_no_tools_and_keeps_its_state(file: Path) -> None:
     async with running(file, "Steps") as code:
         facts = code.classes[""]

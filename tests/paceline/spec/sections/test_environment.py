@@ -47,7 +47,7 @@ def test_a_spec_with_an_environment_travels_under_its_key() -> None:
             {"algorithm": "distillation", "distillation": {"teacher_model_name": "t"}},
             "only grpo",
         ),
-        ({}, {"rewards": [{"function": "environment"}]}, "no class, agent or command"),
+        ({}, {"rewards": [{"function": "environment"}]}, "no class, tools, agent or command"),
     ],
 )
 def test_what_cannot_work_is_refused(
