@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.address import checked_address
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.records import Columns, Records
 from paceline.rpc_errors import LASTING, status_name, translated
 from paceline.token import open_channel
 
@@ -62,6 +63,8 @@ ENDED_STATES = (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED)
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 OPENING_S = 3600.0
 """Seconds in which a submitted run's data set has to be opened."""
+VERIFY_S = 3600.0
+"""Seconds in which all records of a run have to be compared."""
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -343,16 +346,32 @@ class Client:
         events = [Event(answer.sequence, answer.kind, parsed(answer.json)) for answer in answers]
         return [event for event in events if kind in (None, event.kind)]
 
-    def metrics(self, run_id: str) -> list[dict[str, Any]]:
-        """Return the metrics of each trained step, with its number as `step`: rows for a DataFrame. Raises NotFound."""
-        return [event.content for event in self.events(run_id, kind="step")]
+    @property
+    def records(self) -> Records:
+        """All that the coordinator has on record: metrics, samples, groups, books, specs, logs."""
+        return Records(self._read_records)
 
-    def samples(self, run_id: str, step: int) -> list[dict[str, Any]]:
+    def metrics(self, run_id: str, kind: str = "step") -> Columns:
+        """Return every metric of every step (or of each `evaluation`) as columns for a DataFrame, with the step's number as `step`.
+        Raises NotFound."""
+        return self.records.metrics(run_id, kind)
+
+    def samples(self, run_id: str, step: int | None = None, *, limit: int = 0, **filters: Any) -> Columns:
+        """Return completions of a run, or of a step, as columns for a DataFrame; `paceline.records.Records.samples` says which
+        columns and filters there are. Raises NotFound, InvalidInput."""
+        return self.records.samples(run_id, step, limit=limit, **filters)
+
+    def groups(self, run_id: str, step: int) -> list[dict[str, Any]]:
         """Return the groups that a step trained on: prompt, columns, and for each completion its text, tokens, versions and
-        rewards. They are read from the coordinator's directory, which has to be on this machine. Raises NotFound."""
-        from paceline.run_records import samples
+        rewards. Raises NotFound."""
+        return list(self.records.groups(run_id, step))
 
-        return samples(Path(self.get(run_id).directory), run_id, step)
+    def _read_records(self, method: str, request: Any) -> Any:
+        from protos.paceline.v1 import records_pb2_grpc
+
+        stub = records_pb2_grpc.RecordsServiceStub(self._channel)
+        timeout_s = VERIFY_S if method == "VerifyRun" else self._timeout_s
+        return self._call(lambda: getattr(stub, method)(request, timeout=timeout_s))
 
     # Workers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable
 
 if TYPE_CHECKING:
     import grpc
@@ -13,6 +13,7 @@ ERRORS = {
     "INVALID_ARGUMENT": InvalidInput,
     "NOT_FOUND": NotFound,
     "FAILED_PRECONDITION": Conflict,
+    "RESOURCE_EXHAUSTED": Busy,
     "UNAVAILABLE": Unavailable,
     "DEADLINE_EXCEEDED": Unavailable,
     "CANCELLED": Unavailable,
@@ -39,6 +40,8 @@ def translated(error: grpc.RpcError, coordinator: str, other: str | None = None)
             f"no coordinator answers at {coordinator}; start one with `paceline serve coordinator` or name "
             "another with --coordinator"
         )
+    if name == "UNIMPLEMENTED" and other is None:
+        return PacelineError(f"the coordinator at {coordinator} is of a version without this call; update it")
     if name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
         return Unavailable(f"the {other or f'coordinator at {coordinator}'} does not answer: {details}")
     return ERRORS.get(name, PacelineError)(details)

@@ -12,6 +12,21 @@ MAX_HOPS = 2
 """Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
 COVERED_BY = {
+    "paceline/records.py": "tests/services/coordinator/audit/reading/test_reader.py",
+    "services/cli/recorded/opening.py": "test_records.py",
+    "services/cli/recorded/remote_samples.py": "test_source.py",
+    "services/cli/recorded/sample_choice.py": "test_source.py",
+    "services/coordinator/audit/sample_sources.py": "tests/services/cli/recorded/test_source.py",
+    "services/coordinator/audit/reading/verify_process.py": "tests/services/coordinator/test_records_servicer.py",
+    "services/coordinator/audit/reading/completion_filter.py": "test_reader.py",
+    "services/coordinator/audit/reading/event_pages.py": "test_reader.py",
+    "services/coordinator/audit/reading/group_life.py": "test_reader.py",
+    "services/coordinator/audit/reading/lists.py": "test_reader.py",
+    "services/coordinator/audit/reading/log_tails.py": "test_reader.py",
+    "services/coordinator/audit/reading/metric_series.py": "test_reader.py",
+    "services/coordinator/audit/reading/page_tokens.py": "test_reader.py",
+    "services/coordinator/audit/reading/sample_pages.py": "test_reader.py",
+    "services/coordinator/audit/reading/spec_values.py": "test_reader.py",
     "environment/acting.py": "test_class_episode.py",
     "environment/agent_episode.py": "test_agent_session.py",
     "environment/counts.py": "test_class_episode.py",

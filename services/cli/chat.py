@@ -13,7 +13,7 @@ from paceline.errors import InvalidInput, NotFound
 from paceline.files.model_source import model_source
 from paceline.files.storage import is_url
 from paceline.spec import RunSpec
-from services.cli.recorded.records import opened_ledger
+from services.cli.recorded.opening import opened_ledger
 from services.common.options import directory_option, find_run
 
 if TYPE_CHECKING:

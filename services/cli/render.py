@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.common.reporting.curve import scaled, sparkline
+from services.common.reporting.visible_text import visible
 from services.coordinator.ledger.groups import OPEN_STATES
 
 if TYPE_CHECKING:
@@ -116,7 +117,11 @@ def completion_facts(completion: GeneratedCompletion) -> Facts:
 
 
 def event_line(kind: str, content: Mapping[str, Any]) -> str:
-    """Return one line for an event of a run."""
+    """Return one line for an event of a run. Messages can quote what models wrote, and are shown as text."""
+    return visible(_event_line(kind, content))
+
+
+def _event_line(kind: str, content: Mapping[str, Any]) -> str:
     match kind:
         case "step":
             return step_line(content)
@@ -258,7 +263,7 @@ def sample_text(group: Mapping[str, Any], *, of_evaluation: bool = False) -> str
             )
             lines += [f"    {line}" for line in completion["text"].splitlines() or [""]]
         lines += [f"    {name}: {value}" for name, value in completion.get("extra", {}).items()]
-    return "\n".join(lines)
+    return visible("\n".join(lines))
 
 
 def _episode_line(episode: Mapping[str, Any]) -> str:

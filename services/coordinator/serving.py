@@ -15,7 +15,16 @@ from types import ModuleType
 
 from paceline.files.names import BLOBS_NAME, LEDGER_NAME
 from paceline.token import TOKEN_NAME, make_token, token_path
-from protos.paceline.v1 import bundle_pb2, bundle_pb2_grpc, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.paceline.v1 import (
+    bundle_pb2,
+    bundle_pb2_grpc,
+    records_pb2,
+    records_pb2_grpc,
+    run_pb2,
+    run_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from services.common.grpc_server import STOP_GRACE_S, GrpcServer
 from services.common.processes.file_limit import Capacity
 from services.common.processes.ready_file import announce
@@ -28,6 +37,7 @@ from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.wal_checkpointer import WalCheckpointer
 from services.coordinator.lifecycle.coordinator import Coordinator
 from services.coordinator.members.registry import Members
+from services.coordinator.records_servicer import RecordsServicer
 from services.coordinator.servicers import RunServicer, WorkerServicer
 
 log = logging.getLogger(__name__)
@@ -75,7 +85,8 @@ class CoordinatorService:
             ),
         )
         endpoint = f"tcp://{in_brackets(self.host)}:{coordinator.server.port}"
-        self._add_servicers(server, coordinator, self.exchange_endpoint or endpoint)
+        records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
+        self._add_servicers(server, coordinator, records, self.exchange_endpoint or endpoint)
         await coordinator.recover()
         await server.start()
         coordinator.pool.expect_holders()
@@ -92,6 +103,7 @@ class CoordinatorService:
             await self._run_until(stop, server, coordinator)
         finally:
             await _end_calls(server, coordinator)  # again, because a loop that fails skips the first call
+            await records.close()
         coordinator.close()
         ledger.close()
 
@@ -102,7 +114,9 @@ class CoordinatorService:
             log.warning("others on this host can read the token in %s; chmod 600 it", token_file)
         return TokenGuard(lambda: token, token_file)
 
-    def _add_servicers(self, server: GrpcServer, coordinator: Coordinator, exchange_endpoint: str) -> None:
+    def _add_servicers(
+        self, server: GrpcServer, coordinator: Coordinator, records: RecordsServicer, exchange_endpoint: str
+    ) -> None:
         server.add(
             RunServicer(coordinator),
             run_pb2_grpc.add_RunServiceServicer_to_server,
@@ -117,6 +131,11 @@ class CoordinatorService:
             BundleServicer(coordinator.blobs),
             bundle_pb2_grpc.add_BundleServiceServicer_to_server,
             _name(bundle_pb2, "BundleService"),
+        )
+        server.add(
+            records,
+            records_pb2_grpc.add_RecordsServiceServicer_to_server,
+            _name(records_pb2, "RecordsService"),
         )
 
     async def _run_until(self, stop: asyncio.Event, server: GrpcServer, coordinator: Coordinator) -> None:

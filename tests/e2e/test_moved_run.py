@@ -120,7 +120,7 @@ def test_a_script_for_trl_trains_here(
 
     run = client.wait(client.submit(spec).run_id, timeout_s=180)
     assert RunState.of(run) is RunState.SUCCEEDED, run.message
-    last = client.metrics(run.run_id)[-1]
+    last = client.metrics(run.run_id)
     assert [name for name in functions if f"reward/{name}" not in last] == []
-    for completion in client.samples(run.run_id, 1)[0]["completions"]:
+    for completion in client.groups(run.run_id, 1)[0]["completions"]:
         assert completion["extra"] == {"length": len(completion["text"])}

@@ -112,7 +112,7 @@ def test_a_reward_model_ranks_held_out_answers_and_then_rewards_rollouts(
     spec = make_spec(rewards=[reward | ROOM], grpo={"max_num_steps": 2})
     run = client.submit(spec)
     assert finish(client, cluster, run.run_id)["steps"] == 2
-    for group in client.samples(run.run_id, 1):
+    for group in client.groups(run.run_id, 1):
         texts = [completion["text"] for completion in group["completions"]]
         own = reward_model([group["prompt"]] * len(texts), texts, path=folder)
         assert [each["rewards"]["reward_model"] for each in group["completions"]] == pytest.approx(
@@ -143,7 +143,7 @@ def _exchange_while_the_run_goes_on(
     made.rename(exports / "step-41")
     assert finish(client, cluster, run.run_id)["steps"] == steps
     for step, export in ((0, "step-40"), (steps - 1, "step-41")):
-        for group in client.samples(run.run_id, step):
+        for group in client.groups(run.run_id, step):
             texts = [completion["text"] for completion in group["completions"]]
             own = reward_model([group["prompt"]] * len(texts), texts, path=str(exports / export))
             assert [each["rewards"]["rm"] for each in group["completions"]] == pytest.approx(own, abs=1e-5)

@@ -14,13 +14,22 @@ from exchange_drivers import make_spec
 
 from paceline.spec.reading import spec_to_yaml
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import bundle_pb2_grpc, common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.paceline.v1 import (
+    bundle_pb2_grpc,
+    common_pb2,
+    records_pb2_grpc,
+    run_pb2,
+    run_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from services.common.grpc_server import GrpcServer
 from services.common.processes.file_limit import Capacity
 from services.coordinator.bundle_servicer import BundleServicer
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.lifecycle.coordinator import Coordinator
 from services.coordinator.members.registry import Members
+from services.coordinator.records_servicer import RecordsServicer
 from services.coordinator.servicers import RunServicer, WorkerServicer
 
 DEADLINE_S = 20.0
@@ -47,6 +56,14 @@ class Plane:
             bundle_pb2_grpc.add_BundleServiceServicer_to_server,
             "paceline.v1.BundleService",
         )
+        self.records_servicer = RecordsServicer(
+            self.ledger.path, self.coordinator.members, self.coordinator.committed
+        )
+        self.server.add(
+            self.records_servicer,
+            records_pb2_grpc.add_RecordsServiceServicer_to_server,
+            "paceline.v1.RecordsService",
+        )
         self._loops: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -66,6 +83,7 @@ class Plane:
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.server.port}")
         self.runs = run_pb2_grpc.RunServiceStub(self.channel)
         self.workers = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        self.records = records_pb2_grpc.RecordsServiceStub(self.channel)
 
     def run_loops(self) -> None:
         """Start queued runs from now on, and answer the exchange."""
@@ -85,6 +103,7 @@ class Plane:
         if self._loops:
             await asyncio.wait(self._loops)
         await self.channel.close()
+        await self.records_servicer.close()
         self.coordinator.close()
         self.ledger.close()
 

@@ -1,4 +1,4 @@
-"""`paceline metrics RUN`: the metrics of a run from its directory, as a table, CSV or JSON. It needs no coordinator."""
+"""`paceline metrics RUN`: the metrics of a run as a table, CSV, Parquet or JSON. It needs no coordinator, and takes one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 
-from paceline.client import Event
 from paceline.errors import NotFound
 from paceline.spec.explaining.nearest import nearest
 from services.cli import render
-from services.cli.recorded.offline import RecordedRuns
-from services.cli.recorded.records import opened_ledger
-from services.common.options import directory_option, find_run, json_option, print_json
+from services.cli.recorded.source import records_of_run, source_options
+from services.common.options import json_option, print_json
 
 KINDS = ("step", "evaluation")
+TIME = "time"
+"""Name of the wall clock of a step."""
 Row = dict[str, Any]
+
+
+class RunEvent(Protocol):
+    """An event, from a coordinator or from a ledger."""
+
+    @property
+    def kind(self) -> str:
+        """`step`, `evaluation` …"""
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Details of the event."""
 
 
 @click.command()
@@ -30,22 +42,36 @@ Row = dict[str, Any]
     "--kind", type=click.Choice(KINDS), default="step", show_default=True, help="Steps or evaluations."
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Write every step as CSV, with a header.")
-@directory_option
+@click.option(
+    "--parquet",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write every step to this Parquet file.",
+)
+@source_options
 @json_option
 def metrics(
-    run: str, names: tuple[str, ...], kind: str, as_csv: bool, directory: Path, as_json: bool
+    run: str,
+    names: tuple[str, ...],
+    kind: str,
+    as_csv: bool,
+    parquet: Path | None,
+    directory: Path,
+    coordinator: str | None,
+    as_json: bool,
 ) -> None:
     """Show the last value of every metric of RUN (its id or its folder), or of those of the NAMEs (reward, 'age/*'), with
     its range over the run.
 
-    With --csv or --json every step is a row; the column `step` is the number of the step, or the version evaluated.
+    With --csv, --parquet or --json every step is a row; the column `step` is the number of the step, or the version evaluated.
     """
-    path, run_id = find_run(run, directory)
-    with opened_ledger(path) as opened:
-        rows = metric_rows(RecordedRuns(opened).watch(run_id), kind)
+    with records_of_run(run, directory, coordinator) as (source, run_id):
+        rows = metric_rows(source.records.events(run_id, kinds=[kind]), kind)
     check_names(names, _columns(rows), run_id)
     rows = selected(rows, names)
-    if as_json:
+    if parquet is not None:
+        _write_parquet(rows, parquet)
+        click.echo(f"{parquet}: {len(rows):,} rows of {run_id}")
+    elif as_json:
         for row in rows:
             print_json(row)
     elif as_csv:
@@ -58,7 +84,7 @@ def metrics(
         )
 
 
-def metric_rows(events: Iterable[Event], kind: str) -> list[Row]:
+def metric_rows(events: Iterable[RunEvent], kind: str) -> list[Row]:
     """Return a row for each step (or evaluation): `step` and the metrics."""
     return [
         {"step": event.content.get("step")}
@@ -99,10 +125,25 @@ def _write_csv(rows: Sequence[Row]) -> None:
     writer.writerows(rows)
 
 
+def _write_parquet(rows: Sequence[Row], path: Path) -> None:
+    """Write a column of doubles for each metric, whole or not at all. Raises NotFound without the file's folder."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    from paceline.files.whole_file import written_whole
+
+    if not path.parent.is_dir():
+        raise NotFound(f"no folder {path.parent}; make it first")
+    types = {name: pa.int64() if name == "step" else pa.float64() for name in _columns(rows) or ["step"]}
+    table = pa.table({name: pa.array([row.get(name) for row in rows], types[name]) for name in types})
+    with written_whole(path) as partial:
+        pyarrow.parquet.write_table(table, partial, compression="zstd")
+
+
 def _summary(rows: Sequence[Row]) -> list[list[str]]:
     """Return a line of the table for each metric, by name."""
     lines = []
-    for name in sorted(set(_columns(rows)) - {"step"}):
+    for name in sorted(set(_columns(rows)) - {"step", TIME}):
         values = [row[name] for row in rows if row.get(name) is not None]
         numbers = (
             [f"{value:.6g}" for value in (values[-1], min(values), max(values))] if values else ["-"] * 3

@@ -17,7 +17,7 @@ import click
 from paceline.client import Client, Event
 from paceline.errors import Unavailable
 from paceline.files.names import LEDGER_NAME
-from services.cli.recorded.records import opened_ledger
+from services.cli.recorded.opening import opened_ledger
 
 if TYPE_CHECKING:
     from protos.paceline.v1.run_pb2 import Run

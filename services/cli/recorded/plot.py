@@ -10,7 +10,7 @@ from paceline.errors import NotFound
 from services.cli import render
 from services.cli.recorded.metrics import metric_rows
 from services.cli.recorded.offline import RecordedRuns
-from services.cli.recorded.records import opened_ledger
+from services.cli.recorded.opening import opened_ledger
 from services.cli.recorded.report_page import RunCurves, report_page
 from services.common.options import directory_option, find_run, json_option, print_json
 

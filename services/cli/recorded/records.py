@@ -1,17 +1,19 @@
-"""Commands that read the records of a run: ledger verify, ledger backup, export. They need no coordinator."""
+"""Commands on the records of a run: ledger verify, ledger backup, export. They need no coordinator, and take one."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from paceline.errors import NotFound
 from paceline.files.names import EXPORTS, LEDGER_NAME
+from paceline.spec import RunSpec
 from services.cli import render
+from services.cli.recorded.opening import opened_ledger
+from services.cli.recorded.source import Source, records_of, records_of_run, source_options
 from services.common.options import directory_option, find_run, json_option, print_json
 
 if TYPE_CHECKING:
@@ -32,20 +34,30 @@ def ledger() -> None:
     is_flag=True,
     help="Repair damage first, as far as possible. Stop the coordinator before.",
 )
-@directory_option
+@source_options
 @json_option
-def verify(run: str | None, deep: bool, repairs: bool, directory: Path, as_json: bool) -> None:
-    """Compare all records of RUN (its id or its folder; default all runs); exit status 1 if any of them disagree."""
+def verify(
+    run: str | None, deep: bool, repairs: bool, directory: Path, coordinator: str | None, as_json: bool
+) -> None:
+    """Compare all records of RUN (its id or its folder; default all runs); exit status 1 if any of them disagree. A coordinator
+    compares them on its own host."""
     from services.coordinator.audit.repair import repair
-    from services.coordinator.audit.verify import verify as verify_records
 
-    path, run_id = find_run(run, directory) if run else (directory / LEDGER_NAME, "")
+    if repairs and coordinator:
+        raise click.UsageError(
+            "--repair changes files; run it on the coordinator's host, without --coordinator"
+        )
     done: list[str] = []
     if repairs:
+        path = find_run(run, directory)[0] if run else directory / LEDGER_NAME
         repair(path, done.append if as_json else click.echo)
-    with opened_ledger(path) as opened:
-        run_ids = [run_id] if run_id else [row["run_id"] for row in opened.runs()]
-        reports = {run_id: verify_records(opened, run_id, deep=deep) for run_id in run_ids}
+    if run:
+        with records_of_run(run, directory, coordinator) as (source, run_id):
+            reports = {run_id: source.records.verify(run_id, deep=deep)}
+    else:
+        with records_of(directory, coordinator) as source:
+            run_id = ""
+            reports = {each: source.records.verify(each, deep=deep) for each in source.run_ids()}
     found = {run_id: {"problems": each.problems, "facts": each.facts} for run_id, each in reports.items()}
     if as_json:
         print_json((found[run_id] if run_id else {"runs": found}) | ({"repaired": done} if repairs else {}))
@@ -81,77 +93,93 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
     help="Type of the weights; default the run's checkpointing.export_dtype.",
 )
 @click.option("--adapter", is_flag=True, help="Write the LoRA adapter alone.")
-@directory_option
+@source_options
 @json_option
 def export(
-    run: str, destination: str | None, dtype: str | None, adapter: bool, directory: Path, as_json: bool
+    run: str,
+    destination: str | None,
+    dtype: str | None,
+    adapter: bool,
+    directory: Path,
+    coordinator: str | None,
+    as_json: bool,
 ) -> None:
     """Write a Hugging Face model folder from the newest complete checkpoint of RUN (its id or its folder), to a folder or an
     fsspec URL (s3://bucket/model).
 
     Without a destination it is `exports/step-N` beside the run's checkpoints, where `run:RUN` in a spec finds it.
-    A LoRA adapter is merged into its base; with --adapter the folder holds the adapter alone, as peft reads it.
+    A LoRA adapter is merged into its base; with --adapter the folder holds the adapter alone, as peft reads it. With
+    --coordinator the checkpoint has to be at a URL, or in a folder that this machine has too.
     """
-    from paceline.spec.reading import spec_of_run
-
     if adapter and dtype:
         raise click.UsageError("--dtype goes with whole models; an adapter is always float32")
-    path, run_id = find_run(run, directory)
-    with opened_ledger(path) as opened:
-        spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
-        checkpoint = opened.checkpoints.newest(run_id)
-        directory = opened.run_directory(run_id)
-    if checkpoint is None:
-        raise NotFound(
-            f"run {run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"
-        )
+    with records_of_run(run, directory, coordinator) as (source, run_id):
+        chosen = _chosen(source.ledger, run_id) if source.ledger else _chosen_there(source, run_id)
+    spec = chosen.spec
     if destination is None:
-        beside = (
-            checkpoint.path.rpartition("/checkpoints/")[0] if not spec.checkpointing.checkpoint_dir else ""
-        )
-        destination = f"{beside or directory}/{EXPORTS}/step-{checkpoint.step}"
+        beside = chosen.path.rpartition("/checkpoints/")[0] if not spec.checkpointing.checkpoint_dir else ""
+        destination = f"{beside or chosen.directory}/{EXPORTS}/step-{chosen.step}"
     import torch
 
     from learner.checkpoints.export import export_checkpoint
 
     export_checkpoint(
-        checkpoint.path,
+        chosen.path,
         destination,
-        expected_sha256=checkpoint.sha256,
+        expected_sha256=chosen.sha256,
         policy=spec.policy,
         dtype=getattr(torch, dtype or spec.checkpointing.export_dtype),
         scoring=spec.has_scoring_head,
         adapter_only=adapter,
     )
-    facts = {
-        "run_id": run_id,
-        "step": checkpoint.step,
-        "session": checkpoint.session,
-        "path": destination,
-    }
+    facts = {"run_id": run_id, "step": chosen.step, "session": chosen.session, "path": destination}
     if as_json:
         print_json(facts)
     else:
-        click.echo(f"{destination}: the weights of {run_id} after {checkpoint.step} steps")
+        click.echo(f"{destination}: the weights of {run_id} after {chosen.step} steps")
 
 
-@contextlib.contextmanager
-def opened_ledger(path: Path) -> Iterator[Ledger]:
-    """Open the ledger at `path`, read-only; explain the damage of a file that cannot be read. Raises NotFound,
-    LedgerFault."""
-    from services.coordinator.ledger.integrity.file_damage import explained
+class _Chosen(NamedTuple):
+    """The checkpoint to export."""
 
-    with contextlib.closing(open_ledger(path)) as opened, explained(opened.db, opened.path):
-        yield opened
+    spec: RunSpec
+    session: int
+    step: int
+    path: str
+    sha256: str
+    directory: str
 
 
-def open_ledger(path: Path) -> Ledger:
-    """Open the ledger at `path`, read-only. Raises NotFound."""
-    from services.coordinator.ledger.ledger import Ledger
+def _chosen(ledger: Ledger, run_id: str) -> _Chosen:
+    from paceline.spec.reading import spec_of_run
 
-    try:
-        return Ledger(path, read_only=True)
-    except NotFound:
+    spec = spec_of_run(run_id, ledger.run(run_id)["spec_yaml"])[0]
+    newest = ledger.checkpoints.newest(run_id)
+    if newest is None:
+        raise _no_checkpoint(run_id)
+    directory = str(ledger.run_directory(run_id))
+    return _Chosen(spec, newest.session, newest.step, newest.path, newest.sha256, directory)
+
+
+def _chosen_there(source: Source, run_id: str) -> _Chosen:
+    from paceline.spec.reading import spec_of_run
+
+    found = [each for each in source.records.checkpoints(run_id) if not each.damaged]
+    if not found:
+        raise _no_checkpoint(run_id)
+    newest = max(found, key=lambda each: (each.step, each.session))
+    if "://" not in newest.path and not os.path.isdir(newest.path):
         raise NotFound(
-            f"no ledger at {path}; name the coordinator's --directory, or the run's folder"
-        ) from None
+            f"the checkpoint {newest.path} is not on this machine; export on the coordinator's host, or keep checkpoints in an "
+            "object store (`--store`)"
+        )
+    spec = spec_of_run(run_id, source.records.spec_yaml(run_id))[0]
+    return _Chosen(
+        spec, newest.session, newest.step, newest.path, newest.sha256, source.run(run_id).directory
+    )
+
+
+def _no_checkpoint(run_id: str) -> NotFound:
+    return NotFound(
+        f"run {run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"
+    )

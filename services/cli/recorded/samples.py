@@ -1,5 +1,5 @@
-"""`paceline samples`: shows what a run trained on or what it answered in an evaluation, and exports it. It needs no
-coordinator."""
+"""`paceline samples`: shows what a run trained on or what it answered in an evaluation, and exports it. It needs no coordinator,
+and takes one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 import click
 
 from services.cli import render
-from services.cli.recorded.records import opened_ledger
-from services.common.options import directory_option, find_run, json_option, print_json
+from services.cli.recorded.remote_samples import RemoteSamples
+from services.cli.recorded.sample_choice import SampleChoice, filter_options
+from services.cli.recorded.source import records_of_run, source_options
+from services.common.options import json_option, print_json
 
 SHOWN = 4
 """Groups that are shown unless --limit says otherwise."""
@@ -57,7 +59,7 @@ def samples() -> None:
     metavar="REWARD",
     help="With --pairs: largest total reward of the worst one.",
 )
-@directory_option
+@source_options
 @json_option
 def export_all(
     run: str,
@@ -66,6 +68,7 @@ def export_all(
     at_least: float | None,
     at_most: float | None,
     directory: Path,
+    coordinator: str | None,
     as_json: bool,
 ) -> None:
     """Write every completion that RUN (its id or its folder) trained on to DESTINATION: .parquet, .jsonl or .csv.
@@ -75,6 +78,7 @@ def export_all(
     trains on the file.
     """
     from services.coordinator.audit.sample_files import export_samples
+    from services.coordinator.audit.sample_sources import LedgerSamples
 
     if not pairs and (at_least is not None or at_most is not None):
         raise click.UsageError("--best and --worst are bounds of --pairs; add --pairs")
@@ -83,10 +87,13 @@ def export_all(
             f"--worst {at_most:g} is above --best {at_least:g}; the best completion has the larger reward"
         )
     bounds = (_or(at_least, float("-inf")), _or(at_most, float("inf"))) if pairs else None
-    path, run_id = find_run(run, directory)
-    with opened_ledger(path) as opened:
-        opened.run(run_id)  # raises NotFound with the runs that exist
-        rows = export_samples(opened, run_id, destination, pairs=bounds)
+    with records_of_run(run, directory, coordinator) as (source, run_id):
+        source.run(run_id)  # raises NotFound with the runs that exist
+        if source.ledger is not None:
+            rows = export_samples(LedgerSamples(source.ledger, run_id), destination, pairs=bounds)
+        else:
+            with RemoteSamples(source.records, run_id) as remote:
+                rows = export_samples(remote, destination, pairs=bounds)
     if as_json:
         print_json({"path": str(destination), "rows": rows})
     else:
@@ -109,8 +116,14 @@ def export_all(
 @click.option(
     "--worst", type=click.IntRange(min=1), metavar="N", help="Show the N completions with the lowest reward."
 )
+@filter_options
+@click.option(
+    "--parquet",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the completions as a table to this file instead, those of all steps unless --step is given.",
+)
 @click.option("--no-pager", is_flag=True, help="Print at once, also on a terminal.")
-@directory_option
+@source_options
 @json_option
 def show(
     run: str,
@@ -120,27 +133,28 @@ def show(
     limit: int | None,
     best: int | None,
     worst: int | None,
+    parquet: Path | None,
     no_pager: bool,
     directory: Path,
+    coordinator: str | None,
     as_json: bool,
+    **filters: Any,
 ) -> None:
     """Show the groups that a step of RUN (its id or its folder) trained on, or those of an evaluation; as JSON lines with
-    --json."""
-    from services.coordinator.audit.samples import (
-        by_reward,
-        newest_step,
-        samples_of_evaluation,
-        samples_of_step,
-    )
+    --json. Filters of completions look in all steps unless --step is given."""
+    from services.coordinator.audit.samples import by_reward
 
     _check_options(step, of_evaluation, version, limit, best, worst)
-    path, run_id = find_run(run, directory)
-    with opened_ledger(path) as opened:
-        opened.run(run_id)  # raises NotFound with the runs that exist
-        if of_evaluation:
-            groups = samples_of_evaluation(opened, run_id, version)
-        else:
-            groups = samples_of_step(opened, run_id, newest_step(opened, run_id) if step is None else step)
+    choice = SampleChoice(
+        step, of_evaluation, version, {name: v for name, v in filters.items() if v is not None}
+    )
+    with records_of_run(run, directory, coordinator) as (source, run_id):
+        if parquet is not None:
+            rows = choice.write_parquet(source, run_id, parquet)
+            click.echo(f"{parquet}: {rows:,} completions of {run_id}")
+            return
+        most = 0 if best or worst or as_json else _or(limit, SHOWN)
+        groups = choice.groups(source, run_id, most)
     if best or worst:
         shown = by_reward(groups, best=best is not None)[: best or worst]
     else:

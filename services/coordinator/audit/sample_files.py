@@ -10,17 +10,13 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from paceline.errors import InvalidInput, NotFound
 from paceline.files.whole_file import written_whole
-from paceline.spec.reading import spec_of_run
-from services.coordinator.audit.samples import samples_of_step
-
-if TYPE_CHECKING:
-    from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.audit.sample_sources import SampleSource
 
 Row = dict[str, Any]
 FORMATS = (".parquet", ".jsonl", ".csv")
@@ -58,7 +54,7 @@ PAIR_COLUMNS = {
 
 
 def export_samples(
-    ledger: Ledger, run_id: str, destination: Path, *, pairs: tuple[float, float] | None = None
+    source: SampleSource, destination: Path, *, pairs: tuple[float, float] | None = None
 ) -> int:
     """Write every completion that the run has trained on as a row of `destination`; return the number of rows.
 
@@ -74,17 +70,16 @@ def export_samples(
         )
     if not destination.parent.is_dir():
         raise NotFound(f"no folder {destination.parent}; make it first")
-    steps = ledger.db.execute(
-        "SELECT step FROM batches WHERE run_id = ? AND trained = 1 ORDER BY step", (run_id,)
-    ).fetchall()
+    run_id, steps = source.run_id, source.steps()
     if not steps:
         raise NotFound(f"run {run_id} has trained no batch yet, so there is nothing to export")
-    columns = dict(PAIR_COLUMNS if pairs else COMPLETION_COLUMNS)
-    if not pairs and spec_of_run(run_id, ledger.run(run_id)["spec_yaml"])[0].environment.is_used:
+    spec, columns = source.spec(), dict(PAIR_COLUMNS if pairs else COMPLETION_COLUMNS)
+    if not pairs and spec.environment.is_used:
         columns |= EPISODE_COLUMNS
-    columns |= {name: kind for name, kind in _data_columns(ledger, run_id).items() if name not in columns}
+    data_columns = {name: _type_of(kinds - {"null"}) for name, kinds in source.column_kinds().items()}
+    columns |= {name: kind for name, kind in data_columns.items() if name not in columns}
     make = (lambda group: _pair(group, *pairs)) if pairs else _completion_rows
-    tables = (_rows_of_step(ledger, run_id, step["step"], columns, make) for step in steps)
+    tables = (_rows_of_step(source, step, columns, make) for step in steps)
     with written_whole(destination) as partial:
         match form:
             case ".jsonl":
@@ -92,8 +87,8 @@ def export_samples(
             case ".csv":
                 number = _write_csv(partial, tables, columns)
             case _:
-                keys, functions = _message_keys(ledger, run_id), _functions(ledger, run_id)
-                number = _write_parquet(partial, tables, columns, keys, functions)
+                functions = [reward.label for reward in spec.rewards]
+                number = _write_parquet(partial, tables, columns, _message_keys(source), functions)
         if pairs and not number:
             raise NotFound(
                 f"no group of run {run_id} has a best completion of at least {pairs[0]:g} and a worst one of at most "
@@ -106,10 +101,10 @@ def export_samples(
 
 
 def _rows_of_step(
-    ledger: Ledger, run_id: str, step: int, columns: dict[str, str], make: Callable[[Row], list[Row]]
+    source: SampleSource, step: int, columns: dict[str, str], make: Callable[[Row], list[Row]]
 ) -> list[Row]:
     rows = []
-    for group in samples_of_step(ledger, run_id, step):
+    for group in source.groups(step):
         own = {name: value for name, value in group["columns"].items() if name in columns}
         rows += [own | row for row in make(group)]
     return [{name: row.get(name) for name in columns} for row in rows]
@@ -172,18 +167,6 @@ def _pair(group: Row, at_least: float, at_most: float) -> list[Row]:
     ]
 
 
-def _data_columns(ledger: Ledger, run_id: str) -> dict[str, str]:
-    """Return the columns of the run's data set with a type that fits all values; `string` also stands for JSON."""
-    found: dict[str, set[str]] = {}
-    for name, kind in ledger.db.execute(
-        "SELECT DISTINCT cell.key, cell.type FROM groups g JOIN prompts p USING (run_id, group_id),"
-        " json_each(p.columns_json) AS cell WHERE g.run_id = ? AND g.step IS NOT NULL ORDER BY cell.key",
-        (run_id,),
-    ):
-        found.setdefault(name, set()).add(kind)
-    return {name: _type_of(kinds - {"null"}) for name, kinds in found.items()}
-
-
 def _type_of(kinds: set[str]) -> str:
     if kinds == {"integer"}:
         return "int64"
@@ -192,30 +175,10 @@ def _type_of(kinds: set[str]) -> str:
     return "bool" if kinds and kinds <= {"true", "false"} else "string"
 
 
-def _message_keys(ledger: Ledger, run_id: str) -> list[str] | None:
+def _message_keys(source: SampleSource) -> list[str] | None:
     """Return the keys of the messages where every prompt of the run is a chat; None where any is a text."""
-    kinds = ledger.db.execute(
-        "SELECT DISTINCT json_type(p.prompt_json) FROM groups g JOIN prompts p USING (run_id, group_id)"
-        " WHERE g.run_id = ? AND g.step IS NOT NULL",
-        (run_id,),
-    ).fetchall()
-    if [kind for (kind,) in kinds] != ["array"]:
-        return None
-    keys = ledger.db.execute(
-        "SELECT DISTINCT cell.key FROM groups g JOIN prompts p USING (run_id, group_id),"
-        " json_each(p.prompt_json) AS message, json_each(message.value) AS cell"
-        " WHERE g.run_id = ? AND g.step IS NOT NULL",
-        (run_id,),
-    ).fetchall()
-    others = sorted({key for (key,) in keys} - {"role", "content"})
-    return ["role", "content", *others]
-
-
-def _functions(ledger: Ledger, run_id: str) -> list[str]:
-    """Return the labels of the run's reward functions."""
-    from paceline.spec.reading import spec_of_run
-
-    return [reward.label for reward in spec_of_run(run_id, ledger.run(run_id)["spec_yaml"])[0].rewards]
+    kinds, keys = source.prompt_kinds()
+    return ["role", "content", *sorted(keys - {"role", "content"})] if kinds == {"array"} else None
 
 
 # Files

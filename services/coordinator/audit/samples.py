@@ -131,14 +131,14 @@ def _groups(
             raise NotFound(f"{what} were not kept: the run has logger.keep_samples false")
         texts, arrays = payload.read()
         at = row["step"] if step is None else step
-        group = _group(row, arrays, texts, spec.rewards, at or 0, extra.get(row["digest"], {}))
+        group = group_content(row, arrays, texts, spec.rewards, at or 0, extra.get(row["digest"], {}))
         if spec.environment.is_used:
             group["restarts"] = ended_lives(ledger, run_id, row["group_id"])
         groups.append(group)
     return groups
 
 
-def _group(
+def group_content(
     row: sqlite3.Row,
     arrays: Buffer,
     texts: Buffer,
@@ -146,6 +146,8 @@ def _group(
     step: int,
     extra: dict[str, list[Any]],
 ) -> dict[str, Any]:
+    """Return a group as `samples_of_step` does, from its row with its prompt, its arrays and texts, and the rewards of its
+    run with their weights at `step`. Raises WireError."""
     prompt_ids, completions = decode_result(arrays, texts)
     sampled = episodes(arrays, texts)
     if sampled is None:

@@ -124,6 +124,7 @@ VALUES = Part("train", "Value model (PPO)", "With `grpo.advantage: gae`.", (
 ))  # fmt: skip
 
 WORK = Part("train", "Work and time of the learner", "Seconds are means over ranks.", (
+    Metric("time", "s", "wall clock at which the step was recorded, in seconds since 1970", "for the axes of charts"),
     Metric("tokens", "tokens", "tokens that train, in the whole batch"),
     Metric("sequences", "sequences", "sequences of the batch"),
     Metric("row_tokens", "tokens", "tokens in the packed micro-batches, prompts included"),

@@ -213,7 +213,7 @@ class RunLog:
         self._learner = {}
         for prefix, version in (("validation_before/", step), ("validation/", step + 1)):
             metrics = self._note_validation(run, metrics, prefix, version)
-        self._ledger.add_event(run.run_id, "step", {"step": step, **_numbers(metrics)})
+        self._ledger.add_event(run.run_id, "step", {"step": step, "time": time.time(), **_numbers(metrics)})
         self._record("train", step, metrics)
         self._warn_without_signal(run, step, metrics)
         grpo, trained = run.spec.grpo, step + 1

@@ -1,0 +1,278 @@
+"""What a coordinator has on record of runs: metrics, events, samples, books, specs, logs, as plain Python values.
+
+`Client.records` reads it over the wire and needs nothing but the coordinator's address and token. Metrics and samples are columns,
+a dictionary of lists of one length, as `pandas.DataFrame` and `polars.DataFrame` take it. Answers come in pages, which these
+methods follow to the end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from paceline.errors import NotFound
+
+if TYPE_CHECKING:
+    from protos.paceline.v1.records_pb2 import (
+        GetBooksResponse,
+        GetGroupLifeResponse,
+        MemberGauges,
+        RecordedBatch,
+        RecordedCheckpoint,
+        SampleGroup,
+        SpecDifference,
+        SpecKey,
+    )
+
+Columns = dict[str, list[Any]]
+Call = Callable[[str, Any], Any]
+"""Takes the name of a method of RecordsService and its request; returns the response. Raises PacelineError."""
+
+
+class Verified(NamedTuple):
+    """Result of a comparison of all records of a run."""
+
+    problems: list[str]
+    """One line for each disagreement; empty when all records agree."""
+    facts: dict[str, Any]
+
+
+class RecordedEvent(NamedTuple):
+    """An event of a run, as `paceline.client.Event`, and where it happened."""
+
+    sequence: int
+    kind: str
+    content: dict[str, Any]
+    at_step: int
+    """The step under way."""
+
+
+class Records:
+    """The records behind `call`: those of a coordinator, or of a ledger that is read in this process."""
+
+    def __init__(self, call: Call):
+        self._call = call
+
+    # Metrics and events
+
+    def metrics(self, run_id: str, kind: str = "step") -> Columns:
+        """Return every metric of every step (or of each `evaluation`) as columns; None where a step has no value. `step` is the
+        first column. Raises NotFound."""
+        rows = [event.content for event in self.events(run_id, kinds=[kind])]
+        names = dict.fromkeys(
+            ["step", *(n for row in rows for n, v in row.items() if isinstance(v, int | float))]
+        )
+        return {name: [_number(row.get(name)) for row in rows] for name in names}
+
+    def series(
+        self,
+        run_id: str,
+        names: Sequence[str],
+        *,
+        kind: str = "step",
+        from_step: int = 0,
+        to_step: int = 0,
+        max_points: int = 0,
+    ) -> Columns:
+        """Return metrics by name (`*` stands for any characters), averaged down to `max_points`, as columns: `step` (the first one
+        of a point), `time` and a column for each metric. Raises NotFound, InvalidInput."""
+        from protos.paceline.v1.records_pb2 import GetMetricsRequest
+
+        request = GetMetricsRequest(
+            run_id=run_id, names=names, kind=kind, from_step=from_step, to_step=to_step, max_points=max_points
+        )
+        columns: Columns = {"step": [], "time": []}
+        for page in self._pages("GetMetrics", request):
+            before = len(columns["step"])
+            columns["step"] += page.steps
+            columns["time"] += map(_known, page.times)
+            for series in page.series:
+                column = columns.setdefault(series.name, [])
+                column += [None] * (before - len(column)) + [_known(value) for value in series.values]
+        for column in columns.values():
+            column += [None] * (len(columns["step"]) - len(column))
+        return columns
+
+    def metric_names(self, run_id: str, kind: str = "step") -> list[str]:
+        """Return the names of a run's metrics. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import GetMetricsRequest
+
+        return list(self._call("GetMetrics", GetMetricsRequest(run_id=run_id, kind=kind)).names)
+
+    def events(self, run_id: str, *, kinds: Sequence[str] = (), after: int = 0) -> Iterator[RecordedEvent]:
+        """Yield the events of a run so far, oldest first, of some kinds or all. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import ListEventsRequest
+
+        while True:
+            page = self._call("ListEvents", ListEventsRequest(run_id=run_id, kinds=kinds, after=after))
+            for event in page.events:
+                yield RecordedEvent(event.sequence, event.kind, json.loads(event.json), event.at_step)
+            after = page.next_after
+            if not page.more:
+                return
+
+    # Samples
+
+    def samples(self, run_id: str, step: int | None = None, *, limit: int = 0, **filters: Any) -> Columns:
+        """Return completions as columns, one row for each: group_id, completion_index, step, state, prompt, completion,
+        finish_reason, num_tokens, age, versions, final_reward, and `reward/<function>`.
+
+        `filters` are fields of ListSamplesRequest: from_step, to_step, group_id, state, evaluated_version, newest_evaluation,
+        min_reward, max_reward, min_tokens, max_tokens, min_age, max_age, finish_reason, text, newest_first. `limit` is the most
+        rows; 0 is all. Raises NotFound, InvalidInput.
+        """
+        if step is not None:
+            filters |= {"from_step": step, "to_step": step}
+        rows: list[dict[str, Any]] = []
+        for group in self.sample_groups(run_id, full=True, **filters):
+            content = json.loads(group.json) if group.json else {}
+            prompt = content.get("prompt", json.loads(group.prompt_json))
+            for completion in group.completions:
+                rows.append(
+                    {
+                        "group_id": group.group_id,
+                        "completion_index": completion.index,
+                        "step": group.step if group.HasField("step") else None,
+                        "state": group.state,
+                        "prompt": prompt,
+                        "completion": completion.text,
+                        "finish_reason": completion.finish_reason,
+                        "num_tokens": completion.num_tokens,
+                        "age": completion.age,
+                        "versions": list(completion.versions),
+                        "final_reward": completion.reward if completion.HasField("reward") else None,
+                        **{f"reward/{name}": value for name, value in completion.rewards.items()},
+                    }
+                )
+            if limit and len(rows) >= limit:
+                rows = rows[:limit]
+                break
+        names = dict.fromkeys(name for row in rows for name in row)
+        return {name: [row.get(name) for row in rows] for name in names}
+
+    def groups(self, run_id: str, step: int | None = None, **filters: Any) -> Iterator[dict[str, Any]]:
+        """Yield groups with stored completions as `paceline samples --json` prints them: prompt, columns, and for each completion
+        its text, token ids, log-probabilities, versions and rewards. `filters` as in `samples`. Raises NotFound: a step without
+        any included."""
+        if step is not None:
+            filters |= {"from_step": step, "to_step": step}
+        number = 0
+        for group in self.sample_groups(run_id, full=True, **filters):
+            number += 1
+            if group.json:
+                yield json.loads(group.json)
+        if step is not None and not number:
+            raise NotFound(f"step {step} of run {run_id} has no batch; `paceline runs` says how many it has")
+
+    def sample_groups(self, run_id: str, **filters: Any) -> Iterator[SampleGroup]:
+        """Yield the messages of groups that pass filters, which are fields of ListSamplesRequest. Raises NotFound,
+        InvalidInput."""
+        from protos.paceline.v1.records_pb2 import ListSamplesRequest
+
+        for page in self._pages("ListSamples", ListSamplesRequest(run_id=run_id, **filters)):
+            yield from page.groups
+
+    def group_life(self, run_id: str, group_id: int) -> GetGroupLifeResponse:
+        """Return what happened to a group. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import GetGroupLifeRequest
+
+        response: GetGroupLifeResponse = self._call(
+            "GetGroupLife", GetGroupLifeRequest(run_id=run_id, group_id=group_id)
+        )
+        return response
+
+    # Books, batches, checkpoints
+
+    def books(self, run_id: str) -> GetBooksResponse:
+        """Return the token accounting of a run. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import GetBooksRequest
+
+        response: GetBooksResponse = self._call("GetBooks", GetBooksRequest(run_id=run_id))
+        return response
+
+    def verify(self, run_id: str, *, deep: bool = False) -> Verified:
+        """Compare all records of a run, on the coordinator's host; may take minutes. Raises NotFound, Busy."""
+        from protos.paceline.v1.records_pb2 import VerifyRunRequest
+
+        response = self._call("VerifyRun", VerifyRunRequest(run_id=run_id, deep=deep))
+        return Verified(list(response.problems), json.loads(response.facts_json))
+
+    def batches(self, run_id: str, from_step: int = 0) -> Iterator[RecordedBatch]:
+        """Yield the batches of a run by step. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import ListBatchesRequest
+
+        for page in self._pages("ListBatches", ListBatchesRequest(run_id=run_id, from_step=from_step)):
+            yield from page.batches
+
+    def newest_trained_step(self, run_id: str) -> int:
+        """Return the newest trained step. Raises NotFound without any."""
+        from protos.paceline.v1.records_pb2 import ListBatchesRequest
+
+        request = ListBatchesRequest(run_id=run_id, newest_first=True, page_size=10)
+        for batch in self._call("ListBatches", request).batches:
+            if batch.trained:
+                return int(batch.step)
+        raise NotFound(f"run {run_id} has trained no batch yet")
+
+    def checkpoints(self, run_id: str) -> list[RecordedCheckpoint]:
+        """Return the checkpoints of a run, oldest first. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import ListCheckpointsRequest
+
+        return list(self._call("ListCheckpoints", ListCheckpointsRequest(run_id=run_id)).checkpoints)
+
+    # Specs, logs, members
+
+    def spec_yaml(self, run_id: str) -> str:
+        """Return the resolved spec of a run. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import GetSpecRequest
+
+        return str(self._call("GetSpec", GetSpecRequest(run_id=run_id)).spec_yaml)
+
+    def spec(self, run_id: str) -> list[SpecKey]:
+        """Return the values of a run's spec, with what differs from the defaults. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import GetSpecRequest
+
+        return list(self._call("GetSpec", GetSpecRequest(run_id=run_id)).keys)
+
+    def spec_difference(self, run_id: str, other_run_id: str) -> list[SpecDifference]:
+        """Return the keys in which the specs of two runs differ. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import CompareSpecsRequest
+
+        request = CompareSpecsRequest(run_id=run_id, other_run_id=other_run_id)
+        return list(self._call("CompareSpecs", request).differences)
+
+    def log_names(self) -> list[str]:
+        """Return the names of the services' logs; empty unless `paceline up` runs the coordinator."""
+        from protos.paceline.v1.records_pb2 import ReadLogRequest
+
+        return list(self._call("ReadLog", ReadLogRequest()).names)
+
+    def log_tail(self, name: str, max_bytes: int = 0) -> str:
+        """Return the end of a service's log. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import ReadLogRequest
+
+        return str(self._call("ReadLog", ReadLogRequest(name=name, max_bytes=max_bytes)).text)
+
+    def gauges(self) -> list[MemberGauges]:
+        """Return the current members with the gauges of their newest heartbeats."""
+        from protos.paceline.v1.records_pb2 import ListGaugesRequest
+
+        return list(self._call("ListGauges", ListGaugesRequest()).members)
+
+    def _pages(self, method: str, request: Any) -> Iterator[Any]:
+        while True:
+            page = self._call(method, request)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+
+def _number(value: Any) -> Any:
+    return value if isinstance(value, int | float) else None
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

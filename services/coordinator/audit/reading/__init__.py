@@ -1,0 +1,1 @@
+"""Answers of RecordsService from a read-only ledger, each with bounded work."""

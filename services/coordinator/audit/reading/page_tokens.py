@@ -1,0 +1,37 @@
+"""Page tokens of RecordsService: the key of the last row of a page, as numbers.
+
+A token is a key and no offset, so a page costs the same wherever it is, and rows that are added meanwhile move none.
+"""
+
+from __future__ import annotations
+
+from paceline.errors import InvalidInput
+
+LARGEST = 1 << 62
+
+
+def write(*numbers: int) -> str:
+    """Return the token of a key."""
+    return ".".join(str(number) for number in numbers)
+
+
+def read(token: str, length: int) -> tuple[int, ...] | None:
+    """Return the key of a token with `length` numbers; None for the first page. Raises InvalidInput for any other text."""
+    if not token:
+        return None
+    parts = token.split(".")
+    if len(parts) != length or not all(_is_number(part) for part in parts):
+        raise InvalidInput(
+            f"page_token {token[:40]!r} is none; send `next_page_token` of the answer before, with the same request"
+        )
+    return tuple(int(part) for part in parts)
+
+
+def page_size(requested: int, largest: int) -> int:
+    """Return the number of rows of a page: as many as requested, at most `largest`, which 0 stands for."""
+    return min(requested or largest, largest)
+
+
+def _is_number(text: str) -> bool:
+    digits = text.removeprefix("-")
+    return digits.isascii() and digits.isdigit() and len(digits) < 19 and int(digits) <= LARGEST

@@ -1,0 +1,144 @@
+"""The answers of RecordsService from one ledger, read-only: for the coordinator's servicer, and without a coordinator.
+
+Promise: no call writes, none runs longer than `limit_s`, and every answer is bounded. All calls of a reader have to come from one
+thread, which is not the coordinator's loop.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from paceline.errors import Unavailable
+from paceline.spec import RunSpec
+from paceline.spec.reading import spec_of_run
+from protos.paceline.v1 import records_pb2 as pb
+from services.coordinator.audit.reading import (
+    event_pages,
+    group_life,
+    lists,
+    log_tails,
+    metric_series,
+    sample_pages,
+    spec_values,
+)
+from services.coordinator.audit.verify import verify
+from services.coordinator.ledger.ledger import Ledger
+
+LIMIT_S = 10.0
+INSTRUCTIONS = 20_000
+"""Instructions of SQLite between two looks at the clock."""
+
+SPECS = 16
+ResponseT = TypeVar("ResponseT")
+
+
+class RecordsReader:
+    """One ledger. Methods have the names of the calls; they raise NotFound, InvalidInput, LedgerFault, Unavailable."""
+
+    def __init__(self, ledger: Ledger, limit_s: float = LIMIT_S):
+        """`ledger` is read-only and opened by the thread that calls."""
+        self.ledger = ledger
+        self._limit_s = limit_s
+        self._specs: dict[tuple[str, str], RunSpec] = {}
+        """Specs by run and text: to read YAML takes longer than anything else here."""
+
+    @classmethod
+    def opened(cls, path: Path) -> RecordsReader:
+        """Open the ledger at `path`. Raises NotFound, Conflict."""
+        return cls(Ledger(path, read_only=True))
+
+    def close(self) -> None:
+        """Close the ledger."""
+        self.ledger.close()
+
+    def GetMetrics(self, request: pb.GetMetricsRequest) -> pb.GetMetricsResponse:
+        """Return a page of points."""
+        return self._limited(lambda: metric_series.get_metrics(self.ledger, request))
+
+    def ListEvents(self, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
+        """Return a page of events."""
+        return self._limited(lambda: event_pages.list_events(self.ledger, request))
+
+    def ListSamples(self, request: pb.ListSamplesRequest) -> pb.ListSamplesResponse:
+        """Return a page of samples."""
+        spec = self._spec(request.run_id)
+        try:
+            return self._limited(lambda: sample_pages.list_samples(self.ledger, request, spec))
+        finally:
+            self.ledger.payloads.close()  # an open segment that is removed would keep its space
+
+    def GetGroupLife(self, request: pb.GetGroupLifeRequest) -> pb.GetGroupLifeResponse:
+        """Return the life of a group."""
+        return self._limited(lambda: group_life.get_group_life(self.ledger, request))
+
+    def GetBooks(self, request: pb.GetBooksRequest) -> pb.GetBooksResponse:
+        """Return the token accounting of a run."""
+        return self._limited(lambda: lists.get_books(self.ledger, request))
+
+    def ListBatches(self, request: pb.ListBatchesRequest) -> pb.ListBatchesResponse:
+        """Return a page of batches."""
+        return self._limited(lambda: lists.list_batches(self.ledger, request))
+
+    def ListCheckpoints(self, request: pb.ListCheckpointsRequest) -> pb.ListCheckpointsResponse:
+        """Return the checkpoints of a run."""
+        return self._limited(lambda: lists.list_checkpoints(self.ledger, request))
+
+    def GetSpec(self, request: pb.GetSpecRequest) -> pb.GetSpecResponse:
+        """Return the spec of a run."""
+        return spec_values.get_spec(self._spec(request.run_id))
+
+    def CompareSpecs(self, request: pb.CompareSpecsRequest) -> pb.CompareSpecsResponse:
+        """Return the difference of two specs."""
+        return spec_values.compare_specs(self._spec(request.run_id), self._spec(request.other_run_id))
+
+    def ReadLog(self, request: pb.ReadLogRequest) -> pb.ReadLogResponse:
+        """Return the end of a service's log."""
+        return log_tails.read_log(self.ledger.path.parent, request)
+
+    def ListGauges(self, request: pb.ListGaugesRequest) -> pb.ListGaugesResponse:
+        """Return no member: the ledger has none."""
+        return pb.ListGaugesResponse()
+
+    def VerifyRun(self, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
+        """Compare all records of a run, without a limit of time."""
+        report = verify(self.ledger, request.run_id, deep=request.deep)
+        return pb.VerifyRunResponse(problems=report.problems, facts_json=json.dumps(report.facts))
+
+    def _spec(self, run_id: str) -> RunSpec:
+        key = run_id, self.ledger.run(run_id)["spec_yaml"]
+        if key not in self._specs:
+            while len(self._specs) >= SPECS:
+                self._specs.pop(next(iter(self._specs)))
+            self._specs[key] = spec_of_run(*key)[0]
+        return self._specs[key]
+
+    def _limited(self, call: Callable[[], ResponseT]) -> ResponseT:
+        """Return what `call` returns, in one snapshot of the ledger. Raises Unavailable where it takes too long."""
+        deadline_s = time.monotonic() + self._limit_s
+        self.ledger.db.set_progress_handler(lambda: int(time.monotonic() > deadline_s), INSTRUCTIONS)
+        try:
+            with self._snapshot():
+                return call()
+        except sqlite3.OperationalError as error:
+            if time.monotonic() <= deadline_s:
+                raise
+            raise Unavailable(
+                f"the ledger was read for {self._limit_s:g} s without an answer ({error}); ask for fewer steps or metrics"
+            ) from None
+        finally:
+            self.ledger.db.set_progress_handler(None, 0)
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        self.ledger.db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            if self.ledger.db.in_transaction:
+                self.ledger.db.execute("ROLLBACK")

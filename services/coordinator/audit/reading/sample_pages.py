@@ -1,0 +1,249 @@
+"""RecordsService.ListSamples: pages of groups with those of their completions that pass the filters.
+
+A call reads a bounded number of groups, in the order of an index, and decodes a bounded number of bytes: a rare text takes
+many calls, and none of them takes long.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import InvalidInput, NotFound
+from paceline.spec import RunSpec
+from protos.paceline.v1 import records_pb2 as pb
+from services.common.logged_extra import EXTRA_NAME, read_extra
+from services.coordinator.audit.episode_samples import ended_lives
+from services.coordinator.audit.reading import page_tokens
+from services.coordinator.audit.reading.completion_filter import CompletionFilter, total_tokens
+from services.coordinator.audit.samples import group_content
+from services.coordinator.ledger.groups import State
+from services.coordinator.ledger.segments import DamagedRecord
+
+if TYPE_CHECKING:
+    from services.coordinator.ledger.ledger import Ledger
+
+GROUPS = 64
+"""Groups that a call reads."""
+
+MAX_BYTES = 4 << 20
+"""Stored bytes that a call decodes, and size of its answer; the group that exceeds it is the last one."""
+
+MAX_EXTRA_BYTES = 16 << 20
+"""Size of a run's extra.jsonl up to which it is read for every page."""
+
+MAX_PROMPT, MAX_TEXT = 4000, 2000
+STATES = tuple(state.value for state in State)
+
+
+def list_samples(ledger: Ledger, request: pb.ListSamplesRequest, spec: RunSpec) -> pb.ListSamplesResponse:
+    """Return a page of samples of a run with this spec. Raises NotFound, InvalidInput, LedgerFault."""
+    if not spec.samples:
+        raise NotFound(
+            f"run {request.run_id} has no samples: with algorithm {spec.algorithm} it trains on its data set's rows"
+        )
+    rows, has_more = _rows(ledger, request)
+    wanted = CompletionFilter(request)
+    extra = _extra(ledger, request, rows)
+    version = _evaluated_version(ledger, request)
+    response, size = pb.ListSamplesResponse(), 0
+    for number, row in enumerate(rows, 1):
+        content, stored_bytes = _content(ledger, request.run_id, row, spec, extra, version)
+        size += stored_bytes
+        response.examined = number
+        _add(response, row, content, wanted, version, full=request.full)
+        if size > MAX_BYTES:
+            has_more = has_more or number < len(rows)
+            rows = rows[:number]
+            break
+    if has_more and rows:
+        response.next_page_token = _token(request, rows[-1])
+    return response
+
+
+def _rows(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[list[sqlite3.Row], bool]:
+    """Return the rows of a page with their prompts, and whether there are more."""
+    size = page_tokens.page_size(request.page_size, GROUPS)
+    columns = "SELECT groups.*, prompt_json, columns_json FROM groups"
+    prompts = "LEFT JOIN prompts USING (run_id, group_id)"
+    sign, order = ("<", "DESC") if request.newest_first else (">", "ASC")
+    values: tuple[Any, ...]
+    if request.HasField("group_id"):
+        query, values = (
+            f"{columns} {prompts} WHERE run_id = ? AND group_id = ?",
+            (
+                request.run_id,
+                min(request.group_id, page_tokens.LARGEST),
+            ),
+        )
+        found = ledger.db.execute(query, values).fetchall()
+        if not found:
+            raise NotFound(f"run {request.run_id} has no group {request.group_id}")
+        return found, False
+    if request.state or _is_evaluation(request):
+        kind, state = _class_and_state(ledger, request)
+        key = page_tokens.read(request.page_token, 2) or _end(request, 2)
+        query = (
+            f"{columns} INDEXED BY groups_by_state {prompts} WHERE run_id = ? AND class = ? AND state = ?"
+            f" AND (slot, group_id) {sign} (?, ?) ORDER BY slot {order}, group_id {order} LIMIT ?"
+        )
+        values = (request.run_id, kind, state, *key, size + 1)
+    else:
+        key = page_tokens.read(request.page_token, 2) or _end(request, 2)
+        first = request.from_step if request.HasField("from_step") else 0
+        last = request.to_step if request.HasField("to_step") else page_tokens.LARGEST
+        query = (
+            f"{columns} INDEXED BY step_groups {prompts} WHERE run_id = ? AND step IS NOT NULL AND step BETWEEN ? AND ?"
+            f" AND (step, rank_order) {sign} (?, ?) ORDER BY step {order}, rank_order {order} LIMIT ?"
+        )
+        bounds = (min(first, page_tokens.LARGEST), min(last, page_tokens.LARGEST))
+        values = (request.run_id, *bounds, *key, size + 1)
+    found = ledger.db.execute(query, values).fetchall()
+    return found[:size], len(found) > size
+
+
+def _end(request: pb.ListSamplesRequest, length: int) -> tuple[int, ...]:
+    return (page_tokens.LARGEST if request.newest_first else -1,) * length
+
+
+def _token(request: pb.ListSamplesRequest, row: sqlite3.Row) -> str:
+    by_slot = request.state or _is_evaluation(request)
+    key = (row["slot"], row["group_id"]) if by_slot else (row["step"], row["rank_order"])
+    return page_tokens.write(*key)
+
+
+def _is_evaluation(request: pb.ListSamplesRequest) -> bool:
+    return request.newest_evaluation or request.HasField("evaluated_version")
+
+
+def _class_and_state(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[str, str]:
+    """Return class and state of the wanted groups. Raises InvalidInput, NotFound."""
+    if request.state and request.state not in STATES:
+        raise InvalidInput(f"state is {request.state[:40]!r}, must be one of {', '.join(STATES)}")
+    if not _is_evaluation(request):
+        return "train", request.state
+    return f"eval:{_evaluation(ledger, request)['step']}", request.state or State.SCORED.value
+
+
+def _evaluation(ledger: Ledger, request: pb.ListSamplesRequest) -> sqlite3.Row:
+    known = ledger.db.execute(
+        "SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL"
+        " ORDER BY step",
+        (request.run_id,),
+    ).fetchall()
+    is_any = not request.HasField("evaluated_version")
+    wanted: list[sqlite3.Row] = [
+        row for row in known if is_any or row["pinned_step"] == request.evaluated_version
+    ]
+    if not wanted:
+        versions = ", ".join(str(row["pinned_step"]) for row in known[-20:]) or "none yet"
+        raise NotFound(
+            f"run {request.run_id} has no evaluation{'' if is_any else f' of version {request.evaluated_version}'}; "
+            f"evaluated are {versions}"
+        )
+    return wanted[-1]
+
+
+def _evaluated_version(ledger: Ledger, request: pb.ListSamplesRequest) -> int | None:
+    """Return the version of the evaluation whose groups are wanted; None where it is no evaluation."""
+    if request.HasField("group_id") or not _is_evaluation(request):
+        return None
+    return int(_evaluation(ledger, request)["pinned_step"])
+
+
+def _extra(
+    ledger: Ledger, request: pb.ListSamplesRequest, rows: Sequence[sqlite3.Row]
+) -> dict[str, dict[str, list[Any]]]:
+    folder = ledger.run_directory(request.run_id)
+    try:
+        is_short = (folder / EXTRA_NAME).stat().st_size <= MAX_EXTRA_BYTES
+    except OSError:
+        return {}
+    return read_extra(folder, {row["digest"] for row in rows}) if request.full and is_short else {}
+
+
+def _content(
+    ledger: Ledger,
+    run_id: str,
+    row: sqlite3.Row,
+    spec: RunSpec,
+    extra: dict[str, dict[str, list[Any]]],
+    version: int | None,
+) -> tuple[dict[str, Any] | None, int]:
+    """Return a group's content and its stored bytes; None where no completions or no scores are stored, or not whole."""
+    if row["rewards"] is None or row["prompt_json"] is None:
+        return None, 0
+    try:
+        payload = ledger.payload(run_id, row["group_id"])
+        if payload is None:
+            return None, 0
+        texts, arrays = payload.read()
+    except DamagedRecord:
+        return None, 0
+    step = row["step"] if version is None else version
+    content = group_content(row, arrays, texts, spec.rewards, step or 0, extra.get(row["digest"], {}))
+    if version is not None:
+        content["step"] = version
+    if spec.environment.is_used:
+        content["restarts"] = ended_lives(ledger, run_id, row["group_id"])
+    return content, len(texts) + len(arrays)
+
+
+def _add(
+    response: pb.ListSamplesResponse,
+    row: sqlite3.Row,
+    content: dict[str, Any] | None,
+    wanted: CompletionFilter,
+    version: int | None,
+    *,
+    full: bool,
+) -> None:
+    """Add a group to the answer if it passes."""
+    prompt = row["prompt_json"] or '""'
+    step = row["step"] if version is None else version
+    completions = content["completions"] if content is not None else []
+    passed = [index for index, each in enumerate(completions) if wanted.passes(each, prompt, step)]
+    if not passed and (completions or not wanted.is_empty):
+        return
+    group = response.groups.add(
+        group_id=row["group_id"],
+        state=row["state"],
+        reason=row["reason"] or "",
+        attempt=row["attempt"],
+        prompt_json=prompt if full else prompt[:MAX_PROMPT],
+        num_completions=len(completions),
+        json=json.dumps(content) if full and content is not None else "",
+    )
+    if step is not None:
+        group.step = step
+    if row["reward"] is not None:
+        group.reward = row["reward"]
+    known = [each["reward"] for each in completions if each["reward"] is not None]
+    for index in passed:
+        _add_completion(group, index, completions[index], step, known, full=full)
+
+
+def _add_completion(
+    group: pb.SampleGroup,
+    index: int,
+    content: dict[str, Any],
+    step: int | None,
+    rewards: Sequence[float],
+    *,
+    full: bool,
+) -> None:
+    versions = sorted({span[3] for span in content["spans"]})
+    completion = group.completions.add(
+        index=index,
+        text=content["text"] if full else content["text"][:MAX_TEXT],
+        rewards={name: value for name, value in content["rewards"].items() if value is not None},
+        num_tokens=total_tokens(content),
+        age=0 if step is None or not versions else step - versions[0],
+        versions=versions,
+        finish_reason=content["finish_reason"],
+    )
+    if content["reward"] is not None:
+        completion.reward = content["reward"]
+        completion.above_mean = content["reward"] - sum(rewards) / len(rewards)

@@ -1,0 +1,187 @@
+"""The control plane's RecordsService: what is on record, for people and their tools.
+
+Promise: reading never holds up the exchange. One thread with a read-only connection answers, one request after the other; each
+does a bounded amount of work, a bounded number waits, and a comparison of all records runs in a process of its own. Only the
+current members are read on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from paceline.errors import Busy, PacelineError
+from protos.paceline.v1 import records_pb2 as pb
+from protos.paceline.v1 import records_pb2_grpc
+from services.common.grpc_server import with_status
+from services.common.processes.parent_death import STARTER_VARIABLE
+from services.coordinator.audit.reading.reader import RecordsReader
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.members.registry import Member, Members
+
+MAX_WAITING = 32
+"""Requests that wait for the reading thread; a further one is refused."""
+
+VERIFY_S = 3600.0
+Context = grpc.aio.ServicerContext[Any, Any]
+ResponseT = TypeVar("ResponseT")
+
+
+class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
+    """The records of one ledger, and the current members."""
+
+    def __init__(self, path: Path, members: Members, committed: Ledger):
+        """`path` is the ledger's; `committed` is a read-only connection of the event loop's thread."""
+        self._path = path
+        self._members = members
+        self._committed = committed
+        self._thread = ThreadPoolExecutor(1, "records")
+        self._reader: RecordsReader | None = None
+        self._waiting = 0
+        self._is_verifying = False
+
+    async def close(self) -> None:
+        """Close the ledger, after the request under way."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown()
+
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    @with_status
+    async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> pb.GetMetricsResponse:
+        return await self._read(lambda reader: reader.GetMetrics(request))
+
+    @with_status
+    async def ListEvents(self, request: pb.ListEventsRequest, context: Context) -> pb.ListEventsResponse:
+        return await self._read(lambda reader: reader.ListEvents(request))
+
+    @with_status
+    async def ListSamples(self, request: pb.ListSamplesRequest, context: Context) -> pb.ListSamplesResponse:
+        return await self._read(lambda reader: reader.ListSamples(request))
+
+    @with_status
+    async def GetGroupLife(
+        self, request: pb.GetGroupLifeRequest, context: Context
+    ) -> pb.GetGroupLifeResponse:
+        return await self._read(lambda reader: reader.GetGroupLife(request))
+
+    @with_status
+    async def GetBooks(self, request: pb.GetBooksRequest, context: Context) -> pb.GetBooksResponse:
+        return await self._read(lambda reader: reader.GetBooks(request))
+
+    @with_status
+    async def ListBatches(self, request: pb.ListBatchesRequest, context: Context) -> pb.ListBatchesResponse:
+        return await self._read(lambda reader: reader.ListBatches(request))
+
+    @with_status
+    async def ListCheckpoints(
+        self, request: pb.ListCheckpointsRequest, context: Context
+    ) -> pb.ListCheckpointsResponse:
+        return await self._read(lambda reader: reader.ListCheckpoints(request))
+
+    @with_status
+    async def GetSpec(self, request: pb.GetSpecRequest, context: Context) -> pb.GetSpecResponse:
+        return await self._read(lambda reader: reader.GetSpec(request))
+
+    @with_status
+    async def CompareSpecs(
+        self, request: pb.CompareSpecsRequest, context: Context
+    ) -> pb.CompareSpecsResponse:
+        return await self._read(lambda reader: reader.CompareSpecs(request))
+
+    @with_status
+    async def ReadLog(self, request: pb.ReadLogRequest, context: Context) -> pb.ReadLogResponse:
+        return await self._read(lambda reader: reader.ReadLog(request))
+
+    @with_status
+    async def ListGauges(self, request: pb.ListGaugesRequest, context: Context) -> pb.ListGaugesResponse:
+        held, now_s = self._committed.group_queries.num_held(), time.monotonic()
+        return pb.ListGaugesResponse(
+            members=[_gauges(member, held.get(member.member_id, 0), now_s) for member in self._members.all()]
+        )
+
+    @with_status
+    async def VerifyRun(self, request: pb.VerifyRunRequest, context: Context) -> pb.VerifyRunResponse:
+        self._committed.run(request.run_id)  # raises NotFound
+        if self._is_verifying:
+            raise Busy("the records of a run are being compared; try again when that has ended")
+        self._is_verifying = True
+        try:
+            return await self._verify(request)
+        finally:
+            self._is_verifying = False
+
+    async def _verify(self, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
+        module = "services.coordinator.audit.reading.verify_process"
+        command = [sys.executable, "-m", module, str(self._path), request.run_id]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            *(["--deep"] if request.deep else []),
+            env=os.environ | {STARTER_VARIABLE: str(os.getpid())},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(VERIFY_S):
+                output, errors = await process.communicate()
+        except TimeoutError:
+            raise PacelineError(f"the records were compared for {VERIFY_S:g} s without an end") from None
+        finally:
+            if process.returncode is None:  # the caller has gone
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if process.returncode:
+            raise PacelineError(f"the comparison has failed: {errors.decode(errors='replace')[-1000:]}")
+        found = json.loads(output)
+        return pb.VerifyRunResponse(problems=found["problems"], facts_json=json.dumps(found["facts"]))
+
+    async def _read(self, call: Callable[[RecordsReader], ResponseT]) -> ResponseT:
+        """Return the reader's answer. Raises Busy when too many requests wait."""
+        if self._waiting >= MAX_WAITING:
+            raise Busy(f"{self._waiting} requests for records wait; try again")
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, call)
+        finally:
+            self._waiting -= 1
+
+    def _answer(self, call: Callable[[RecordsReader], ResponseT]) -> ResponseT:
+        if self._reader is None:
+            self._reader = RecordsReader.opened(self._path)
+        return call(self._reader)
+
+
+def _gauges(member: Member, held: int, now_s: float) -> pb.MemberGauges:
+    found = pb.MemberGauges(
+        member_id=member.member_id,
+        role=member.role,
+        address=member.address,
+        http_address=member.http_address,
+        held=held,
+        silent_s=now_s - member.last_report_s,
+        connected=member.connected,
+        suspected=member.suspected,
+        draining=member.draining,
+        fault=member.fault.message if member.fault is not None else "",
+        session=member.session,
+        epoch=member.named_in,
+        gauges=member.gauges,
+    )
+    if member.version is not None:
+        found.version.session, found.version.step = member.version
+    return found

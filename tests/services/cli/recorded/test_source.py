@@ -1,0 +1,137 @@
+"""Commands on records that ask a coordinator: they say what those say that read its files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from click.testing import Result
+from command_line import paceline
+from trained_ledger import RUN_ID, Writer
+
+from paceline.client import Client
+from paceline.spec import ClusterSection
+from services.local.cluster import LocalCluster
+
+HOSTILE = "<script>alert(1)</script>\x1b[31m\u202egnp.exe"
+
+
+class Asked:
+    """A coordinator of a ledger with one trained step, and the folder of its ledger."""
+
+    def __init__(self, directory: Path, address: str):
+        self.directory, self.address = directory, address
+
+    def remote(self, *arguments: str | Path) -> Result:
+        """Run a command that has the address alone."""
+        return paceline(*arguments, "--coordinator", self.address)
+
+    def here(self, *arguments: str | Path) -> Result:
+        """Run a command that reads the files."""
+        return paceline(*arguments, "--directory", self.directory)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+    directory = tmp_path_factory.mktemp("asked")
+    writer = Writer(directory, str(directory / "model"), {"prompt": HOSTILE, "answer": "2"})
+    writer.train_a_step()
+    with writer.ledger.transaction():
+        writer.ledger.add_event(RUN_ID, "step", {"step": 0, "reward": 0.625, "loss": 0.5})
+    writer.ledger.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PACELINE_TOKEN_FILE", raising=False)
+        cluster = LocalCluster(directory / "runs", ClusterSection(), say=lambda line: None)
+        try:
+            patch.setenv("PACELINE_TOKEN_FILE", str(directory / "runs" / "token"))
+            yield Asked(directory / "runs", cluster.start_coordinator())
+        finally:
+            cluster.stop()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("samples", RUN_ID, "--json"),
+        ("samples", RUN_ID, "--step", "0", "--worst", "1"),
+        ("samples", RUN_ID, "--text", "three", "--json"),
+        ("samples", RUN_ID, "--min-tokens", "3", "--json"),
+        ("metrics", RUN_ID),
+        ("metrics", RUN_ID, "--csv"),
+        ("metrics", RUN_ID, "--json"),
+    ],
+)
+def test_a_coordinator_says_what_the_files_say(asked: Asked, command: tuple[str, ...]) -> None:
+    remote, here = asked.remote(*command), asked.here(*command)
+    assert remote.exit_code == 0, remote.output
+    assert remote.stdout
+    assert remote.stdout == here.stdout
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
+def test_exports_are_the_same(asked: Asked, tmp_path: Path, name: str) -> None:
+    for run, folder in ((asked.remote, "remote"), (asked.here, "here")):
+        (tmp_path / folder).mkdir()
+        result = run("samples", "export", RUN_ID, tmp_path / folder / name)
+        assert result.exit_code == 0, result.output
+    assert (tmp_path / "remote" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
+
+
+def test_verify_runs_at_the_coordinator(asked: Asked) -> None:
+    result = asked.remote("ledger", "verify")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("sums-1: all records agree\n")
+    refused = asked.remote("ledger", "verify", "--repair")
+    assert refused.exit_code == 2
+    assert "run it on the coordinator's host" in refused.stderr
+
+
+def test_tables_go_to_parquet(asked: Asked, tmp_path: Path) -> None:
+    metrics, samples = tmp_path / "metrics.parquet", tmp_path / "samples.parquet"
+    assert asked.remote("metrics", RUN_ID, "--parquet", metrics).exit_code == 0
+    assert pyarrow.parquet.read_table(metrics).to_pydict() == {"step": [0], "reward": [0.625], "loss": [0.5]}
+    result = asked.remote("samples", RUN_ID, "--parquet", samples)
+    assert result.exit_code == 0, result.output
+    table = pyarrow.parquet.read_table(samples).to_pydict()
+    assert table["completion"] == ["2", "three"]
+    assert table["reward/exact_match"] == [1.0, 0.0]
+    assert next(csv.DictReader(asked.remote("metrics", RUN_ID, "--csv").stdout.splitlines()))["loss"] == "0.5"
+
+
+def test_hostile_text_is_written_out(asked: Asked) -> None:
+    text = asked.remote("samples", RUN_ID).stdout
+    assert "<script>alert(1)</script>\\x1b[31m\\u202egnp.exe" in text
+    assert "\x1b" not in text
+    (group,) = (json.loads(line) for line in asked.remote("samples", RUN_ID, "--json").stdout.splitlines())
+    assert group["prompt"] == HOSTILE
+
+
+def test_unknown_runs_and_steps_are_named(asked: Asked) -> None:
+    assert "no run 'nosuch'; the newest are: sums-1" in asked.remote("samples", "nosuch").stderr
+    assert "no run 'nosuch'" in asked.remote("metrics", "nosuch").stderr
+    assert "no sample that passes" in asked.remote("samples", RUN_ID, "--text", "nowhere").stderr
+    assert "has no complete checkpoint yet" in asked.remote("export", RUN_ID).stderr
+
+
+def test_columns_are_read_by_data_frames(asked: Asked) -> None:
+    import pandas
+
+    with Client(asked.address) as client:
+        metrics = pandas.DataFrame(client.metrics(RUN_ID))
+        samples = pandas.DataFrame(client.samples(RUN_ID))
+    assert metrics["reward"].tolist() == [0.625]
+    assert samples["num_tokens"].tolist() == [2, 3]
+    assert samples.groupby("group_id")["final_reward"].mean().tolist() == [0.625]
+
+
+def test_the_coordinator_of_the_environment_is_asked_where_no_ledger_is(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = paceline("metrics", RUN_ID, coordinator=asked.address)
+    assert result.exit_code == 0, result.output
+    assert "reward" in result.stdout
