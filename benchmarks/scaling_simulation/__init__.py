@@ -1,0 +1,1 @@
+"""A discrete-event simulation of the pools of one run, which the scaling policy of the coordinator drives."""
