@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paceline.spec import RunSpec
     from protos.paceline.v1.rollout_pb2 import GeneratedCompletion
     from protos.paceline.v1.run_pb2 import Run, SubmitRequest, SubmitResponse
+    from protos.paceline.v1.status_pb2 import StatusResponse
     from protos.paceline.v1.worker_pb2 import Member
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
@@ -104,7 +105,7 @@ class Client:
         call looks for a coordinator that is away, and `reconnect_s` how long `watch` and `wait` look for one that went away.
         `token_file` holds the coordinator's token; by default as `paceline.token` finds it.
         """
-        from protos.paceline.v1 import run_pb2_grpc, worker_pb2_grpc
+        from protos.paceline.v1 import run_pb2_grpc, status_pb2_grpc, worker_pb2_grpc
 
         self.address = checked_address(address)
         self._timeout_s = timeout_s
@@ -115,6 +116,7 @@ class Client:
         self._channel = open_channel(address, token_file, OPTIONS)
         self._runs = run_pb2_grpc.RunServiceStub(self._channel)
         self._workers = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self._status = status_pb2_grpc.StatusServiceStub(self._channel)
 
     def __enter__(self) -> Client:
         return self
@@ -372,6 +374,12 @@ class Client:
         stub = records_pb2_grpc.RecordsServiceStub(self._channel)
         timeout_s = VERIFY_S if method == "VerifyRun" else self._timeout_s
         return self._call(lambda: getattr(stub, method)(request, timeout=timeout_s))
+
+    def status(self) -> StatusResponse:
+        """Return what limits the run that trains, in words and by pool."""
+        from protos.paceline.v1.status_pb2 import StatusRequest
+
+        return self._call(lambda: self._status.Status(StatusRequest(), timeout=self._timeout_s))
 
     # Workers
 

@@ -1,7 +1,7 @@
 """Generates the Python stubs beside the .proto files: `python -m protos.generate` (`--check`: only compare).
 
 protoc writes imports as `paceline.v1`, which is the wire's package name; the stubs live in the Python package
-`protos.paceline.v1`, so the imports are rewritten.
+`protos.paceline.v1`, so the imports are rewritten. Those of `externalscaler` alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-STUBS = ROOT / "paceline" / "v1"
+PACKAGES = ("paceline/v1", "externalscaler")
+"""Folders of .proto files. `externalscaler` is KEDA's."""
 
 
 def generate(into: Path) -> None:
@@ -21,7 +22,9 @@ def generate(into: Path) -> None:
     from grpc_tools import protoc
 
     well_known = Path(protoc.__file__).parent / "_proto"
-    protos = sorted(str(path.relative_to(ROOT)) for path in STUBS.glob("*.proto"))
+    protos = sorted(
+        str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).glob("*.proto")
+    )
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # protoc's plugins
     outputs = [f"--{kind}_out={into}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
     if protoc.main(["protoc", f"-I{ROOT}", f"-I{well_known}", *outputs, *protos]) != 0:
@@ -31,6 +34,8 @@ def generate(into: Path) -> None:
         text = re.sub(r"\bfrom paceline\.v1 import", "from protos.paceline.v1 import", text)
         text = re.sub(r"\bpaceline\.v1\.(\w+_pb2)", r"protos.paceline.v1.\1", text)
         text = re.sub(r"^import paceline\.v1", "import protos.paceline.v1", text, flags=re.M)
+        text = re.sub(r"\bfrom externalscaler import", "from protos.externalscaler import", text)
+        text = re.sub(r"(?<!protos\.)\bexternalscaler\.(\w+_pb2)", r"protos.externalscaler.\1", text)
         stub.write_text(text)
 
 
@@ -38,16 +43,18 @@ def main() -> None:
     """Regenerates the stubs, or with --check exits with 1 when they are not current."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
-        fresh = {path.name: path.read_text() for path in (Path(folder) / "paceline" / "v1").iterdir()}
+        fresh = {
+            f"{package}/{path.name}": path.read_text()
+            for package in PACKAGES
+            for path in (Path(folder) / package).iterdir()
+        }
     if "--check" in sys.argv[1:]:
-        stale = [
-            n for n, text in fresh.items() if not (STUBS / n).exists() or (STUBS / n).read_text() != text
-        ]
+        stale = [n for n, text in fresh.items() if not (ROOT / n).exists() or (ROOT / n).read_text() != text]
         if stale:
             raise SystemExit(f"stubs are not current: {', '.join(sorted(stale))}; run `make protos`")
         return
     for name, text in fresh.items():
-        (STUBS / name).write_text(text)
+        (ROOT / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,10 @@ COMMANDS = {
         "Write a spec from a configuration of TRL, NeMo RL, verl or prime-rl.",
     ),
     "submit": ("services.cli.running.runs:submit", "Queue a run from a spec."),
+    "status": (
+        "services.cli.running.status:status",
+        "Say what limits the run that trains, and what would help.",
+    ),
     "runs": ("services.cli.running.runs:runs", "List the runs."),
     "watch": ("services.cli.running.runs:watch", "Follow a run until it ends."),
     "cancel": ("services.cli.running.runs:cancel", "End a run."),

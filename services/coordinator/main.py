@@ -21,6 +21,7 @@ from services.common.options import functions_from_option, store_option, token_f
 from services.common.processes.file_limit import Capacity, raise_file_limit
 from services.coordinator.disk_space import NEEDED_BYTES, is_disk_full
 from services.coordinator.ledger.integrity.file_damage import damage_in, sentence
+from services.coordinator.scaling.scaler import PERIOD_S
 from services.coordinator.serving import CoordinatorService
 
 GC_THRESHOLDS = (20_000, 20, 20)
@@ -74,6 +75,26 @@ open; Python's default would scan the newest objects after every 700 new ones.""
     show_default=True,
     help="Most MB of files that runs bring with them, all runs together.",
 )
+@click.option(
+    "--scaler-port",
+    type=click.IntRange(0, 65535),
+    help="Port of the external scaler for KEDA, which sends no token; without it only the control port has the scaler.",
+)
+@click.option(
+    "--scaler-host",
+    default="127.0.0.1",
+    show_default=True,
+    callback=check_host,
+    help="Address of that port.",
+)
+@click.option(
+    "--scaling-period",
+    "scaling_period_s",
+    type=click.FloatRange(min=0.5),
+    default=PERIOD_S,
+    show_default=True,
+    help="Seconds between two decisions on the sizes of pools.",
+)
 @functions_from_option
 @token_file_option
 def main(
@@ -89,6 +110,9 @@ def main(
     bundle_quota_mb: int,
     functions_from: tuple[Path, ...],
     ready_file: Path | None,
+    scaler_port: int | None,
+    scaler_host: str,
+    scaling_period_s: float,
 ) -> None:
     """The coordinator: runs, members, exchange and ledger."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -114,6 +138,9 @@ def main(
         functions_from=functions_from,
         ready_file=ready_file,
         capacity=Capacity(raise_file_limit()),
+        scaling_period_s=scaling_period_s,
+        scaler_host=scaler_host,
+        scaler_port=scaler_port,
     )
     keep_freed_memory()
     gc.freeze()  # objects of the imports live for ever: scanning them again and again takes tens of milliseconds

@@ -15,6 +15,7 @@ from types import ModuleType
 
 from paceline.files.names import BLOBS_NAME, LEDGER_NAME
 from paceline.token import TOKEN_NAME, make_token, token_path
+from protos.externalscaler import externalscaler_pb2, externalscaler_pb2_grpc
 from protos.paceline.v1 import (
     bundle_pb2,
     bundle_pb2_grpc,
@@ -22,6 +23,8 @@ from protos.paceline.v1 import (
     records_pb2_grpc,
     run_pb2,
     run_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -38,7 +41,11 @@ from services.coordinator.ledger.wal_checkpointer import WalCheckpointer
 from services.coordinator.lifecycle.coordinator import Coordinator
 from services.coordinator.members.registry import Members
 from services.coordinator.records_servicer import RecordsServicer
+from services.coordinator.scaling_servicers import ExternalScalerServicer, StatusServicer
 from services.coordinator.servicers import RunServicer, WorkerServicer
+
+MAX_SCALER_CONNECTIONS = 64
+"""Connections to the scaler's port: KEDA has a few for each pool."""
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +71,11 @@ class CoordinatorService:
     functions_from: Sequence[Path]
     ready_file: Path | None
     capacity: Capacity
+    scaling_period_s: float
+    """Seconds between two decisions on the sizes of pools."""
+    scaler_host: str
+    scaler_port: int | None
+    """Port of the scaler for KEDA, which sends no token; None opens none."""
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises errors of SQLite and of the disk, also in an ExceptionGroup."""
@@ -83,12 +95,16 @@ class CoordinatorService:
                 quota_bytes=self.bundle_quota_bytes,
                 min_free_bytes=self.min_free_bytes,
             ),
+            self.scaling_period_s,
         )
         endpoint = f"tcp://{in_brackets(self.host)}:{coordinator.server.port}"
         records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
         self._add_servicers(server, coordinator, records, self.exchange_endpoint or endpoint)
+        scaler_server = self._scaler_server(coordinator)
         await coordinator.recover()
         await server.start()
+        if scaler_server is not None:
+            await scaler_server.start()
         coordinator.pool.expect_holders()
         try:
             announce(self.ready_file, f"{self.host}:{server.port}")
@@ -103,6 +119,8 @@ class CoordinatorService:
             await self._run_until(stop, server, coordinator)
         finally:
             await _end_calls(server, coordinator)  # again, because a loop that fails skips the first call
+            if scaler_server is not None:
+                await scaler_server.stop(STOP_GRACE_S)
             await records.close()
         coordinator.close()
         ledger.close()
@@ -137,6 +155,21 @@ class CoordinatorService:
             records_pb2_grpc.add_RecordsServiceServicer_to_server,
             _name(records_pb2, "RecordsService"),
         )
+        server.add(
+            StatusServicer(coordinator),
+            status_pb2_grpc.add_StatusServiceServicer_to_server,
+            _name(status_pb2, "StatusService"),
+        )
+        _add_scaler(server, coordinator)
+
+    def _scaler_server(self, coordinator: Coordinator) -> GrpcServer | None:
+        """Return the server of the scaler alone, without a token, if it has a port."""
+        if self.scaler_port is None:
+            return None
+        server = GrpcServer(self.scaler_host, self.scaler_port, max_connections=MAX_SCALER_CONNECTIONS)
+        _add_scaler(server, coordinator)
+        log.info("scaler for KEDA on %s:%d, without a token", self.scaler_host, server.port)
+        return server
 
     async def _run_until(self, stop: asyncio.Event, server: GrpcServer, coordinator: Coordinator) -> None:
         """Run the coordinator's loops until `stop` is set and the workers that stop too have left."""
@@ -152,6 +185,14 @@ class CoordinatorService:
                 await _end_calls(server, coordinator)
                 for loop in loops:
                     loop.cancel()
+
+
+def _add_scaler(server: GrpcServer, coordinator: Coordinator) -> None:
+    server.add(
+        ExternalScalerServicer(coordinator),
+        externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server,
+        _name(externalscaler_pb2, "ExternalScaler"),
+    )
 
 
 async def _end_calls(server: GrpcServer, coordinator: Coordinator) -> None:

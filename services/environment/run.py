@@ -28,6 +28,7 @@ from paceline.tracing import span
 from paceline.wire import encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.common.membership import Membership
+from services.common.reporting.occupancy import Occupancy
 from services.common.reporting.progress_log import ProgressLog
 from services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost
 from services.environment.journal import MAX_ERROR_CHARS, LeasedJournal, LeaseRefused
@@ -75,6 +76,7 @@ class EnvironmentRun:
         """Backoff before the next request for leases, after the exchange has refused a request."""
         self._progress = ProgressLog(log)
         self.pace = TurnPace()
+        self._occupancy = Occupancy()
 
     @property
     def num_leases(self) -> int:
@@ -91,6 +93,7 @@ class EnvironmentRun:
         return {
             **self.pace.gauges(),
             "running": float(self.num_samples),
+            "occupied": self._occupancy.take(),
             "leases": float(self.num_leases),
             "engines": float(len(self.engines.list)),
             "broken_turns": float(self.engines.num_broken),
@@ -172,12 +175,14 @@ class EnvironmentRun:
         task = tasks.create_task(self._work_on(lease, payloads))
         self._groups[lease.group_id] = task
         self._sizes[lease.group_id] = lease.num_generations
+        self._occupancy.note(self.num_samples, self._max_samples)
         self._idle.clear()
         task.add_done_callback(lambda _: self._release(lease.group_id, task))
 
     def _release(self, group_id: int, task: asyncio.Task[None]) -> None:
         if self._groups.get(group_id) is task:
             del self._groups[group_id], self._sizes[group_id]
+            self._occupancy.note(self.num_samples, self._max_samples)
         self._room.set()
         if not self._groups:
             self._idle.set()

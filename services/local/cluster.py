@@ -170,9 +170,9 @@ class LocalCluster:
                 self.add(role)
 
     def add(self, role: str) -> str:
-        """Start one more service of `role` and return its name. A rollout worker beyond `cluster.rollout_workers`
-        shares the GPUs of the others in turn."""
-        name = f"{role}-{len(self._services[role])}"
+        """Start one more service of `role` and return its name: that of one that was removed, if any has ended. A rollout
+        worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
+        name = f"{role}-{self._free_index(role)}"
         role_options = {
             "learner": ["--ranks", str(self.cluster.learner_ranks), "--nodes", "1"],
             "rollout": ["--http-port", "0"],
@@ -186,6 +186,32 @@ class LocalCluster:
         command = [f"services.{role}.main", "--coordinator", self.address, *options]
         self._add(role, [*command, *self._options.get(role, ())], self._max_deaths)
         return name
+
+    def remove(self, role: str) -> str:
+        """Let the newest service of `role` end in good order and return its name, without waiting: it returns its work within
+        its grace, and is killed if it needs much longer. Raises NotFound without a service."""
+        staying = [service for service in self._services[role] if service.stays]
+        if not staying:
+            raise NotFound(f"there is no {role} service to remove")
+        service = staying[-1]
+        service.terminate()
+        # Not joined: `stop` waits for the service itself.
+        limit_s = self._grace_s + KILL_AFTER_S
+        threading.Thread(
+            target=service.wait_ended, args=(limit_s,), name=f"end of {service.name}", daemon=True
+        ).start()
+        return service.name
+
+    def size(self, role: str) -> int:
+        """Return the number of services of `role` that were not told to end."""
+        return sum(service.stays for service in self._services[role])
+
+    def resize(self, role: str, size: int) -> None:
+        """Add or remove services of `role` until there are `size`."""
+        while self.size(role) < size:
+            self.add(role)
+        while self.size(role) > size:
+            self.remove(role)
 
     def pids(self, role: str) -> dict[int, int]:
         """Return the process ids of the services of `role` by their index; a service that is being restarted has none."""
@@ -242,22 +268,27 @@ class LocalCluster:
             service.wait_ended(max(0.1, allowed_s - (time.monotonic() - started_s)))
 
     def _add(self, role: str, command: list[str], max_deaths: int | None) -> Service:
-        services = self._services[role]
-        name = role if role == "coordinator" else f"{role}-{len(services)}"
-        gpus = self._gpus.get(role, [()])
+        services, index = self._services[role], self._free_index(role)
+        name = role if role == "coordinator" else f"{role}-{index}"
+        gpus = self._gpus.get(role) or [()]
         service = Service(
             name,
             self._command(role, command),
-            self._environment(gpus[len(services) % len(gpus)]),
+            self._environment(gpus[index % len(gpus)]),
             self.directory / "logs" / f"{name}.log",
             self._say,
             self._give_up,
             max_deaths,
             COORDINATOR_BACKOFF_S if role == "coordinator" else MAX_BACKOFF_S,
         )
-        services.append(service)
+        services[index : index + 1] = [service]
         service.start()
         return service
+
+    def _free_index(self, role: str) -> int:
+        """Return the index of a service that was removed and has ended, else that of a further one."""
+        services = self._services[role]
+        return next((index for index, service in enumerate(services) if service.has_ended), len(services))
 
     def _command(self, role: str, arguments: list[str]) -> list[str]:
         return [*self._launchers.get(role, ()), sys.executable, "-m", *arguments]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -37,6 +38,7 @@ from services.common.gpus import refuse_cpu, usable_gpus
 from services.common.logged_extra import extra_json
 from services.common.logged_metrics import LoggedMetrics
 from services.common.membership import Membership
+from services.common.reporting.occupancy import Occupancy
 from services.common.reporting.progress_log import ProgressLog
 from services.common.run_setup import spec_of
 from services.common.trainer_state import TRAINER_STATE
@@ -86,6 +88,7 @@ class RewardWorker:
         self._reference: ReferenceScorer | None = None
         self._stopping = asyncio.Event()
         self._scored = 0
+        self._occupancy = Occupancy()
         self._progress = ProgressLog(log)
         self._logged = LoggedMetrics()
         """Values that reward functions logged since the last heartbeat."""
@@ -194,8 +197,13 @@ class RewardWorker:
                 for task, *frames in zip(reply.task.tasks, payloads[::2], payloads[1::2], strict=True):
                     scoring = tasks.create_task(self._score(run_id, spec, runner, task, *frames))
                     running[scoring] = task.group_id
-                    scoring.add_done_callback(running.pop)
+                    self._occupancy.note(len(running), self._num_processes)
+                    scoring.add_done_callback(functools.partial(self._task_ended, running))
         changed.cancel()
+
+    def _task_ended(self, running: dict[asyncio.Task[None], int], scoring: asyncio.Task[None]) -> None:
+        del running[scoring]
+        self._occupancy.note(len(running), self._num_processes)
 
     async def _pause_requests(self, refusal: str) -> None:
         """Wait before asking for tasks again, because the exchange refuses a request; tasks that the worker has go on."""
@@ -358,7 +366,7 @@ class RewardWorker:
     def _gauges(self) -> dict[str, float]:
         scored, self._scored = self._scored, 0
         sums = self._logged.take_gauges() | self._functions.take_gauges()
-        return {"groups_since_report": float(scored), **sums}
+        return {"groups_since_report": float(scored), "occupied": self._occupancy.take(), **sums}
 
 
 def _inputs(

@@ -32,6 +32,7 @@ from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine, GenerationRequest
 from rollout.engines import create_engine
 from services.common.membership import Membership
+from services.common.reporting.occupancy import Occupancy
 from services.common.reporting.progress_log import ProgressLog
 from services.rollout.group_sampler import GroupSampler
 from services.rollout.hang_probe import answers, until_hung
@@ -96,6 +97,7 @@ class RolloutRun:
         self._no_external = asyncio.Event()
         self._no_external.set()
         self._pace = Pace()
+        self._occupancy = Occupancy()
         self._progress = ProgressLog(log)
         self._sampler = GroupSampler(engine, tokenizer, spec, self._end_sample)
         self.params, self.stop = self._sampler.params, self._sampler.stop
@@ -268,12 +270,14 @@ class RolloutRun:
     async def generate_turn(self, request: GenerationRequest) -> Completion:
         """Generate a turn of an episode, or its end after a prefix: the run's own work. Raises as `generate_external`."""
         self._turns += 1
+        self._note_occupancy()
         if self._turns == 1:
             self._pace.begin_work()
         try:
             completion = await self.generate_external(request)
         finally:
             self._turns -= 1
+            self._note_occupancy()
             if not self._turns:
                 self._pace.end_work()
         self._turn_tokens += len(completion.token_ids) - (
@@ -290,6 +294,7 @@ class RolloutRun:
         return {
             **self._pace.gauges(self.generated_tokens),
             "running": float(self.engine.num_running),
+            "occupied": self._occupancy.take(),
             "leases": float(self.num_leases),
         }
 
@@ -396,13 +401,19 @@ class RolloutRun:
         self._running_by_group[lease.group_id] = lease.num_generations
         self._idle.clear()
         self._pace.begin_work()
+        self._note_occupancy()
+
+    def _note_occupancy(self) -> None:
+        self._occupancy.note(sum(self._running_by_group.values()) + self._turns, self.engine.capacity)
 
     def _end_sample(self, group_id: int) -> None:
         self._running_by_group[group_id] -= 1
+        self._note_occupancy()
         self._room.set()
 
     def _release(self, lease: pb.Lease) -> None:
         del self._running_by_group[lease.group_id]
+        self._note_occupancy()
         self._room.set()
         if not self._running_by_group:
             self._idle.set()

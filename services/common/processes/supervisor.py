@@ -95,6 +95,16 @@ class Service:
         """Return whether the child was told to end and has not ended yet."""
         return self._stopping.is_set() and self._keeper.is_alive()
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the child was told to end and has ended."""
+        return self._stopping.is_set() and not self._keeper.is_alive()
+
+    @property
+    def stays(self) -> bool:
+        """Return whether the child was not told to end."""
+        return not self._stopping.is_set()
+
     def wait_ended(self, grace_s: float) -> None:
         """Wait for the child to end after `terminate`, and kill its group after `grace_s` seconds."""
         self._keeper.join(grace_s)

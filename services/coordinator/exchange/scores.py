@@ -138,6 +138,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         reward=float(valid_C.mean()) if len(valid_C) else None,
     )
     exchange.groups.score(run.run_id, score.group_id, scored)
+    exchange.throughput.note_scored(request.member_id, run.share_of_group(row["class"]))
     line = extra_line(score.group_id, row["digest"], score.extra_json, run.group_size(row["class"]))
     if line:
         exchange.notice("extra", line=line)

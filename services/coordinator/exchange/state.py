@@ -27,6 +27,7 @@ from paceline.wire import PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
 from services.coordinator.exchange.lease_durations import LeaseDurations
+from services.coordinator.exchange.throughput import Throughput
 from services.coordinator.ledger.batch_split import Splits
 from services.coordinator.ledger.group_queries import GroupQueries
 from services.coordinator.ledger.groups import Groups
@@ -101,6 +102,10 @@ class ActiveRun:
         grpo = self.spec.grpo
         return grpo.num_generations_per_prompt if group_class == "train" else grpo.val_samples_per_prompt
 
+    def share_of_group(self, group_class: str) -> float:
+        """Return the completions of a group of this class by those of a group to train."""
+        return self.group_size(group_class) / self.group_size("train")
+
     @property
     def max_age(self) -> int:
         """η: bound of the age, in steps, at admission and at a lease; with `in_order` also of a trained token."""
@@ -123,6 +128,8 @@ class Exchange:
         """Durations of leases."""
         self.task_durations = LeaseDurations()
         """Durations of tasks."""
+        self.throughput = Throughput()
+        """Groups that each worker completed."""
         self.overdue: set[str] = set()
         """Workers that held leases or tasks for too long: they get none before they have submitted something."""
         self.versions: dict[str, Version] = {}

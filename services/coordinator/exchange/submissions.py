@@ -81,6 +81,7 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     quarantine.clear(exchange, run, result.group_id)
     generated = Generated(group.num_tokens, group.num_sequence_tokens, group.oldest_step, result.digest)
     exchange.groups.commit(run.run_id, result.group_id, generated)
+    exchange.throughput.note_generated(request.member_id, run.share_of_group(row["class"]))
     if row["class"] == "train":
         exchange.drops_in_a_row.end_of_generation()
     return exchange.committed(request)

@@ -48,6 +48,7 @@ from services.coordinator.members.registry import Members
 from services.coordinator.pool.pool import Pool
 from services.coordinator.reporting.run_log import RunLog
 from services.coordinator.reporting.watchdog import Watchdog
+from services.coordinator.scaling.scaler import PERIOD_S, Scaler
 from services.coordinator.text_limits import one_line
 
 TICK_S = 0.5
@@ -72,14 +73,17 @@ class Coordinator:
         min_free_bytes: int = 0,
         functions_from: Sequence[Path] = (),
         blobs: BlobStore | None = None,
+        scaling_period_s: float = PERIOD_S,
     ):
-        """`blobs` has the files of the runs; by default those beneath `directory`."""
+        """`blobs` has the files of the runs; by default those beneath `directory`. `scaling_period_s` are the seconds between
+        two decisions on the sizes of pools."""
         self.ledger = ledger
         self.committed = Ledger(ledger.path, read_only=True)
         """Read-only connection for answers to clients: it does not see a transaction that is not committed."""
         self.members = members
         self.lock = asyncio.Lock()
         self.exchange = Exchange(ledger)
+        self.scaler = Scaler(ledger, self.exchange, members, scaling_period_s)
         self.run_log = RunLog(ledger, self.exchange, members)
         self._prompts = PromptCheck(ledger.path)
         self.server = ExchangeServer(
@@ -140,6 +144,7 @@ class Coordinator:
             self._check,
             self._preemption.check,
             self._hours.check,
+            self.scaler.check,
             self._tidy_up,
         )
         for duty in duties:
@@ -185,6 +190,7 @@ class Coordinator:
         run = self.exchange.active
         if run is None:
             return
+        self.scaler.note(notices)
         for notice in notices:
             if notice.kind == "paused" and notice.run_id == run.run_id:
                 log.warning("run %s is paused: %s", run.run_id, one_line(notice.content["message"]))
@@ -259,6 +265,7 @@ class Coordinator:
         for member in self.members.all():
             member.end_stream()
         await self.watchers.notify()
+        await self.scaler.stop()
 
     def close(self) -> None:
         """Close sockets and files; the caller who opened the ledger closes it."""

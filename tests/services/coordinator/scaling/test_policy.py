@@ -94,9 +94,33 @@ def test_a_filling_pool_does_not_look_slow() -> None:
     assert state.rate == pytest.approx((40 + 32) / 60)
 
 
-def test_next_to_nothing_says_nothing_of_the_rate() -> None:
+def test_another_kind_of_work_is_learnt_from_one_measurement() -> None:
+    fast = decide(SETTLED, replace(BUSY, completed=2000), BOUNDS)
+    assert fast.rate == pytest.approx(5.0)
+    slower = decide(SETTLED, replace(BUSY, completed=100), BOUNDS)  # half as fast may be chance
+    assert 0.25 < slower.rate < 0.5
+
+
+def test_a_pool_serves_its_share_and_may_go_to_zero_without_one() -> None:
+    assert decide(SETTLED, replace(BUSY, share=0.25), BOUNDS).need == pytest.approx(0.25 * 8.8)
+    state = replace(SETTLED, desired=2)
+    for _ in range(5):
+        state = decide(state, replace(BUSY, ready=2, share=0.0), BOUNDS)
+    assert state.desired == 0
+    assert decide(state, replace(BUSY, ready=0, occupied=0.0, completed=0, share=0.5), BOUNDS).desired > 0
+
+
+def test_the_time_for_which_a_need_has_to_be_low_is_named_or_follows_the_cold_start() -> None:
+    assert Bounds(cold_start_s=30.0).hold_s == 300.0
+    assert Bounds(cold_start_s=300.0).hold_s == 600.0
+    assert Bounds(cold_start_s=300.0, low_s=4.0).hold_s == 4.0
+
+
+def test_next_to_nothing_changes_next_to_nothing_of_the_rate() -> None:
     state = decide(SETTLED, replace(BUSY, occupied=0.01, completed=1), BOUNDS)
-    assert state.rate == SETTLED.rate
+    assert state.rate == pytest.approx(SETTLED.rate, rel=0.02)
+    idle = decide(SETTLED, replace(BUSY, occupied=0.0, completed=3), BOUNDS)
+    assert idle.rate == SETTLED.rate, "groups of workers that have left since say nothing"
 
 
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)

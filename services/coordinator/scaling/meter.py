@@ -1,0 +1,236 @@
+"""What the coordinator sees of its pools between two decisions: members, their room, their results, the learner's steps.
+
+`tick` is called several times a second and adds up; `take` ends a period. `measure` turns a period into what the policy needs of
+one pool. The room that is taken is what workers report with each heartbeat; results are counted where they are committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.members.registry import Member, Members
+from services.coordinator.scaling.policy import Measurement
+from services.coordinator.scaling.pools import PoolConfig
+
+LEARNER_STEP = "step_s"
+"""Metric of a learner's receipt: seconds of the step."""
+
+NOT_WORK = frozenset({"groups:dropped:run_ended", "groups:dropped:by_request"})
+"""Counters of dropped groups that no step asked for."""
+
+HALF_LIFE_STEPS = 8.0
+"""Steps after which the learner's wait has half of its weight."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What was seen of one worker within a period."""
+
+    role: str
+    is_ready: bool
+    """It takes work at the end of the period."""
+    ready_s: float = 0.0
+    """Seconds in which it took work."""
+    occupied_s: float = 0.0
+    """These seconds by the share of its room that was taken."""
+    completed: float = 0.0
+    held: int = 0
+
+
+@dataclass(frozen=True)
+class Period:
+    """What was seen between two decisions."""
+
+    seconds: float
+    roles: frozenset[str]
+    """Roles that the run needs; empty without a run that trains."""
+    workers: dict[str, Worker] = field(default_factory=dict)
+    steps: int = 0
+    step_s: float = 0.0
+    """Mean seconds of a step without the wait for its batch."""
+    groups_per_step: float = 0.0
+    holder: str = "rollout"
+    """Role of the workers that hold leases and submit groups."""
+
+    def of_pool(self, pool: PoolConfig) -> dict[str, Worker]:
+        """Return the workers of a pool by name."""
+        return {name: worker for name, worker in self.workers.items() if pool.has(worker.role, name)}
+
+
+def measure(period: Period, pool: PoolConfig, share: float) -> Measurement:
+    """Return what a period says of one pool.
+
+    In a run with an environment rollout workers sample the turns of groups that others submit: each has completed its part of
+    them, by the room that it had taken.
+    """
+    own = period.of_pool(pool)
+    ready_s = sum(worker.ready_s for worker in own.values())
+    occupied_s = sum(worker.occupied_s for worker in own.values())
+    completed, held = sum(w.completed for w in own.values()), float(sum(w.held for w in own.values()))
+    if pool.role == "rollout" and period.holder != "rollout":
+        everywhere_s = sum(w.occupied_s for w in period.workers.values() if w.role == "rollout")
+        part = occupied_s / everywhere_s if everywhere_s else 0.0
+        completed = part * sum(w.completed for w in period.workers.values() if w.role == period.holder)
+        held = part * sum(w.held for w in period.workers.values() if w.role == period.holder)
+    ready = sum(worker.is_ready for worker in own.values())
+    if not ready_s:
+        completed, held = 0.0, 0.0
+    return Measurement(
+        seconds=period.seconds,
+        has_run=pool.role in period.roles,
+        ready=ready,
+        starting=len(own) - ready,
+        completed=completed,
+        held=held,
+        # `decide` multiplies by the present workers: those that came or left within the period count for their part of it.
+        occupied=occupied_s / (period.seconds * ready) if ready and period.seconds else 0.0,
+        steps=period.steps,
+        step_s=period.step_s,
+        groups_per_step=period.groups_per_step,
+        share=share,
+    )
+
+
+class Meter:
+    """Counts of one coordinator; a restart begins anew."""
+
+    def __init__(self, ledger: Ledger, exchange: Exchange, members: Members, now_s: float):
+        self._ledger, self._exchange, self._members = ledger, exchange, members
+        self._ticked_s = self._began_s = now_s
+        self._ready_s: dict[str, float] = {}
+        self._occupied_s: dict[str, float] = {}
+        self._completed: dict[str, float] = {}
+        """Groups by worker up to the period's begin."""
+        self._dropped: tuple[str, int] | None = None
+        """Run, and the groups that it had dropped when its last step was counted."""
+        self._learner_step_s = 0.0
+        self._last_step: tuple[str, int, float] | None = None
+        """Run, session and time of the last trained step."""
+        self._steps, self._steps_s, self._groups = 0, 0.0, 0.0
+        self._waited_s = self._passed_s = 0.0
+        """Seconds of the learner's waits and of its steps with them; older ones have less weight."""
+
+    def note(self, notices: Iterable[Notice], now_s: float) -> None:
+        """Count the trained steps among the exchange's notices."""
+        for notice in notices:
+            if notice.kind == "metrics":
+                self._learner_step_s = float(notice.content["metrics"].get(LEARNER_STEP, 0.0))
+            elif notice.kind == "step":
+                self._count_step(notice, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Add the time since the last call to each worker that takes work."""
+        elapsed_s, self._ticked_s = max(0.0, now_s - self._ticked_s), now_s
+        run = self.running()
+        if run is None:
+            return
+        for member in self._members.all():
+            if takes_work(member, run):
+                name = member.member_id
+                self._ready_s[name] = self._ready_s.get(name, 0.0) + elapsed_s
+                # A worker of the version before does not say how much of its room is taken.
+                occupied = min(max(member.gauges.get("occupied", 1.0), 0.0), 1.0)
+                self._occupied_s[name] = self._occupied_s.get(name, 0.0) + elapsed_s * occupied
+
+    def take(self, now_s: float) -> Period:
+        """End the period and return what was seen in it."""
+        self.tick(now_s)
+        run = self.running()
+        roles, holder = frozenset[str](), "rollout"
+        if run is not None:
+            with_environment = run.spec.environment.is_used
+            roles = frozenset({"rollout", "reward", *(["environment"] if with_environment else [])})
+            holder = "environment" if with_environment else "rollout"
+        throughput, held = self._exchange.throughput, self._ledger.group_queries.num_held()
+        completed = {**throughput.generated, **throughput.scored}
+        workers = {}
+        for member in self._members.all():
+            if member.role_name == "learner" or member.draining or not member.connected:
+                continue
+            name = member.member_id
+            workers[name] = Worker(
+                role=member.role_name,
+                is_ready=run is not None and takes_work(member, run),
+                ready_s=self._ready_s.get(name, 0.0),
+                occupied_s=self._occupied_s.get(name, 0.0),
+                completed=completed.get(name, 0.0) - self._completed.get(name, 0.0),
+                held=held.get(name, 0),
+            )
+        period = Period(
+            seconds=now_s - self._began_s,
+            roles=roles,
+            workers=workers,
+            steps=self._steps,
+            step_s=self._steps_s / self._steps if self._steps else 0.0,
+            groups_per_step=self._groups / self._steps if self._steps else 0.0,
+            holder=holder,
+        )
+        throughput.keep(member.member_id for member in self._members.all())
+        self._began_s, self._completed = now_s, completed
+        self._ready_s, self._occupied_s = {}, {}
+        self._steps, self._steps_s, self._groups = 0, 0.0, 0.0
+        return period
+
+    def running(self) -> ActiveRun | None:
+        """Return the run that trains on groups now; None for a paused run, or one on a data set's examples."""
+        run = self._exchange.active
+        if run is None or run.prompts is None or self._ledger.run(run.run_id)["state"] != "running":
+            return None
+        return run
+
+    def wait_fraction(self, now_s: float) -> float:
+        """Return the share of the learner's time in which it waited for its batch, the wait that goes on now included."""
+        run, waiting_s = self.running(), 0.0
+        if run is not None:
+            row = self._ledger.run(run.run_id)
+            asked_s = self._exchange.first_requested_s.get(row["next_batch"])
+            if asked_s is not None and row["next_batch"] <= row["next_step"]:
+                waiting_s = max(0.0, now_s - asked_s)
+        passed_s = self._passed_s + waiting_s
+        return min(1.0, (self._waited_s + waiting_s) / passed_s) if passed_s else 0.0
+
+    def _count_step(self, notice: Notice, now_s: float) -> None:
+        run = self._exchange.active
+        if run is None or run.prompts is None or run.run_id != notice.run_id:
+            return
+        session = int(self._ledger.run(run.run_id)["session"])
+        before, self._last_step = self._last_step, (run.run_id, session, now_s)
+        dropped_before, dropped = self._dropped, self._num_dropped(run.run_id)
+        self._dropped = (run.run_id, dropped)
+        wait_s = max(0.0, float(notice.content["metrics"].get("learner_wait_s", 0.0)))
+        train_s = self._learner_step_s
+        if before is not None and before[:2] == (run.run_id, session):
+            # Publishing and checkpoints are a part of it, which the learner's own figure leaves out.
+            train_s = max(train_s, now_s - before[2] - wait_s)
+        if train_s <= 0:
+            return
+        self._steps += 1
+        self._steps_s += train_s
+        self._groups += run.batch_size
+        if dropped_before is not None and dropped_before[0] == run.run_id:
+            self._groups += max(0, dropped - dropped_before[1])
+        kept = 0.5 ** (1 / HALF_LIFE_STEPS)
+        self._waited_s = kept * self._waited_s + wait_s
+        self._passed_s = kept * self._passed_s + wait_s + train_s
+
+    def _num_dropped(self, run_id: str) -> int:
+        counters = self._ledger.counters(run_id)
+        return sum(
+            number
+            for name, number in counters.items()
+            if name.startswith("groups:dropped:") and name not in NOT_WORK
+        )
+
+
+def takes_work(member: Member, run: ActiveRun) -> bool:
+    """Return whether a worker has set the run up and takes its work."""
+    return (
+        member.connected
+        and not member.suspected
+        and not member.draining
+        and member.role_name != "learner"
+        and member.ready_run == run.run_id
+    )

@@ -1,0 +1,77 @@
+"""`paceline up --scale`: the pools of one host get the sizes that the coordinator decides, as KEDA gives them to a cluster's pools.
+
+One thread asks the coordinator's external scaler and adds or removes services. A service that is removed drains: it returns its
+work before it ends. Nothing changes while the coordinator is away or does not know.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+
+from paceline.rpc_errors import status_name
+from paceline.token import open_channel
+from protos.externalscaler import externalscaler_pb2 as keda
+from protos.externalscaler import externalscaler_pb2_grpc
+from services.local.cluster import LocalCluster
+
+ASK_S = 2.0
+"""Seconds between two questions."""
+
+CALL_S = 10.0
+AWAY = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
+"""Statuses after which it simply asks again."""
+
+Metadata = Mapping[str, str]
+
+
+class LocalScaler:
+    """The sizes of the pools of one cluster, from entry to exit."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        pools: Mapping[str, Metadata],
+        say: Callable[[str], None],
+        ask_s: float = ASK_S,
+    ):
+        """`pools` has the scaler's metadata by role."""
+        self._cluster, self._pools, self._say, self._ask_s = cluster, dict(pools), say, ask_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scaler", daemon=True)
+
+    def __enter__(self) -> LocalScaler:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        """End the thread, before the cluster stops: nothing is started after that."""
+        self._ended.set()
+        self._thread.join(CALL_S + self._ask_s)
+
+    def _run(self) -> None:
+        with open_channel(self._cluster.address, Path(self._cluster.token_file), []) as channel:
+            stub = externalscaler_pb2_grpc.ExternalScalerStub(channel)
+            while not self._ended.wait(self._ask_s):
+                for role, metadata in self._pools.items():
+                    self._apply(stub, role, metadata)
+
+    def _apply(self, stub: externalscaler_pb2_grpc.ExternalScalerStub, role: str, metadata: Metadata) -> None:
+        """Give a pool the size that the coordinator wants."""
+        ref = keda.ScaledObjectRef(name=role, scalerMetadata=metadata)
+        try:
+            answer = stub.GetMetrics(keda.GetMetricsRequest(scaledObjectRef=ref), timeout=CALL_S)
+        except grpc.RpcError as error:
+            if status_name(error) not in AWAY and not self._ended.is_set():
+                self._say(f"the {role} pool keeps its size: {error.details()}")
+            return
+        size, before = int(answer.metricValues[0].metricValueFloat), self._cluster.size(role)
+        if size != before and not self._ended.is_set():
+            self._say(f"{role} workers: {before} become {size} (`paceline status` says why)")
+            self._cluster.resize(role, size)
