@@ -60,6 +60,7 @@ COVERED_BY = {
     "paceline/models/memory_remedies.py": "test_memory_plan.py",
     "paceline/rpc_errors.py": "test_client.py",
     "paceline/spec/with_keys.py": "tests/paceline/models/test_memory_plan.py",
+    "services/coordinator/scaling/meter.py": "test_scaler.py",
     "services/local/room.py": "tests/services/cli/test_plan.py",
     "learner/model/cpu_linear.py": "test_policy.py",
     "learner/objectives/completions.py": "test_kto.py",

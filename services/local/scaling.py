@@ -13,7 +13,9 @@ from types import TracebackType
 
 import grpc
 
+from paceline.host.cores import usable_cores
 from paceline.rpc_errors import status_name
+from paceline.spec import ClusterSection
 from paceline.token import open_channel
 from protos.externalscaler import externalscaler_pb2 as keda
 from protos.externalscaler import externalscaler_pb2_grpc
@@ -26,7 +28,35 @@ CALL_S = 10.0
 AWAY = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
 """Statuses after which it simply asks again."""
 
+COLD_START_S, IDLE_S, HOLD_S = 20.0, 60.0, 120.0
+"""Metadata of a host's pools: processes start faster than hosts do, and cost nothing but the host's own cores."""
+
 Metadata = Mapping[str, str]
+
+
+def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -> dict[str, Metadata]:
+    """Return the scaler's metadata of each pool that the runs of this host need. `bounds` are fewest and most workers by role;
+    by default none between runs, and as many as the host has cores, or as the spec says where they have GPUs."""
+    numbers = {
+        "rollout": (sizes.rollout_workers, sizes.rollout_gpus),
+        "reward": (sizes.reward_workers, sizes.reward_gpus),
+        "environment": (sizes.environment_workers or 0, ()),
+    }
+    pools: dict[str, Metadata] = {}
+    for role, (first, gpus) in numbers.items():
+        if not first:
+            continue
+        least, most = bounds.get(role, (0, first if gpus else max(first, usable_cores())))
+        pools[role] = {
+            "pool": role,
+            "minWorkers": str(least),
+            "maxWorkers": str(most),
+            "firstWorkers": str(min(max(first, least), most)),
+            "coldStartSeconds": f"{COLD_START_S:g}",
+            "idleSeconds": f"{IDLE_S:g}",
+            "holdSeconds": f"{HOLD_S:g}",
+        }
+    return pools
 
 
 class LocalScaler:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -32,12 +33,31 @@ from services.common.options import (
 from services.local.cluster import GRACE_S, LocalCluster
 from services.local.missing_paths import check_paths_are_here
 from services.local.room import planned_here
+from services.local.scaling import LocalScaler, scaled_pools
 from services.local.sizes import sizes_for
 
 USUAL_PORT = 7070
 MIN_FREE_MB = 512
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
+
+
+SCALED_ROLES = ("rollout", "reward", "environment")
+
+
+def _bounds(
+    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, tuple[int, int]]:
+    """Callback of --bounds. Raises click.UsageError for anything but POOL=FEWEST:MOST."""
+    bounds = {}
+    for text in texts:
+        match = re.fullmatch(r"(\w+)=(\d{1,5}):(\d{1,5})", text)
+        if match is None or match[1] not in SCALED_ROLES or not max(1, int(match[2])) <= int(match[3]):
+            raise click.UsageError(
+                f"--bounds {text}: has to be POOL=FEWEST:MOST, such as rollout=0:4, of {', '.join(SCALED_ROLES)}"
+            )
+        bounds[match[1]] = (int(match[2]), int(match[3]))
+    return bounds
 
 
 @click.command()
@@ -79,6 +99,19 @@ INTERRUPTED = 130
     show_default=True,
     help="Seconds for the services to return leases and write a checkpoint at Ctrl-C or SIGTERM.",
 )
+@click.option(
+    "--scale",
+    is_flag=True,
+    help="Add and remove workers of this host as the run needs them; `paceline status` says why. Between runs there are none.",
+)
+@click.option(
+    "--bounds",
+    multiple=True,
+    metavar="POOL=FEWEST:MOST",
+    callback=_bounds,
+    help="With --scale: fewest and most workers of rollout, reward or environment; may be given for each. Default 0 to the "
+    "number of cores, or of cluster.*_workers where they have GPUs.",
+)
 @functions_from_option
 @token_file_option
 @shown_options
@@ -94,6 +127,8 @@ def up(
     min_free_mb: int,
     functions_from: tuple[Path, ...],
     grace_s: float,
+    scale: bool,
+    bounds: Mapping[str, tuple[int, int]],
     shown: Shown,
 ) -> None:
     """Start all services on this host (SPEC's `cluster` section says how many), submit SPEC and watch the run.
@@ -103,6 +138,8 @@ def up(
     """
     from paceline.spec.reading import load_spec
 
+    if bounds and not scale:
+        raise click.UsageError("--bounds needs --scale")
     wanted = load_spec(spec, overrides) if spec else None
     run_here(
         wanted,
@@ -116,6 +153,7 @@ def up(
         grace_s=grace_s,
         store=store,
         shown=shown,
+        scaled=bounds if scale else None,
     )
 
 
@@ -132,12 +170,14 @@ def run_here(
     functions_from: tuple[Path, ...] = (),
     grace_s: float = GRACE_S,
     store: str = "",
+    scaled: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
     """Start services in `directory`, submit `spec` if given, and follow all open runs to their end, also while the
     coordinator restarts. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all followed
     runs succeed.
 
-    Runs that train on a data set's examples get no rollout and reward workers. Raises PacelineError.
+    Runs that train on a data set's examples get no rollout and reward workers. With `scaled` (bounds by role, possibly none)
+    the coordinator's advice decides on the number of workers. Raises PacelineError.
     """
     say = functools.partial(click.echo, err=True)
     if spec is not None:
@@ -183,6 +223,8 @@ def run_here(
             first = next(iter(going_on))
             say(f"{first} is still open and goes first; `paceline cancel {first}` ends it")
         cluster.start_workers()
+        if scaled is not None:
+            stack.enter_context(LocalScaler(cluster, scaled_pools(sizes, scaled), say))
         try:
             succeeded = [_follow(client, run_id, left.events.get(run_id, 0), shown) for run_id in run_ids]
         except KeyboardInterrupt:

@@ -364,3 +364,30 @@ def test_processes_with_gpus_share_the_cores(tmp_path: Path, monkeypatch: pytest
     cluster = LocalCluster(tmp_path / "runs", sizes, gpus=("0", "1", "2", "3"))
     assert cluster._environment((0, 1))["OMP_NUM_THREADS"] == "24"
     assert cluster._environment(())["OMP_NUM_THREADS"] == "4"
+
+
+def test_a_pool_is_resized_and_a_removed_service_is_no_death(tmp_path: Path) -> None:
+    """Small children in place of the workers; the newest leaves first, and its name is used again."""
+    said: list[str] = []
+    code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+    cluster = LocalCluster(
+        tmp_path, ClusterSection(), launchers={"reward": [sys.executable, "-c", code]}, say=said.append
+    )
+    (tmp_path / "logs").mkdir()
+    try:
+        cluster.resize("reward", 3)
+        until(lambda: len(cluster.pids("reward")) == 3)
+        kept = cluster.pids("reward")[0]
+        cluster.resize("reward", 1)
+        assert cluster.size("reward") == 1
+        until(lambda: list(cluster.pids("reward")) == [0])
+        assert cluster.pids("reward")[0] == kept
+        until(lambda: cluster._free_index("reward") == 1)
+        assert cluster.add("reward") == "reward-1"
+        assert cluster.size("reward") == 2
+        with pytest.raises(NotFound, match="no rollout service to remove"):
+            cluster.remove("rollout")
+    finally:
+        cluster.stop()
+    assert not any(cluster.deaths("reward", index) for index in range(2))
+    assert not said

@@ -87,6 +87,43 @@ def test_a_signal_before_anything_runs_ends_without_a_word_of_click(up: Callable
     assert "Aborted!" not in result.output
 
 
+def test_scaled_pools_have_the_bounds_of_the_command(
+    up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: dict[str, Any] = {}
+
+    class Scaler:
+        def __init__(self, _cluster: Any, given: dict[str, Any], _say: Any):
+            pools.update(given)
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("services.cli.running.up.LocalScaler", Scaler)
+    assert up().exit_code == 0
+    assert not pools
+    result = up("--scale", "--bounds", "rollout=1:7")
+    assert result.exit_code == 0, result.output
+    assert (pools["rollout"]["minWorkers"], pools["rollout"]["maxWorkers"]) == ("1", "7")
+    assert pools["reward"]["minWorkers"] == "0"
+
+
+@pytest.mark.parametrize(
+    "bounds", ["rollout", "rollout=3", "rollout=3:1", "rollout=0:0", "learner=1:2", "reward=-1:2"]
+)
+def test_bounds_that_are_none_are_refused(bounds: str, up: Callable[..., Result]) -> None:
+    result = up("--scale", "--bounds", bounds)
+    assert result.exit_code == 2
+    assert f"--bounds {bounds}: has to be POOL=FEWEST:MOST, such as rollout=0:4" in result.output
+
+
+def test_bounds_need_scale(up: Callable[..., Result]) -> None:
+    assert "--bounds needs --scale" in up("--bounds", "rollout=1:2").output
+
+
 @pytest.mark.parametrize("role", ["learner", "rollout", "reward"])
 def test_a_gpu_that_is_not_there_is_refused(
     role: str, up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
