@@ -20,8 +20,14 @@ from paceline.chat.requests import Ask, Ids
 from paceline.errors import PacelineError
 from paceline.groups import Version
 
-OF_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "detokenize")
-"""Fields of sampling_params that say how to write a text; the answer has none."""
+NOT_IN_ANSWERS = (
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+    "routed_experts_prompt_start",
+)
+"""Fields of sampling_params that say how to write a text, or from where on to report the routes of experts: the answer has
+neither."""
 
 
 class TokenAsk(Ask):
@@ -46,7 +52,7 @@ class TokenAsk(Ask):
         rest = {name: value for name, value in body.items() if name != "sampling_params"}
         if both := sorted(rest.keys() & sampling.keys()):
             raise Unsupported(f"{both[0]} is given twice, in sampling_params too; give it there", both[0])
-        return {**rest, **{name: value for name, value in sampling.items() if name not in OF_TEXT}}
+        return {**rest, **{name: value for name, value in sampling.items() if name not in NOT_IN_ANSWERS}}
 
     @model_validator(mode="after")
     def _check_tokens(self) -> TokenAsk:

@@ -289,6 +289,7 @@ async def test_tokens_go_in_and_come_out(client: AsyncOpenAI, run: EndpointRun) 
         "logprobs": 1,
         "seed": 1,
         "skip_special_tokens": False,
+        "routed_experts_prompt_start": 2,
         "stop_token_ids": [5],
     }
     body = {"model": RUN, "token_ids": prompt_ids, "sampling_params": sampling, "return_token_ids": True}
