@@ -17,6 +17,7 @@ from opentelemetry import trace
 from opentelemetry.propagate import extract
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricReader
     from opentelemetry.sdk.resources import Resource
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -50,18 +51,26 @@ def set_up_tracing(service: str) -> None:
     trace.set_tracer_provider(provider)
 
 
-def set_up_metrics(service: str) -> None:
-    """Exports this process's metrics when an OTLP endpoint is configured, every OTEL_METRIC_EXPORT_INTERVAL milliseconds
-    (60,000) and at its end; once per process."""
-    if not os.environ.get(ENDPOINT_VARIABLE):
+def set_up_metrics(service: str, *, scraped: bool = False) -> None:
+    """Gathers this process's metrics; once per process. They are exported when an OTLP endpoint is configured, every
+    OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000) and at the process's end; with `scraped` the registry of prometheus_client
+    has them."""
+    readers: list[MetricReader] = []
+    if os.environ.get(ENDPOINT_VARIABLE):
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+    if scraped:
+        from opentelemetry.exporter.prometheus import PrometheusMetricReader
+
+        readers.append(PrometheusMetricReader(scope_info_enabled=False))
+    if not readers:
         return
     from opentelemetry import metrics
-    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
     from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-    reader = PeriodicExportingMetricReader(OTLPMetricExporter())
-    metrics.set_meter_provider(MeterProvider([reader], resource=_resource(service)))
+    metrics.set_meter_provider(MeterProvider(readers, resource=_resource(service)))
 
 
 def shut_down_tracing() -> None:

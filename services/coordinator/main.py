@@ -95,6 +95,11 @@ open; Python's default would scan the newest objects after every 700 new ones.""
     show_default=True,
     help="Seconds between two decisions on the sizes of pools.",
 )
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Port of /metrics for Prometheus, on --host; 0 takes a free one, default none.",
+)
 @functions_from_option
 @token_file_option
 def main(
@@ -108,6 +113,7 @@ def main(
     grace_s: float,
     min_free_mb: int,
     bundle_quota_mb: int,
+    metrics_port: int | None,
     functions_from: tuple[Path, ...],
     ready_file: Path | None,
     scaler_port: int | None,
@@ -117,7 +123,7 @@ def main(
     """The coordinator: runs, members, exchange and ledger."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("coordinator")
-    set_up_metrics("coordinator")
+    set_up_metrics("coordinator", scraped=metrics_port is not None)
     directory = directory.resolve()
     try:
         make_directory(directory)
@@ -137,6 +143,7 @@ def main(
         bundle_quota_bytes=bundle_quota_mb << 20,
         functions_from=functions_from,
         ready_file=ready_file,
+        metrics_port=metrics_port,
         capacity=Capacity(raise_file_limit()),
         scaling_period_s=scaling_period_s,
         scaler_host=scaler_host,

@@ -42,6 +42,7 @@ from services.coordinator.lifecycle.coordinator import Coordinator
 from services.coordinator.members.registry import Members
 from services.coordinator.records_servicer import RecordsServicer
 from services.coordinator.scaling_servicers import ExternalScalerServicer, StatusServicer
+from services.coordinator.scrape import metrics_endpoint
 from services.coordinator.servicers import RunServicer, WorkerServicer
 
 MAX_SCALER_CONNECTIONS = 64
@@ -70,6 +71,8 @@ class CoordinatorService:
     """Most bytes of the files of runs' bundles."""
     functions_from: Sequence[Path]
     ready_file: Path | None
+    metrics_port: int | None
+    """Port of `/metrics` for Prometheus; None: there is none."""
     capacity: Capacity
     scaling_period_s: float
     """Seconds between two decisions on the sizes of pools."""
@@ -116,7 +119,8 @@ class CoordinatorService:
                 ledger.path,
                 ledger.term,
             )
-            await self._run_until(stop, server, coordinator)
+            async with metrics_endpoint(self.host, self.metrics_port):
+                await self._run_until(stop, server, coordinator)
         finally:
             await _end_calls(server, coordinator)  # again, because a loop that fails skips the first call
             if scaler_server is not None:

@@ -90,6 +90,11 @@ class Ledger(LedgerFile):
             (sequence, limit),
         ).fetchall()
 
+    def runs_by_state(self) -> dict[str, int]:
+        """Return the number of runs in each state that occurs."""
+        rows = self.db.execute("SELECT state, COUNT(*) AS n FROM runs GROUP BY state")
+        return {row["state"]: int(row["n"]) for row in rows}
+
     def num_runs(self) -> int:
         """Return the number of runs that were ever submitted."""
         return int(self.db.execute("SELECT COUNT(*) AS n FROM runs").fetchone()["n"])

@@ -47,6 +47,7 @@ from services.coordinator.lifecycle.worker_faults import Faults
 from services.coordinator.members.registry import Members
 from services.coordinator.pool.pool import Pool
 from services.coordinator.reporting.run_log import RunLog
+from services.coordinator.reporting.state_otel import StateMeters
 from services.coordinator.reporting.watchdog import Watchdog
 from services.coordinator.scaling.scaler import PERIOD_S, Scaler
 from services.coordinator.text_limits import one_line
@@ -108,6 +109,7 @@ class Coordinator:
         self._preemption = Preemption(self.context, self.states, self.pool.assignments)
         self._hours = Hours(self.context)
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
+        self._state_meters = StateMeters(ledger, self.exchange, members, ledger.path.parent)
         self._finished: tuple[ActiveRun | None, int] = (None, 0)
         """Run and session whose learner has exported."""
         self._finished_s = 0.0
@@ -146,6 +148,7 @@ class Coordinator:
             self._hours.check,
             self.scaler.check,
             self._tidy_up,
+            self._observe,
         )
         for duty in duties:
             try:
@@ -169,6 +172,9 @@ class Coordinator:
         await self._prune()
         self.ledger.remove_unused_segments()
         await self._bundles.tidy_up()
+
+    async def _observe(self) -> None:
+        self._state_meters.observe(time.monotonic())
 
     async def _prune(self) -> None:
         """Delete some of the records that the active run does not need any more."""

@@ -252,7 +252,36 @@ VERSIONS = Part("weights", "Weights by version", "One line for each published ve
     Metric("size_bytes", "bytes", "bytes sent to one member"),
 ))  # fmt: skip
 
-PARTS = (REWARDS, COMPLETIONS, LOSS, PREFERENCES, VALUES, WORK, POOLS, GROUPS, TRANSFER, EVALUATION, VERSIONS)
+STATE = Part("coordinator", "State of the coordinator", "Gauges for a collector alone, renewed every five seconds; no line of "
+             "metrics.jsonl has them.", (
+    Metric("members", "members", "members whose stream is open, by `pool` (`rollout`, `reward`, `environment`, `learner`)",
+           "above 0 for each pool that the run needs"),
+    Metric("suspected", "members", "of the pool: silent for half the heartbeat time-out", "0"),
+    Metric("unable", "members", "of the pool: cannot work on the active run, for a reason that `paceline watch` shows", "0"),
+    Metric("runs", "runs", "runs of the ledger, by `state`", "`failed` and `paused` do not rise"),
+    Metric("step_age_s", "s", "time since the newest step of the run that trains, or since it began; absent without such a run",
+           "a small multiple of `step_s`"),
+    Metric("paused_s", "s", "time since the active run was paused; absent unless it is", "absent"),
+    Metric("disk_free_bytes", "bytes", "free on the ledger's disk", "above `--min-free-mb` with room for the open groups"),
+    Metric("admission_closed", "", "1 while the disk has too little room for new groups", "0"),
+    Metric("unforeseen_errors", "errors", "unforeseen errors of the coordinator since its start", "0"),
+    Metric("memory_gb", "GB", "memory of the host that the coordinator holds"),
+))  # fmt: skip
+
+PARTS = (
+    REWARDS,
+    COMPLETIONS,
+    LOSS,
+    PREFERENCES,
+    VALUES,
+    WORK,
+    POOLS,
+    GROUPS,
+    TRANSFER,
+    EVALUATION,
+    VERSIONS,
+    STATE,
+)
 
 HEAD = """# Metrics
 
@@ -267,9 +296,11 @@ python -c "import pandas; print(pandas.read_json('runs/my-run-1/metrics.jsonl', 
 paceline plot my-run-1
 ```
 
-With OTEL_EXPORTER_OTLP_ENDPOINT set, the coordinator exports them as OpenTelemetry gauges too, `paceline.train.reward` and
-so on with the attribute `paceline.run` (`services/coordinator/reporting/step_otel.py`), which a collector gives to
-Prometheus or another store. No tracker of a vendor is called. To have a run there, send its lines, during the run or
+The coordinator has them as OpenTelemetry gauges too, `paceline.train.reward` and so on with the attribute `paceline.run`
+(`services/coordinator/reporting/step_otel.py`). With OTEL_EXPORTER_OTLP_ENDPOINT set it exports them to a collector; with
+`--metrics-port` it serves them at `/metrics` for Prometheus, where every character of a name but letters and digits is an
+underscore: `paceline_train_reward{paceline_run="my-run-1"}`. Seconds and bytes of weights are histograms there
+(`paceline_weights_transfer_seconds`). [operate.md](operate.md) has alerts. No tracker of a vendor is called. To have a run there, send its lines, during the run or
 afterwards:
 
 ```python
@@ -300,7 +331,8 @@ def page() -> str:
     """Return docs/metrics.md."""
     lines = [HEAD]
     for part in PARTS:
-        lines += [f"## {part.title}", "", f"`kind` is `{part.kind}`. {part.remark}", ""]
+        kind = "Named `paceline.coordinator.<metric>`." if part is STATE else f"`kind` is `{part.kind}`."
+        lines += [f"## {part.title}", "", f"{kind} {part.remark}", ""]
         lines += ["| metric | unit | meaning | healthy |", "|---|---|---|---|"]
         lines += [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.healthy} |" for m in part.metrics]
         lines.append("")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.reporting.metric_table import PAGE, PARTS, metric_of, page
+from services.coordinator.reporting.metric_table import PAGE, PARTS, STATE, metric_of, page
+from services.coordinator.reporting.state_otel import GAUGES as GAUGE_NAMES
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -141,6 +142,10 @@ def test_the_table_has_no_metric_that_the_code_does_not_make() -> None:
             start = metric.name.split("<")[0]
             last = start.rpartition("/")[2] or start
             assert set(re.findall(r"\w+", last)) <= words, metric.name
+
+
+def test_the_coordinators_gauges_are_explained() -> None:
+    assert {metric.name for metric in STATE.metrics} == set(GAUGE_NAMES)
 
 
 def test_the_page_is_made_from_the_table() -> None:
