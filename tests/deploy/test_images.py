@@ -1,7 +1,8 @@
-"""Containers without a container engine: every command line is parsed by the service that it starts, and what the
-options and the health check promise is tried with real processes.
+"""Containers without a container engine: the list of roles, and the images and compose services that are made from it, fit the
+services' own options; what the options and the health check promise is tried with real processes.
 """
 
+import ast
 import json
 import re
 import shutil
@@ -26,8 +27,13 @@ from services.learner.main import main as learner_main
 from services.reward.main import main as reward_main
 from services.rollout.main import main as rollout_main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
+ROLES: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "helm/paceline/files/roles.yaml").read_text())[
+    "roles"
+]
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 COMMANDS: dict[str, click.Command] = {
     "coordinator": coordinator_main,
     "rollout": rollout_main,
@@ -35,20 +41,33 @@ COMMANDS: dict[str, click.Command] = {
     "environment": environment_main,
     "learner": learner_main,
 }
+SERVICES = [name for name, role in ROLES.items() if role["workload"] != "command"]
 STARTS_S = 30.0
 
 
-def instructions(role: str) -> list[tuple[str, str]]:
-    """(word, rest) of each instruction of a role's Dockerfile."""
-    text = (DEPLOY / f"{role}.Dockerfile").read_text()
-    text = re.sub(r"^#.*\n", "", text, flags=re.M).replace("\\\n", " ")
-    return [
-        (word, rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)
-    ]
+@pytest.fixture(autouse=True)
+def trusted_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compose and the chart set it; the options are parsed here."""
+    monkeypatch.setenv("PACELINE_INSECURE", "1")
 
 
-def last(role: str, word: str) -> str:
-    return [rest for name, rest in instructions(role) if name == word][-1]
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """(word, rest) of each instruction of the Dockerfile, by stage; those before the first stage under ""."""
+    text = re.sub(r"^#.*\n", "", (DEPLOY / "docker/Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
+    found: dict[str, list[tuple[str, str]]] = {"": []}
+    for line in filter(None, text.splitlines()):
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            found[rest.split(" AS ")[1]] = []
+        found[list(found)[-1]].append((word, rest.strip()))
+    return found
+
+
+STAGES = stages()
+
+
+def last(stage: str, word: str) -> str:
+    return [rest for name, rest in STAGES[stage] if name == word][-1]
 
 
 def parsed(role: str, arguments: list[str]) -> dict[str, Any]:
@@ -56,86 +75,132 @@ def parsed(role: str, arguments: list[str]) -> dict[str, Any]:
     return COMMANDS[role].make_context(role, arguments).params
 
 
-def compose() -> dict[str, Any]:
-    tree: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    return tree
+def targets() -> list[tuple[str, str]]:
+    return [
+        (role, role if image == about["images"][0] else f"{role}-{image}")
+        for role, about in ROLES.items()
+        for image in about["images"]
+    ]
 
 
-@pytest.mark.parametrize("role", COMMANDS)
-def test_each_role_has_an_image_of_two_stages_without_root(role: str) -> None:
-    words = instructions(role)
-    stages = [rest for word, rest in words if word == "FROM"]
-    assert stages == ["${BASE} AS build", "${BASE}"]
-    assert words[0][0] == "ARG"
-    assert words[0][1].startswith("BASE=")
-    user = last(role, "USER")
+def test_images_and_compose_are_made_from_the_list_of_roles() -> None:
+    checked = subprocess.run(
+        [sys.executable, DEPLOY / "render.py", "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_list_has_every_service_of_the_project() -> None:
+    assert {role["command"] for role in ROLES.values()} == set(SCRIPTS)
+    assert set(SERVICES) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("role", SERVICES)
+def test_what_the_list_says_is_what_the_service_does(role: str) -> None:
+    about = ROLES[role]
+    assert SCRIPTS[about["command"]].startswith(f"services.{role}")
+    assert parsed(role, [])["grace_s"] == about["grace_s"]
+    source = "\n".join(path.read_text() for path in (ROOT / "services" / role).glob("*.py"))
+    names = {
+        node.value
+        for node in ast.walk(ast.parse(source.replace("from __future__ import annotations", "")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert not about["health"] or about["health"] in names
+    for called, ports in about["calls"].items():
+        assert ports == "any" or set(ports) <= set(ROLES[called]["ports"])
+
+
+@pytest.mark.parametrize(("role", "target"), targets())
+def test_an_image_starts_its_service_without_root(role: str, target: str) -> None:
+    assert last(target, "FROM").split()[0] in STAGES
+    user = last(last(target, "FROM").split()[0], "USER")
     assert user.isdigit()
     assert int(user) > 0
-    for word, rest in words:
-        if word == "COPY" and not rest.startswith("--from"):
-            *paths, _ = rest.split()
-            assert all((ROOT / path).exists() for path in paths), rest
-
-
-@pytest.mark.parametrize("role", COMMANDS)
-def test_an_image_starts_its_service_with_options_that_it_has(role: str) -> None:
-    script, *fixed = json.loads(last(role, "ENTRYPOINT"))
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts[script].startswith(f"services.{role}")
-    options = parsed(role, fixed + json.loads(last(role, "CMD")))
+    if role == "cli":
+        return
+    script, *fixed = json.loads(last(target, "ENTRYPOINT"))
+    assert script == ROLES[role]["command"]
+    options = parsed(role, fixed + json.loads(last(target, "CMD")))
     assert options["host"] == "0.0.0.0"
-    assert str(options["port"]) in last(role, "EXPOSE").split()
-    health = json.loads(last(role, "HEALTHCHECK").partition("CMD ")[2])
+    assert options["port"] == ROLES[role]["ports"]["grpc"]
+    assert last(target, "EXPOSE").split() == [str(port) for port in ROLES[role]["ports"].values()]
+    health = json.loads(last(target, "HEALTHCHECK").partition("CMD ")[2])
     assert health == ["python", "-m", "services.common.healthcheck", f"127.0.0.1:{options['port']}"]
     if role != "coordinator":
-        known = parsed("coordinator", json.loads(last("coordinator", "ENTRYPOINT"))[1:])
-        assert options["coordinator"] == f"coordinator:{known['port']}"
+        assert options["coordinator"] == f"coordinator:{ROLES['coordinator']['ports']['grpc']}"
+
+
+def test_what_is_copied_into_images_exists_and_is_let_through() -> None:
+    let_through = [
+        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
+    ]
+    for word, rest in (pair for stage in STAGES.values() for pair in stage):
+        if word == "COPY" and not rest.startswith("--from"):
+            for path in rest.split()[:-1]:
+                assert (ROOT / path).exists(), path
+                assert any(path == allowed or path.startswith(f"{allowed}/") for allowed in let_through), path
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"][
+        "include"
+    ]
+    copied = {rest.split()[0] for _, rest in STAGES["source"]}
+    assert {name.removesuffix("*") for name in packaged} <= copied
+
+
+def test_no_compiler_is_in_images_but_those_for_gpus() -> None:
+    for stage, words in STAGES.items():
+        text = " ".join(rest for _, rest in words)
+        assert (" gcc" in text) == (stage == "gpu"), stage
+        assert "build-essential" not in text
 
 
 def test_no_file_of_the_project_names_a_package_index() -> None:
     names = re.compile(r"(pypi\.org|pythonhosted|download\.pytorch\.org|registry\.npmjs)")
-    paths = [*DEPLOY.iterdir(), *(ROOT / ".ci").iterdir(), ROOT / "Makefile", ROOT / "constraints.txt"]
-    assert not [path.name for path in paths if path.is_file() and names.search(path.read_text())]
+    paths = [*DEPLOY.rglob("*"), *(ROOT / ".ci").iterdir(), ROOT / "Makefile", ROOT / "constraints.txt"]
+    assert not [
+        path.name for path in paths if path.is_file() and names.search(path.read_text(errors="replace"))
+    ]
 
 
-def test_compose_runs_every_pool_on_cpus() -> None:
-    services = compose()["services"]
-    pools = {name: service for name, service in services.items() if "cpu" in service["profiles"]}
-    assert set(pools) == set(COMMANDS)
-    assert pools["rollout"]["deploy"]["replicas"] == 2
-    assert pools["reward"]["deploy"]["replicas"] == 1
-    assert pools["environment"]["deploy"]["replicas"] == 1
-    for role, service in pools.items():
-        assert service["build"]["dockerfile"] == f"deploy/{role}.Dockerfile"
-        _, *fixed = json.loads(last(role, "ENTRYPOINT"))
-        options = parsed(role, fixed + service.get("command", json.loads(last(role, "CMD"))))
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_compose_runs_every_role(profile: str) -> None:
+    services = {
+        name: service for name, service in COMPOSE["services"].items() if profile in service["profiles"]
+    }
+    assert {name.removesuffix("-gpu") for name in services} == set(SERVICES)
+    for name, service in services.items():
+        role = name.removesuffix("-gpu")
+        _, *fixed = json.loads(last(service["build"]["target"], "ENTRYPOINT"))
+        options = parsed(role, fixed + service["command"])
+        assert float(service["stop_grace_period"].removesuffix("s")) > options["grace_s"]
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
         if role == "learner":
             assert options["ranks"] == 2
-        if "grace_s" in options:
-            assert float(service["stop_grace_period"].removesuffix("s")) > options["grace_s"]
         if role != "coordinator":
             assert service["depends_on"] == {"coordinator": {"condition": "service_healthy"}}
             assert options["coordinator"].split(":")[0] in services
+            assert service["deploy"]["replicas"] == ROLES[role]["compose"]["replicas"]
 
 
 def test_compose_publishes_nothing_beyond_this_host() -> None:
-    published = [port for service in compose()["services"].values() for port in service.get("ports", [])]
+    published = [port for service in COMPOSE["services"].values() for port in service.get("ports", [])]
     assert published
     assert all(port.startswith("127.0.0.1:") for port in published)
 
 
-def test_checkpoints_lie_where_the_coordinator_names_them() -> None:
-    tree = compose()
-    directory = parsed("coordinator", json.loads(last("coordinator", "CMD")))["directory"]
-    for role in ("coordinator", "learner"):
-        assert f"runs:{directory}" in tree["services"][role]["volumes"]
+def test_compose_keeps_ledger_and_store_where_the_coordinator_looks() -> None:
+    options = parsed("coordinator", COMPOSE["services"]["coordinator"]["command"])
+    writes = COMPOSE["services"]["coordinator"]["volumes"]
+    assert f"runs:{options['directory']}" in writes
+    assert f"store:{options['store']}" in writes
     named = {
         mount.split(":")[0]
-        for service in tree["services"].values()
+        for service in COMPOSE["services"].values()
         for mount in service["volumes"]
         if not mount.startswith("$")
     }
-    assert named == set(tree["volumes"])
+    assert named == set(COMPOSE["volumes"])
 
 
 @pytest.mark.skipif(
@@ -145,7 +210,7 @@ def test_checkpoints_lie_where_the_coordinator_names_them() -> None:
 def test_hadolint_finds_nothing() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
     found = subprocess.run(
-        [hadolint, *sorted(DEPLOY.glob("*.Dockerfile"))], capture_output=True, text=True, timeout=60
+        [hadolint, DEPLOY / "docker/Dockerfile"], capture_output=True, text=True, timeout=60
     )
     assert found.returncode == 0, found.stdout
 

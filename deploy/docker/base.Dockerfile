@@ -1,0 +1,110 @@
+# Images of all roles. The role stages at the end are made from deploy/helm/paceline/files/roles.yaml by deploy/render.py; edit
+# deploy/docker/base.Dockerfile above them.
+#
+#   docker build -f deploy/docker/Dockerfile --target coordinator -t paceline-coordinator .
+#   docker build -f deploy/docker/Dockerfile --target rollout-gpu -t paceline-rollout-gpu .
+#
+# BASE is an image with Python 3.11 and its venv; GPU_BASE the same with CUDA's libraries for torch. Every package is pinned with
+# its hash in deploy/docker/locks/ (`make locks`). pip asks the index that its own settings name; --build-arg PIP_INDEX_URL=… or
+# PIP_EXTRA_INDEX_URL=… chooses another. Add a line `# syntax=` only where a registry is reachable.
+ARG BASE=python:3.11-slim-bookworm
+ARG GPU_BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
+
+# What is installed without its dependencies: the packages of this repository.
+FROM ${BASE} AS source
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY protos protos
+COPY paceline paceline
+COPY services services
+COPY rollout rollout
+COPY reward reward
+COPY learner learner
+COPY environment environment
+
+# Coordinator and command line: no torch, no compiler.
+FROM source AS control-build
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+COPY deploy/docker/locks/build.txt deploy/docker/locks/control.txt deploy/docker/trim.py /locks/
+RUN python3 -m venv /opt/paceline \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes -r /locks/build.txt \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/control.txt \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && /opt/paceline/bin/python /locks/trim.py
+
+FROM source AS worker-build
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+COPY deploy/docker/locks/build.txt deploy/docker/locks/worker.txt deploy/docker/locks/torch-cpu.txt deploy/docker/trim.py /locks/
+RUN python3 -m venv /opt/paceline \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes -r /locks/build.txt \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/torch-cpu.txt \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/worker.txt \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && /opt/paceline/bin/python /locks/trim.py
+
+FROM ${GPU_BASE} AS gpu-build
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY --from=source /src /src
+COPY deploy/docker/locks/build.txt deploy/docker/locks/vllm.txt /locks/
+RUN python3 -m venv /opt/paceline \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes -r /locks/build.txt \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/vllm.txt \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+
+FROM ${BASE} AS control
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.version=${VERSION} \
+      org.opencontainers.image.revision=${REVISION} \
+      org.opencontainers.image.licenses=Apache-2.0
+RUN useradd --uid 10001 --create-home paceline \
+    && mkdir /runs /store /token /cache \
+    && chown paceline:paceline /runs /store /token /cache
+COPY --from=control-build /opt/paceline /opt/paceline
+ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 \
+    XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
+USER 10001
+WORKDIR /tmp
+
+FROM ${BASE} AS worker
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.version=${VERSION} \
+      org.opencontainers.image.revision=${REVISION} \
+      org.opencontainers.image.licenses=Apache-2.0
+RUN useradd --uid 10001 --create-home paceline \
+    && mkdir /runs /store /token /cache \
+    && chown paceline:paceline /runs /store /token /cache
+COPY --from=worker-build /opt/paceline /opt/paceline
+ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 \
+    XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
+USER 10001
+WORKDIR /tmp
+
+# The one compiler that Triton and inductor call at run time, and Python's headers, which its input includes.
+FROM ${GPU_BASE} AS gpu
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.version=${VERSION} \
+      org.opencontainers.image.revision=${REVISION} \
+      org.opencontainers.image.licenses=Apache-2.0
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home paceline \
+    && mkdir /runs /store /token /cache \
+    && chown paceline:paceline /runs /store /token /cache
+COPY --from=gpu-build /opt/paceline /opt/paceline
+ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 CC=gcc \
+    XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton
+USER 10001
+WORKDIR /tmp

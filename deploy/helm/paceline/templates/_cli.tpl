@@ -1,0 +1,62 @@
+{{/* Metadata and spec, without containers, of a pod that runs commands: the root. */}}
+{{- define "paceline.cliPod" -}}
+metadata:
+  labels:
+    {{- include "paceline.labels" (dict "root" . "role" "cli") | nindent 4 }}
+spec:
+  restartPolicy: Never
+  serviceAccountName: {{ include "paceline.name" . }}-cli
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  {{- with .Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 10001
+    runAsGroup: 10001
+    fsGroup: 10001
+    fsGroupChangePolicy: OnRootMismatch
+    seccompProfile: {type: RuntimeDefault}
+  volumes:
+    - name: token
+      secret:
+        secretName: {{ include "paceline.tokenSecret" . }}
+        defaultMode: 0440
+        items: [{key: {{ .Values.token.key }}, path: token}]
+    - name: tmp
+      emptyDir: {}
+{{- end }}
+
+{{/* A container that runs a command: dict root, name, command, and image or role. */}}
+{{- define "paceline.cliContainer" -}}
+{{- $root := .root -}}
+name: {{ .name }}
+image: {{ .image | default (include "paceline.image" (dict "root" $root "role" (.role | default "cli") "settings" $root.Values.defaults)) | quote }}
+imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+command:
+  {{- toYaml .command | nindent 2 }}
+env:
+  - {name: PACELINE_COORDINATOR, value: {{ include "paceline.coordinator" $root | quote }}}
+  - {name: PACELINE_INSECURE, value: "1"}
+  - {name: PACELINE_TOKEN_FILE, value: /token/token}
+  - {name: HOME, value: /tmp}
+  - {name: XDG_CACHE_HOME, value: /tmp}
+{{- with $root.Values.store.credentialsSecret }}
+envFrom:
+  - secretRef: {name: {{ . }}}
+{{- end }}
+resources:
+  requests: {cpu: 100m, memory: 1Gi}
+  limits: {memory: 2Gi}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+volumeMounts:
+  - {name: token, mountPath: /token, readOnly: true}
+  - {name: tmp, mountPath: /tmp}
+{{- end }}

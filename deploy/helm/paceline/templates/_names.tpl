@@ -1,0 +1,105 @@
+{{/* Names and labels. */}}
+
+{{- define "paceline.name" -}}
+{{- if contains "paceline" .Release.Name -}}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{- else -}}{{ printf "%s-paceline" (.Release.Name | trunc 31 | trimSuffix "-") }}{{- end -}}
+{{- end }}
+
+{{/* Labels of an object: dict root, role, pool. */}}
+{{- define "paceline.labels" -}}
+app.kubernetes.io/name: paceline
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{ include "paceline.selector" . }}
+{{- end }}
+
+{{/* Labels that select pods: dict root, role, pool (both may be empty). */}}
+{{- define "paceline.selector" -}}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+{{- with .role }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- with .pool }}
+paceline/pool: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* HOST:PORT of the coordinator. */}}
+{{- define "paceline.coordinator" -}}
+{{- if .Values.coordinator.enabled -}}
+{{ include "paceline.name" . }}-coordinator.{{ .Release.Namespace }}.svc:{{ include "paceline.port" (dict "root" . "role" "coordinator" "port" "grpc") }}
+{{- else -}}
+{{ required "coordinator.enabled is false: give coordinator.address, the HOST:PORT of the coordinator elsewhere" .Values.coordinator.address }}
+{{- end -}}
+{{- end }}
+
+{{/* All roles by name, from the one list. */}}
+{{- define "paceline.roles" -}}
+{{ (.Files.Get "files/roles.yaml" | fromYaml).roles | toYaml }}
+{{- end }}
+
+{{/* Port of a role by its name: dict root, role, port. */}}
+{{- define "paceline.port" -}}
+{{- $roles := include "paceline.roles" .root | fromYaml -}}
+{{ index $roles .role "ports" .port | int }}
+{{- end }}
+
+{{- define "paceline.tokenSecret" -}}
+{{ .Values.token.existingSecret | default (printf "%s-token" (include "paceline.name" .)) }}
+{{- end }}
+
+{{/* Root of large files as --store takes it. */}}
+{{- define "paceline.store" -}}
+{{ .Values.store.url | default "/store" }}
+{{- end }}
+
+{{- define "paceline.storeClaim" -}}
+{{ .Values.store.volume.existingClaim | default (printf "%s-store" (include "paceline.name" .)) }}
+{{- end }}
+
+{{/* Reference of an image: dict root, role, settings. */}}
+{{- define "paceline.image" -}}
+{{- $roles := include "paceline.roles" .root | fromYaml -}}
+{{- $role := index $roles .role -}}
+{{- $image := .root.Values.image -}}
+{{- $variant := "" -}}
+{{- if .settings.gpus -}}
+{{- if not (has "gpu" $role.images) -}}{{- fail (printf "gpus is %v for the role %s, which has no GPU image (files/roles.yaml)" .settings.gpus .role) -}}{{- end -}}
+{{- $variant = "-gpu" -}}
+{{- end -}}
+{{- .settings.image | default (printf "%spaceline-%s%s:%s" (ternary "" (printf "%s/" $image.registry) (empty $image.registry)) .role $variant ($image.tag | default .root.Chart.AppVersion)) -}}
+{{- end }}
+
+{{/* Settings of a workload over the defaults, as YAML: dict root, settings. */}}
+{{- define "paceline.settings" -}}
+{{ mergeOverwrite (deepCopy .root.Values.defaults) (deepCopy .settings) | toYaml }}
+{{- end }}
+
+{{/* All workloads: list of {name, role, kind, settings}. */}}
+{{- define "paceline.workloads" -}}
+{{- $roles := include "paceline.roles" . | fromYaml -}}
+{{- $found := list -}}
+{{- range $role, $about := $roles -}}
+{{- if has $about.workload (list "coordinator" "learner") -}}
+{{- $settings := index $.Values $role -}}
+{{- if $settings.enabled -}}
+{{- $merged := include "paceline.settings" (dict "root" $ "settings" $settings) | fromYaml -}}
+{{- $found = append $found (dict "name" $role "role" $role "kind" $about.workload "settings" $merged) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $settings := .Values.pools -}}
+{{- if $settings -}}
+{{- $about := index $roles $settings.role -}}
+{{- if or (not $about) (ne $about.workload "pool") -}}
+{{- fail (printf "pools.%s.role is %q, which is no role of a pool (files/roles.yaml)" $name $settings.role) -}}
+{{- end -}}
+{{- if hasKey $roles $name -}}{{- if ne $name $settings.role -}}
+{{- fail (printf "pools.%s has the name of another role than its own, %q" $name $settings.role) -}}
+{{- end -}}{{- end -}}
+{{- $merged := include "paceline.settings" (dict "root" $ "settings" $settings) | fromYaml -}}
+{{- $found = append $found (dict "name" $name "role" $settings.role "kind" "pool" "settings" $merged) -}}
+{{- end -}}
+{{- end -}}
+{{ dict "workloads" $found | toYaml }}
+{{- end }}

@@ -1,0 +1,267 @@
+{{/*
+The pod of a role: dict root, name, role, settings, args (strings beyond the role's own), kind.
+Profile `restricted`, but for fabric.kind infiniband and roce, which need the capability IPC_LOCK.
+*/}}
+{{- define "paceline.podTemplate" -}}
+{{- $root := .root -}}
+{{- $settings := .settings -}}
+{{- $roles := include "paceline.roles" $root | fromYaml -}}
+{{- $about := index $roles .role -}}
+{{- $named := dict "root" $root "role" .role "pool" .name -}}
+{{- $grace := $settings.graceSeconds | default $about.grace_s | int -}}
+{{- $fabric := $settings.fabric -}}
+metadata:
+  labels:
+    app.kubernetes.io/name: paceline
+    {{- include "paceline.selector" $named | nindent 4 }}
+    {{- with $settings.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- $annotations := deepCopy $settings.podAnnotations }}
+  {{- with $fabric.network }}{{- $_ := set $annotations "k8s.v1.cni.cncf.io/networks" . }}{{- end }}
+  {{- if and (eq .kind "learner") $root.Values.gang.enabled }}
+  {{- $_ := set $annotations "scheduling.k8s.io/group-name" (printf "%s-learner" (include "paceline.name" $root)) }}
+  {{- end }}
+  {{- with $annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "paceline.name" $root }}-{{ .role }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ add $grace $settings.preStopSeconds 10 }}
+  {{- with $root.Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  {{- if $settings.priorityClassName }}
+  priorityClassName: {{ $settings.priorityClassName }}
+  {{- else if $root.Values.priorityClasses.create }}
+  priorityClassName: {{ include "paceline.name" $root }}-{{ get (dict "coordinator" "control" "learner" "learner") .kind | default "workers" }}
+  {{- end }}
+  {{- if and (eq .kind "learner") $root.Values.gang.enabled }}
+  schedulerName: volcano
+  {{- else }}
+  {{- with $settings.schedulerName }}
+  schedulerName: {{ . }}
+  {{- end }}
+  {{- end }}
+  {{- with $settings.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $settings.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $settings.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $settings.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if ne .kind "coordinator" }}
+  topologySpreadConstraints:
+    {{- if $settings.topologySpread }}
+    {{- toYaml $settings.topologySpread | nindent 4 }}
+    {{- else }}
+    {{- range (ternary (list "kubernetes.io/hostname") (list "kubernetes.io/hostname" "topology.kubernetes.io/zone") (eq .kind "learner")) }}
+    - maxSkew: 1
+      topologyKey: {{ . }}
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels:
+          {{- include "paceline.selector" $named | nindent 10 }}
+    {{- end }}
+    {{- end }}
+  {{- end }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 10001
+    runAsGroup: 10001
+    fsGroup: 10001
+    fsGroupChangePolicy: OnRootMismatch
+    seccompProfile: {type: RuntimeDefault}
+  {{- if $settings.resourceClaims }}
+  resourceClaims:
+    {{- range $index := until (int $settings.containers) }}
+    {{- range $settings.resourceClaims }}
+    - name: {{ .name }}-{{ $index }}
+      resourceClaimTemplateName: {{ include "paceline.name" $root }}-{{ $.name }}-{{ .name }}
+    {{- end }}
+    {{- end }}
+  {{- end }}
+  {{- $pod := dict "root" $root "name" .name "role" .role "about" $about "settings" $settings "args" .args "kind" .kind "grace" $grace }}
+  containers:
+    {{- range $index := until (int $settings.containers) }}
+    {{- include "paceline.container" (merge (dict "index" $index) $pod) | nindent 4 }}
+    {{- end }}
+  volumes:
+    - name: token
+      secret:
+        secretName: {{ include "paceline.tokenSecret" $root }}
+        defaultMode: 0440
+        items: [{key: {{ $root.Values.token.key }}, path: token}]
+    - name: tmp
+      emptyDir: {}
+    - name: cache
+      emptyDir: {sizeLimit: {{ $settings.cacheSize }}}
+    {{- with $settings.sharedMemory }}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+    {{- end }}
+    {{- if and (hasKey $about.mounts "store") (not $root.Values.store.url) }}
+    - name: store
+      persistentVolumeClaim: {claimName: {{ include "paceline.storeClaim" $root }}}
+    {{- end }}
+{{- end }}
+
+{{/* One container: what podTemplate has, with about, grace and index. */}}
+{{- define "paceline.container" -}}
+{{- $root := .root -}}
+{{- $settings := .settings -}}
+{{- $about := .about -}}
+{{- $fabric := $settings.fabric -}}
+{{- $name := ternary .role (printf "%s-%d" .role .index) (eq (int $settings.containers) 1) -}}
+{{- $port := add $about.ports.grpc .index -}}
+- name: {{ $name }}
+  image: {{ include "paceline.image" (dict "root" $root "role" .role "settings" $settings) | quote }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  command: [{{ $about.command }}]
+  args:
+    - --host=0.0.0.0
+    - --port={{ $port }}
+    - --grace={{ .grace }}
+    {{- if ne .kind "coordinator" }}
+    - --coordinator={{ include "paceline.coordinator" $root }}
+    - --name={{ .name }}
+    {{- end }}
+    {{- range $about.options }}
+    - {{ . | quote }}
+    {{- end }}
+    {{- with $fabric.interface }}
+    - --fabric={{ . }}
+    {{- end }}
+    {{- if $settings.httpPort }}
+    - --http-port={{ add $settings.httpPort .index }}
+    {{- end }}
+    {{- range concat .args $settings.options }}
+    - {{ . | quote }}
+    {{- end }}
+  env:
+    - {name: PACELINE_INSECURE, value: "1"}
+    - {name: PACELINE_TOKEN_FILE, value: /token/token}
+    - {name: HOME, value: /tmp}
+    - {name: XDG_CACHE_HOME, value: /cache}
+    - {name: HF_HOME, value: /cache/huggingface}
+    - {name: TORCHINDUCTOR_CACHE_DIR, value: /cache/inductor}
+    - {name: TRITON_CACHE_DIR, value: /cache/triton}
+    {{- if eq .kind "learner" }}
+    {{- if and (gt (int $settings.nodes) 1) (eq $settings.kind "StatefulSet") }}
+    - name: NODE_RANK
+      valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}
+    {{- end }}
+    {{- end }}
+    {{- range $key, $value := include "paceline.fabricEnv" $fabric | fromYaml }}
+    - {name: {{ $key }}, value: {{ $value | quote }}}
+    {{- end }}
+    {{- range $key, $value := $settings.env }}
+    - {name: {{ $key }}, value: {{ $value | quote }}}
+    {{- end }}
+  {{- if or $settings.envFromSecret $root.Values.store.credentialsSecret }}
+  envFrom:
+    {{- range compact (list $root.Values.store.credentialsSecret $settings.envFromSecret) }}
+    - secretRef: {name: {{ . }}}
+    {{- end }}
+  {{- end }}
+  ports:
+    {{- range $key, $number := $about.ports }}
+    - {name: {{ ternary $key (printf "%s-%d" $key $.index) (eq $.index 0) }}, containerPort: {{ add $number $.index }}}
+    {{- end }}
+    {{- if $settings.httpPort }}
+    - {name: {{ ternary "http" (printf "http-%d" .index) (eq .index 0) }}, containerPort: {{ add $settings.httpPort .index }}}
+    {{- end }}
+    {{- if eq .kind "coordinator" }}
+    {{- if $settings.metrics.enabled }}
+    - {name: metrics, containerPort: {{ $settings.metrics.port }}}
+    {{- end }}
+    {{- end }}
+  {{- $silent := and (eq .kind "learner") (gt (int (get $settings "nodes" | default 1)) 1) }}
+  {{- if not $silent }}
+  startupProbe: # libraries are imported, a ledger is recovered
+    grpc: {port: {{ $port }}}
+    periodSeconds: 5
+    failureThreshold: 120
+  readinessProbe: # it can work on its run; a worker without a run or a coordinator is ready for one
+    grpc: {port: {{ $port }}{{ with $about.health }}, service: {{ . }}{{ end }}}
+    periodSeconds: 10
+    timeoutSeconds: 5
+    failureThreshold: 3
+  livenessProbe: # the process answers; a worker that waits for a coordinator is alive
+    grpc: {port: {{ $port }}}
+    periodSeconds: 20
+    timeoutSeconds: 10
+    failureThreshold: 6
+  {{- end }}
+  {{- if $settings.preStopSeconds }}
+  lifecycle:
+    preStop: {sleep: {seconds: {{ $settings.preStopSeconds }}}}
+  {{- end }}
+  {{- $resources := deepCopy (get $settings "resources" | default dict) }}
+  {{- range $where := list "requests" "limits" }}
+  {{- $part := get $resources $where | default dict }}
+  {{- if $settings.gpus }}{{- $_ := set $part $settings.gpuResource ($settings.gpus | toString) }}{{- end }}
+  {{- if $fabric.devices }}{{- $_ := set $part (include "paceline.fabricResource" $fabric) ($fabric.devices | toString) }}{{- end }}
+  {{- $_ := set $resources $where $part }}
+  {{- end }}
+  {{- if $settings.resourceClaims }}
+  {{- $claims := list }}
+  {{- range $settings.resourceClaims }}{{- $claims = append $claims (dict "name" (printf "%s-%d" .name $.index)) }}{{- end }}
+  {{- $_ := set $resources "claims" $claims }}
+  {{- end }}
+  resources:
+    {{- toYaml $resources | nindent 4 }}
+  securityContext:
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities:
+      drop: [ALL]
+      {{- if has $fabric.kind (list "infiniband" "roce") }}
+      add: [IPC_LOCK] # registers memory with the adapter
+      {{- end }}
+  volumeMounts:
+    - {name: token, mountPath: /token, readOnly: true}
+    - {name: tmp, mountPath: /tmp}
+    - {name: cache, mountPath: /cache}
+    {{- if $settings.sharedMemory }}
+    - {name: shm, mountPath: /dev/shm}
+    {{- end }}
+    {{- if eq (get $about.mounts "runs") "rw" }}
+    - {name: runs, mountPath: /runs}
+    {{- end }}
+    {{- if and (hasKey $about.mounts "store") (not $root.Values.store.url) }}
+    - {name: store, mountPath: /store{{ if eq $about.mounts.store "ro" }}, readOnly: true{{ end }}}
+    {{- end }}
+{{- end }}
+
+{{/* Variables of a fast network for NCCL and libfabric. */}}
+{{- define "paceline.fabricEnv" -}}
+{{- $env := dict -}}
+{{- if eq .kind "efa" -}}
+{{- $_ := set $env "FI_PROVIDER" "efa" -}}
+{{- $_ := set $env "FI_EFA_USE_DEVICE_RDMA" "1" -}}
+{{- else if has .kind (list "infiniband" "roce") -}}
+{{- with .hca }}{{- $_ := set $env "NCCL_IB_HCA" . -}}{{- end -}}
+{{- if eq .kind "roce" }}{{- $_ := set $env "NCCL_IB_GID_INDEX" "3" -}}{{- end -}}
+{{- end -}}
+{{- with .interface }}{{- if not (contains "/" .) -}}{{- $_ := set $env "NCCL_SOCKET_IFNAME" . -}}{{- end -}}{{- end -}}
+{{ toYaml $env }}
+{{- end }}
+
+{{- define "paceline.fabricResource" -}}
+{{ .resource | default (ternary "vpc.amazonaws.com/efa" "rdma/hca" (eq .kind "efa")) }}
+{{- end }}

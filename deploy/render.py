@@ -1,0 +1,153 @@
+"""Makes deploy/docker/Dockerfile and deploy/compose.yaml from the list of roles, deploy/helm/paceline/files/roles.yaml.
+
+    python deploy/render.py [--check]
+
+A role's entry is all that an image, a service of compose and the chart need. --check exits with 1 when a file is not current.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).resolve().parent
+ROLES = DEPLOY / "helm" / "paceline" / "files" / "roles.yaml"
+MADE = "# Made by deploy/render.py from deploy/helm/paceline/files/roles.yaml; do not edit.\n"
+Role = dict[str, Any]
+
+COMPOSE_HEAD = """#
+# All roles on one host. Profile `cpu` needs nothing else; `gpu` gives a GPU to each rollout worker and to the learner.
+#
+#   docker compose -f deploy/compose.yaml --profile cpu up --build --detach
+#   docker compose -f deploy/compose.yaml run --rm cli submit spec.yaml --wait
+#
+# The folder in PACELINE_WORK is what you bring (specs, data, models), mounted at /work. The volume `runs` is the ledger, `store` has
+# checkpoints and exports. Nothing is encrypted: the network is the containers' own, and the coordinator is
+# published on this host's loopback only.
+"""
+
+
+def roles() -> dict[str, Role]:
+    """Return the roles by name."""
+    listed: dict[str, Role] = yaml.safe_load(ROLES.read_text())["roles"]
+    return listed
+
+
+def dockerfile() -> str:
+    """Return the Dockerfile with a stage for each role and image."""
+    parts = [MADE + (DEPLOY / "docker" / "base.Dockerfile").read_text()]
+    for name, role in roles().items():
+        for image in role["images"]:
+            target = name if image == role["images"][0] else f"{name}-{image}"
+            parts.append(_stage(target, image, role))
+    return "\n".join(parts)
+
+
+def _stage(target: str, image: str, role: Role) -> str:
+    title = json.dumps(f"Paceline {target}")
+    about = json.dumps(role["summary"])
+    lines = [
+        f"FROM {image} AS {target}",
+        f"LABEL org.opencontainers.image.title={title} \\",
+        f"      org.opencontainers.image.description={about}",
+    ]
+    if "grpc" in role["ports"]:
+        port = role["ports"]["grpc"]
+        health = ["python", "-m", "services.common.healthcheck", f"127.0.0.1:{port}"]
+        lines += [
+            "EXPOSE " + " ".join(str(number) for number in role["ports"].values()),
+            "HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 \\",
+            f"    CMD {json.dumps(health)}",
+        ]
+        fixed = [role["command"], "--host", "0.0.0.0", "--port", str(port), *role["options"]]
+        lines.append(f"ENTRYPOINT {json.dumps(fixed)}")
+        lines.append(f"CMD {json.dumps(_arguments(role))}")
+    else:
+        lines += ["HEALTHCHECK NONE", f"ENTRYPOINT {json.dumps([role['command']])}", 'CMD ["--help"]']
+    return "\n".join(lines) + "\n"
+
+
+def _arguments(role: Role) -> list[str]:
+    """Return the options of a role outside a cluster."""
+    if role["workload"] == "coordinator":
+        return ["--directory", "/runs", "--store", "/store"]
+    return ["--coordinator", f"coordinator:{roles()['coordinator']['ports']['grpc']}"]
+
+
+def compose() -> str:
+    """Return the compose file."""
+    services: dict[str, Any] = {}
+    volumes = {"runs", "store", "token"}
+    for name, role in roles().items():
+        services[name] = _service(name, role, "cpu")
+        volumes.add(f"cache-{name}")
+        if "gpu" in role["images"] and name in ("rollout", "learner"):
+            services[f"{name}-gpu"] = _service(name, role, "gpu")
+    tree = {"name": "paceline", "services": services, "volumes": dict.fromkeys(sorted(volumes))}
+    return MADE + COMPOSE_HEAD + yaml.safe_dump(tree, sort_keys=False, width=110)
+
+
+def _service(name: str, role: Role, profile: str) -> dict[str, Any]:
+    grows = name not in ("rollout", "learner")  # those of the profile gpu are services of their own
+    is_command, is_coordinator = role["workload"] == "command", role["workload"] == "coordinator"
+    target = name if profile == "cpu" else f"{name}-gpu"
+    service: dict[str, Any] = {
+        "profiles": ["cli"] if is_command else ["cpu", "gpu"] if grows else [profile],
+        "build": {
+            "context": "..",
+            "dockerfile": "deploy/docker/Dockerfile",
+            "target": target,
+            "tags": [f"paceline-{target}:0.1.0"],
+        },
+        "init": True,
+        "restart": "no" if is_command else "unless-stopped",
+        "read_only": True,
+        "tmpfs": ["/tmp"],
+        "security_opt": ["no-new-privileges:true"],
+        "cap_drop": ["ALL"],
+        "environment": {
+            "OMP_NUM_THREADS": "1",
+            "PACELINE_TOKEN_FILE": "/token/token",
+            "PACELINE_INSECURE": "1",
+        },
+    }
+    if is_command:
+        service["environment"]["PACELINE_COORDINATOR"] = _arguments(role)[1]
+        service["working_dir"] = "/work"
+    else:
+        service["stop_grace_period"] = f"{role['grace_s'] + 10}s"
+        service["command"] = _arguments(role) + [
+            option for option in role["compose"]["options"] if option not in _arguments(role)
+        ]
+    if is_coordinator:
+        service["ports"] = [f"127.0.0.1:{role['ports']['grpc']}:{role['ports']['grpc']}"]
+    elif not is_command:
+        service["depends_on"] = {"coordinator": {"condition": "service_healthy"}}
+        service["deploy"] = {"replicas": role["compose"]["replicas"]}
+    if profile == "gpu":
+        device = {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+        service["deploy"]["resources"] = {"reservations": {"devices": [device]}}
+        service["ipc"] = "shareable"
+        service["shm_size"] = "8gb"
+    mounts = [f"{volume}:/{volume}{'' if mode == 'rw' else ':ro'}" for volume, mode in role["mounts"].items()]
+    mounts += [f"token:/token{'' if is_coordinator else ':ro'}", f"cache-{name}:/cache"]
+    service["volumes"] = [*mounts, "${PACELINE_WORK:-./work}:/work:ro"]
+    return service
+
+
+def main() -> None:
+    """Write both files, or check them."""
+    made = {DEPLOY / "docker" / "Dockerfile": dockerfile(), DEPLOY / "compose.yaml": compose()}
+    for path, text in made.items():
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text)
+        elif not path.is_file() or path.read_text() != text:
+            raise SystemExit(f"{path} is not current; run `python deploy/render.py`")
+
+
+if __name__ == "__main__":
+    main()

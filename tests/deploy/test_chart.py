@@ -1,0 +1,451 @@
+"""The chart: clean for Helm 3 and 4, valid for Kubernetes, restricted, and its options are those of the services.
+
+Without Helm (`make lint-deploy` fetches it) or the validators of custom kinds the tests concerned are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from services.cli.main import main as cli
+from services.coordinator.main import main as coordinator_main
+from services.demo.smoke import main as smoke_main
+from services.environment.main import main as environment_main
+from services.learner.main import main as learner_main
+from services.learner.nodes.settings import node_settings
+from services.reward.main import main as reward_main
+from services.rollout.main import main as rollout_main
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "helm" / "paceline"
+HELM = {major: Path(sys.prefix) / "helm" / major / "helm" for major in ("3", "4")}
+EXAMPLES = sorted(path.stem.removeprefix("values-") for path in CHART.glob("values-*.yaml"))
+ROLES: dict[str, dict[str, Any]] = yaml.safe_load((CHART / "files/roles.yaml").read_text())["roles"]
+COMMANDS = {
+    "coordinator": coordinator_main,
+    "rollout": rollout_main,
+    "reward": reward_main,
+    "environment": environment_main,
+    "learner": learner_main,
+}
+KUBERNETES = "1.34"
+CORE_GROUPS = (
+    "v1",
+    "apps/v1",
+    "batch/v1",
+    "policy/v1",
+    "networking.k8s.io/v1",
+    "scheduling.k8s.io/v1",
+    "resource.k8s.io/v1",
+)
+EVERYTHING = """
+learner: {kind: JobSet, nodes: 2, gpus: 8, fabric: {kind: roce, devices: 1, hca: mlx5, network: roce}}
+pools:
+  rollout: {containers: 2, httpPort: 8000, resourceClaims: [{name: gpu, deviceClassName: gpu.nvidia.com}], sharedMemory: 1Gi}
+  reward: {autoscaling: {enabled: true}}
+monitoring: {serviceMonitor: {enabled: true}, rules: {enabled: true}, dashboard: {enabled: true}}
+retrain: {enabled: true, configMap: spec, overrides: [name=nightly], then: {command: [paceline, runs]}}
+networkPolicy: {clients: [{namespaceSelector: {}}]}
+"""
+Manifest = dict[str, Any]
+
+needs_helm = pytest.mark.skipif(not HELM["3"].is_file(), reason="no Helm here; make lint-deploy fetches it")
+
+
+def checker() -> Any:
+    """The validator of custom kinds beside this repository, if it is there."""
+    path = next(iter(sorted(ROOT.parent.glob("*/tools/check_manifests.py"))), None)
+    if path is None:
+        pytest.skip("no schemas of custom kinds here")
+    spec = importlib.util.spec_from_file_location("check_manifests", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def helm(major: str, *arguments: str, values: str = "") -> subprocess.CompletedProcess[str]:
+    extra = ("--values", "-") if values else ()
+    return subprocess.run(
+        [HELM[major], *arguments, *extra], input=values, capture_output=True, text=True, timeout=120
+    )
+
+
+@cache
+def rendered(example: str, major: str = "4", values: str = "") -> tuple[Manifest, ...]:
+    files = ("--values", str(CHART / f"values-{example}.yaml")) if example else ()
+    answer = helm(major, "template", "paceline", str(CHART), *files, values=values)
+    assert answer.returncode == 0, answer.stderr
+    return tuple(filter(None, yaml.load_all(answer.stdout, yaml.CSafeLoader)))
+
+
+def every() -> list[tuple[str, str]]:
+    return [("", ""), ("", EVERYTHING), *((example, "") for example in EXAMPLES)]
+
+
+def pods(manifests: tuple[Manifest, ...]) -> Iterator[tuple[str, Manifest]]:
+    """(name of the object, its pod's spec) of each that has pods."""
+    for manifest in manifests:
+        name, spec = f"{manifest['kind']}/{manifest['metadata']['name']}", manifest.get("spec", {})
+        match manifest["kind"]:
+            case "Pod":
+                yield name, spec
+            case "Deployment" | "StatefulSet":
+                yield name, spec["template"]["spec"]
+            case "CronJob":
+                yield name, spec["jobTemplate"]["spec"]["template"]["spec"]
+            case "JobSet":
+                for job in spec["replicatedJobs"]:
+                    yield name, job["template"]["spec"]["template"]["spec"]
+
+
+def of_kind(manifests: tuple[Manifest, ...], kind: str) -> dict[str, Manifest]:
+    return {m["metadata"]["name"]: m for m in manifests if m["kind"] == kind}
+
+
+@needs_helm
+@pytest.mark.parametrize("major", sorted(HELM))
+def test_lint_finds_nothing(major: str) -> None:
+    for example in EXAMPLES:
+        answer = helm(
+            major, "lint", "--strict", str(CHART), "--values", str(CHART / f"values-{example}.yaml")
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        assert "[WARNING]" not in answer.stdout
+
+
+@needs_helm
+def test_helm_3_and_4_render_the_same() -> None:
+    for example in EXAMPLES:
+        three, four = ([m for m in rendered(example, major) if m["kind"] != "Secret"] for major in ("3", "4"))
+        assert three == four
+
+
+@needs_helm
+def test_core_kinds_are_valid_and_others_are_expected() -> None:
+    known_others = {
+        "ScaledObject",
+        "NodePool",
+        "PodGroup",
+        "Queue",
+        "JobSet",
+        "ServiceMonitor",
+        "PrometheusRule",
+    }
+    for example, values in every():
+        for manifest in rendered(example, values=values):
+            if manifest["apiVersion"] in CORE_GROUPS:
+                kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+            else:
+                assert manifest["kind"] in known_others
+
+
+@needs_helm
+def test_custom_kinds_are_valid() -> None:
+    schemas = checker().load_crds()
+    seen = set()
+    for example, values in every():
+        for manifest in rendered(example, values=values):
+            if manifest["apiVersion"] not in CORE_GROUPS:
+                schema = schemas[manifest["apiVersion"], manifest["kind"]]
+                validator = jsonschema.Draft7Validator(schema)  # the schemas themselves have patterns of Go
+                assert not [e.message for e in validator.iter_errors(manifest)], manifest["metadata"]
+                seen.add(manifest["kind"])
+    assert len(seen) == 7
+
+
+def restricted_faults(pod: Manifest) -> list[str]:
+    """What Pod Security's profile `restricted` refuses in a pod."""
+    faults = [name for name in ("hostNetwork", "hostPID", "hostIPC", "hostUsers") if pod.get(name)]
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    faults += [
+        f"volume {key}" for volume in pod.get("volumes", []) for key in set(volume) - allowed - {"name"}
+    ]
+    general = pod.get("securityContext", {})
+    faults += ["sysctls"] if general.get("sysctls") else []
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        context = general | container.get("securityContext", {})
+        if context.get("runAsNonRoot") is not True or context.get("runAsUser") == 0:
+            faults.append("runs as root")
+        if context.get("allowPrivilegeEscalation") is not False or context.get("privileged"):
+            faults.append("privileges")
+        if context.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"):
+            faults.append("seccomp")
+        capabilities = context.get("capabilities", {})
+        if capabilities.get("drop") != ["ALL"]:
+            faults.append("capabilities are kept")
+        faults += [f"capability {name}" for name in capabilities.get("add", []) if name != "NET_BIND_SERVICE"]
+        faults += ["hostPort" for port in container.get("ports", []) if port.get("hostPort")]
+        faults += ["procMount"] if context.get("procMount", "Default") != "Default" else []
+    return faults
+
+
+@needs_helm
+def test_pods_are_restricted_but_for_the_fabrics_that_are_listed() -> None:
+    for example, values in every():
+        for name, pod in pods(rendered(example, values=values)):
+            is_listed = values == EVERYTHING and name == "JobSet/paceline-learner"
+            assert restricted_faults(pod) == (["capability IPC_LOCK"] if is_listed else []), (example, name)
+            assert pod["automountServiceAccountToken"] is False
+            for container in [*pod["containers"], *pod.get("initContainers", [])]:
+                assert container["securityContext"]["readOnlyRootFilesystem"]
+                assert {"cpu", "memory"} <= set(container["resources"]["requests"]), (example, name)
+                assert container["resources"]["limits"]["memory"]
+
+
+def test_the_check_of_pods_sees_what_is_not_restricted() -> None:
+    bad = {"hostNetwork": True, "volumes": [{"name": "x", "hostPath": {}}], "containers": [{}]}
+    assert set(restricted_faults(bad)) == {
+        "hostNetwork", "volume hostPath", "runs as root", "privileges", "seccomp", "capabilities are kept",
+    }  # fmt: skip
+
+
+@needs_helm
+def test_services_understand_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_INSECURE", "1")
+    seen = set()
+    for example, values in every():
+        for name, pod in pods(rendered(example, values=values)):
+            for container in pod["containers"]:
+                role = container["command"][0].removeprefix("paceline-")
+                if role not in COMMANDS:
+                    continue
+                seen.add(role)
+                options = COMMANDS[role].make_context(role, list(container["args"])).params
+                ports = {port["containerPort"] for port in container["ports"]}
+                assert options["port"] in ports
+                assert options["grace_s"] < pod["terminationGracePeriodSeconds"], (example, name)
+                for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                    assert probe not in container or container[probe]["grpc"]["port"] == options["port"]
+                environment = {v["name"]: v.get("value", "1") for v in container["env"]}
+                if options.get("nodes", "1") != "1":
+                    index = (
+                        {"NODE_RANK": "1"} if "NODE_RANK" in environment else {"JOB_COMPLETION_INDEX": "1"}
+                    )
+                    given = options["nodes"], options["node_rank"], options["rendezvous"]
+                    settings = node_settings(*given, index, "pod.domain")
+                    assert settings is not None
+                    assert settings.node_rank == 1
+    assert seen == set(COMMANDS)
+
+
+@needs_helm
+def test_the_commands_of_the_test_and_of_the_cron_job_exist() -> None:
+    answers = {"smoke": smoke_main, "paceline": cli}
+    manifests = rendered("", values=EVERYTHING)
+    for kind in ("Pod", "CronJob"):
+        for name, pod in pods(manifests):
+            if name.startswith(f"{kind}/"):
+                for container in [*pod.get("initContainers", []), *pod["containers"]]:
+                    command = [str(word) for word in container["command"]]
+                    words = command[3:] if command[0] == "python" else command[1:]
+                    program = answers["smoke" if command[0] == "python" else "paceline"]
+                    answer = CliRunner().invoke(program, [*words, "--help"])
+                    assert answer.exit_code == 0, answer.output
+                    assert "--wait" not in words or "--wait" in answer.output
+
+
+@needs_helm
+def test_a_retraining_goes_on_after_success_alone() -> None:
+    job = of_kind(rendered("", values=EVERYTHING), "CronJob")["paceline-retrain"]["spec"]["jobTemplate"][
+        "spec"
+    ]
+    assert job["podFailurePolicy"]["rules"][0] == {
+        "action": "FailJob", "onExitCodes": {"operator": "In", "values": [2, 3, 4]},
+    }  # fmt: skip
+    pod = job["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    assert [c["name"] for c in pod["initContainers"]] == [
+        "train"
+    ]  # a later container starts after exit status 0
+    assert pod["initContainers"][0]["command"][-1] == "--wait"
+    assert [c["name"] for c in pod["containers"]] == ["then"]
+
+
+def matches(selector: Manifest, labels: Manifest) -> bool:
+    return selector.items() <= labels.items()
+
+
+@needs_helm
+@pytest.mark.parametrize(("example", "values"), every())
+def test_selectors_find_pods(example: str, values: str) -> None:
+    manifests = rendered(example, values=values)
+    labelled = [
+        m["spec"]["template"]["metadata"]["labels"]
+        for m in manifests
+        if m["kind"] in ("Deployment", "StatefulSet")
+    ]
+    for manifest in manifests:
+        spec, name = manifest.get("spec", {}), manifest["metadata"]["name"]
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            assert matches(spec["selector"]["matchLabels"], spec["template"]["metadata"]["labels"]), name
+        elif manifest["kind"] == "Service":
+            assert any(matches(spec["selector"], labels) for labels in labelled), name
+        elif manifest["kind"] == "PodDisruptionBudget" and "JobSet" not in values:
+            assert any(matches(spec["selector"]["matchLabels"], labels) for labels in labelled), name
+
+
+@needs_helm
+def test_pods_refer_to_what_the_chart_makes() -> None:
+    for example, values in every():
+        manifests = rendered(example, values=values)
+        accounts, claims = of_kind(manifests, "ServiceAccount"), of_kind(manifests, "PersistentVolumeClaim")
+        templates = of_kind(manifests, "ResourceClaimTemplate")
+        for name, pod in pods(manifests):
+            assert pod["serviceAccountName"] in accounts, name
+            named = {volume["name"] for volume in pod["volumes"]}
+            for volume in pod["volumes"]:
+                claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+                assert claim is None or claim in claims, name
+            for container in [*pod["containers"], *pod.get("initContainers", [])]:
+                mounted = {mount["name"] for mount in container["volumeMounts"]}
+                assert mounted <= named | {"runs"}, name
+                assert {c["name"] for c in container["resources"].get("claims", [])} <= {
+                    c["name"] for c in pod.get("resourceClaims", [])
+                }
+            for claim in pod.get("resourceClaims", []):
+                assert claim["resourceClaimTemplateName"] in templates
+
+
+def may_talk(manifests: tuple[Manifest, ...], caller: str, called: str, port: int) -> bool:
+    """Whether both the caller's egress and the called role's ingress let a connection through."""
+
+    def lets(rules: list[Manifest], peer: str, side: str) -> bool:
+        return any(
+            any(
+                p.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component") == peer
+                for p in rule.get(side, [])
+            )
+            and (
+                "ports" not in rule
+                or any(p["port"] <= port <= p.get("endPort", p["port"]) for p in rule["ports"])
+            )
+            for rule in rules
+        )
+
+    policies = of_kind(manifests, "NetworkPolicy")
+    out, into = policies[f"paceline-{caller}"]["spec"], policies[f"paceline-{called}"]["spec"]
+    return lets(out.get("egress", []), called, "to") and lets(into.get("ingress", []), caller, "from")
+
+
+@needs_helm
+def test_roles_talk_to_whom_the_list_says_and_to_nobody_else() -> None:
+    manifests = rendered("")
+    for caller, about in ROLES.items():
+        for called, other in ROLES.items():
+            allowed = about["calls"].get(called, [])
+            for name, port in other["ports"].items():
+                expected = allowed == "any" or name in allowed
+                assert may_talk(manifests, caller, called, port) == expected, (caller, called, name)
+            assert may_talk(manifests, caller, called, 45_000) == (allowed == "any"), (caller, called)
+    default = of_kind(manifests, "NetworkPolicy")["paceline-default"]["spec"]
+    assert default["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in default
+
+
+@needs_helm
+def test_engines_of_a_pod_have_ports_and_claims_of_their_own() -> None:
+    (pod,) = (
+        pod for name, pod in pods(rendered("", values=EVERYTHING)) if name == "Deployment/paceline-rollout"
+    )
+    ports = [port["containerPort"] for container in pod["containers"] for port in container["ports"]]
+    assert sorted(ports) == [7080, 7081, 8000, 8001]
+    assert [c["resources"]["claims"] for c in pod["containers"]] == [[{"name": "gpu-0"}], [{"name": "gpu-1"}]]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
+    policy = of_kind(rendered("", values=EVERYTHING), "NetworkPolicy")["paceline-environment"]["spec"][
+        "egress"
+    ]
+    assert {"protocol": "TCP", "port": 7080, "endPort": 7081} in [
+        p for rule in policy for p in rule.get("ports", [])
+    ]
+
+
+@needs_helm
+def test_a_scaled_pool_leaves_its_size_to_keda() -> None:
+    manifests = rendered("cluster")
+    deployment, scaled = (
+        of_kind(manifests, "Deployment")["paceline-rollout"],
+        of_kind(manifests, "ScaledObject")["paceline-rollout"],
+    )
+    assert "replicas" not in deployment["spec"]
+    (trigger,) = scaled["spec"]["triggers"]
+    assert trigger["metadata"]["scalerAddress"] == "paceline-coordinator.default.svc:7070"
+    assert trigger["metadata"]["pool"] == "rollout"
+    assert scaled["spec"]["scaleTargetRef"]["name"] == "paceline-rollout"
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("pools: {x: {role: learner, replicas: 1}}", "no role of a pool"),
+        ("pools: {reward: {role: rollout}}", "name of another role"),
+        ("pools: {environment: {gpus: 1}}", "has no GPU image"),
+        ("{coordinator: {enabled: false}, token: {existingSecret: t}}", "coordinator.address"),
+        ("pools: {rollout: {replica: 2}}", "replica"),
+        ("learner: {kind: Deployment}", "learner"),
+        ("retrain: {enabled: true}", "retrain.configMap"),
+    ],
+)
+def test_values_that_make_no_deployment_are_refused(values: str, message: str) -> None:
+    for major in HELM:
+        answer = helm(major, "template", "paceline", str(CHART), values=values)
+        assert answer.returncode != 0
+        assert message in answer.stderr, answer.stderr
+
+
+@needs_helm
+def test_a_new_role_joins_by_its_entry(tmp_path: Path) -> None:
+    copy = tmp_path / "paceline"
+    subprocess.run(["cp", "-r", CHART, copy], check=True)
+    roles = copy / "files" / "roles.yaml"
+    entry = dict(ROLES["reward"], command="paceline-judge", health="paceline.v1.JudgeService")
+    roles.write_text(yaml.safe_dump({"roles": {**ROLES, "judge": entry}}))
+    values = "pools: {judge: {role: judge, replicas: 3, resources: {requests: {cpu: 1}}}}"
+    answer = helm("4", "template", "paceline", str(copy), values=values)
+    assert answer.returncode == 0, answer.stderr
+    manifests = tuple(filter(None, yaml.load_all(answer.stdout, yaml.CSafeLoader)))
+    assert of_kind(manifests, "Deployment")["paceline-judge"]["spec"]["replicas"] == 3
+    assert may_talk(manifests, "judge", "coordinator", 7070)
+    assert "paceline-judge" in of_kind(manifests, "ServiceAccount")
+
+
+def test_the_workflow_is_restricted_and_gates_on_exit_statuses() -> None:
+    workflow = yaml.safe_load((ROOT / "deploy/examples/argo-retrain.yaml").read_text())["spec"][
+        "workflowSpec"
+    ]
+    templates = {template["name"]: template for template in workflow["templates"]}
+    for name in ("train", "look"):
+        container = templates[name]["container"]
+        pod = {"securityContext": workflow["securityContext"], "containers": [container]}
+        assert restricted_faults(pod) == []
+        answer = CliRunner().invoke(cli, [*container["command"][1:], "--help"])
+        assert answer.exit_code == 0, answer.output
+        assert {mount["name"] for mount in container["volumeMounts"]} <= {
+            v["name"] for v in workflow["volumes"]
+        }
+    assert templates["train"]["container"]["command"][-1] == "--wait"
+    assert [step[0]["template"] for step in templates["retrain"]["steps"]] == ["train", "look"]
+    assert templates["train"]["retryStrategy"]["expression"] == "asInt(lastRetry.exitCode) == 1"

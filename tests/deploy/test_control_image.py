@@ -1,0 +1,105 @@
+"""Coordinator and command line work without what the control image leaves out, and the lock files are as they should be."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.demo.smoke import write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ROOT / "deploy" / "docker" / "locks"
+STARTS_S = 120.0
+
+
+def lock() -> object:
+    """The module that makes the lock files."""
+    spec = importlib.util.spec_from_file_location("lock", ROOT / "deploy/docker/lock.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def without(module: str, *arguments: str) -> list[str]:
+    """A command that runs a module where the packages that only workers have cannot be imported."""
+    names = [name.replace("-", "_") for name in lock().ONLY_WORKERS]  # type: ignore[attr-defined]
+    code = f"import sys; sys.modules.update(dict.fromkeys({names})); from {module} import main; main()"
+    return [sys.executable, "-c", code, *arguments]
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[str]:
+    ready, log = tmp_path / "ready", tmp_path / "log"
+    options = ("--directory", str(tmp_path / "runs"), "--port", "0", "--ready-file", str(ready))
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            without("services.coordinator.main", *options), cwd=ROOT, stdout=out, stderr=out
+        )
+    try:
+        deadline_s = time.monotonic() + STARTS_S
+        while not ready.exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        yield ready.read_text().strip()
+    finally:
+        process.kill()
+        process.wait(STARTS_S)
+
+
+def test_a_run_is_submitted_and_started_without_torch(coordinator: str, tmp_path: Path) -> None:
+    spec = write_run(tmp_path / "files", str(tmp_path / "store"), 1)
+    environment = os.environ | {"PACELINE_COORDINATOR": coordinator}
+
+    def run(*arguments: str) -> str:
+        command = without("services.cli.main", *arguments)
+        ended = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=STARTS_S
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    assert "smoke-1" in run("submit", str(spec))
+    deadline_s = time.monotonic() + STARTS_S
+    while '"running"' not in (found := run("runs", "--json")):  # its data and its tokenizer were read
+        assert time.monotonic() < deadline_s, found
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("name", ["build", "control", "worker", "vllm", "torch-cpu"])
+def test_every_locked_package_has_a_version_and_hashes(name: str) -> None:
+    packages = lock().blocks(re.sub(r"^#.*\n", "", (LOCKS / f"{name}.txt").read_text(), flags=re.M))  # type: ignore[attr-defined]
+    assert packages
+    for package in packages:
+        assert re.match(r"[A-Za-z0-9._-]+==\S+", package), package
+        assert "--hash=sha256:" in package, package
+
+
+@pytest.mark.parametrize("name", ["control", "worker"])
+def test_locks_have_the_versions_that_are_tested(name: str) -> None:
+    module = lock()
+    tested = dict(
+        (module.name_of(line.split("==")[0]), line.split("==")[1].strip())  # type: ignore[attr-defined]
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    )
+    locked = dict(
+        re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", (LOCKS / f"{name}.txt").read_text(), flags=re.M)
+    )
+    assert {
+        key: version for key, version in locked.items() if tested.get(module.name_of(key), version) != version
+    } == {}  # type: ignore[attr-defined]
+    wanted = {module.name_of(r) for r in module.requirements()[name]} - {"torch"}  # type: ignore[attr-defined]
+    assert wanted <= {module.name_of(key) for key in locked}  # type: ignore[attr-defined]
+    forbidden = set(module.ONLY_WORKERS) if name == "control" else {"torch", "triton"}  # type: ignore[attr-defined]
+    assert not forbidden & set(locked)
