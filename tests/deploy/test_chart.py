@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from services.cli.main import main as cli
 from services.coordinator.main import main as coordinator_main
+from services.coordinator.scaling.pools import read_pool
 from services.demo.smoke import main as smoke_main
 from services.environment.main import main as environment_main
 from services.learner.main import main as learner_main
@@ -383,7 +384,8 @@ def test_engines_of_a_pod_have_ports_and_claims_of_their_own() -> None:
 
 
 @needs_helm
-def test_a_scaled_pool_leaves_its_size_to_keda() -> None:
+def test_a_scaled_pool_leaves_its_size_to_keda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_INSECURE", "1")
     manifests = rendered("cluster")
     deployment, scaled = (
         of_kind(manifests, "Deployment")["paceline-rollout"],
@@ -391,8 +393,16 @@ def test_a_scaled_pool_leaves_its_size_to_keda() -> None:
     )
     assert "replicas" not in deployment["spec"]
     (trigger,) = scaled["spec"]["triggers"]
-    assert trigger["metadata"]["scalerAddress"] == "paceline-coordinator.default.svc:7070"
-    assert trigger["metadata"]["pool"] == "rollout"
+    (container,) = of_kind(manifests, "StatefulSet")["paceline-coordinator"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    options = coordinator_main.make_context("coordinator", list(container["args"])).params
+    address = f"paceline-coordinator.default.svc:{options['scaler_port']}"
+    assert trigger["metadata"]["scalerAddress"] == address
+    ports = {port["port"] for port in of_kind(manifests, "Service")["paceline-coordinator"]["spec"]["ports"]}
+    assert options["scaler_port"] in ports
+    config = read_pool(trigger["metadata"])
+    assert (config.role, config.members, config.bounds.most) == ("rollout", "rollout-", 48)
     assert scaled["spec"]["scaleTargetRef"]["name"] == "paceline-rollout"
 
 
@@ -407,6 +417,11 @@ def test_a_scaled_pool_leaves_its_size_to_keda() -> None:
         ("pools: {rollout: {replica: 2}}", "replica"),
         ("learner: {kind: Deployment}", "learner"),
         ("retrain: {enabled: true}", "retrain.configMap"),
+        (
+            "pools: {rollout: {autoscaling: {enabled: true}}, rollout-l4: {role: rollout, replicas: 1}}",
+            "apart",
+        ),
+        ("pools: {reward: {containers: 2, autoscaling: {enabled: true}}}", "counts workers"),
     ],
 )
 def test_values_that_make_no_deployment_are_refused(values: str, message: str) -> None:

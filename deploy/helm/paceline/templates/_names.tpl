@@ -75,6 +75,13 @@ paceline/pool: {{ . }}
 {{ mergeOverwrite (deepCopy .root.Values.defaults) (deepCopy .settings) | toYaml }}
 {{- end }}
 
+{{/* "true" if KEDA scales a pool. */}}
+{{- define "paceline.isScaler" -}}
+{{- $found := "" -}}
+{{- range (include "paceline.workloads" . | fromYaml).workloads -}}{{- if .settings.autoscaling.enabled -}}{{- $found = "true" -}}{{- end -}}{{- end -}}
+{{ $found }}
+{{- end }}
+
 {{/* All workloads: list of {name, role, kind, settings}. */}}
 {{- define "paceline.workloads" -}}
 {{- $roles := include "paceline.roles" . | fromYaml -}}

@@ -186,6 +186,9 @@ spec:
     - {name: {{ ternary "http" (printf "http-%d" .index) (eq .index 0) }}, containerPort: {{ add $settings.httpPort .index }}}
     {{- end }}
     {{- if eq .kind "coordinator" }}
+    {{- if include "paceline.isScaler" $root }}
+    - {name: scaler, containerPort: {{ $settings.scalerPort }}}
+    {{- end }}
     {{- if $settings.metrics.enabled }}
     - {name: metrics, containerPort: {{ $settings.metrics.port }}}
     {{- end }}
