@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
+import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
@@ -12,14 +14,15 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from exchange_drivers import COMMITTED, INVALID, OK, STALE, Learner, Reward, Rollout, World
+from episode_drivers import ENVIRONMENT, EnvironmentWorker, serving_rollout
+from exchange_drivers import COMMITTED, INVALID, OK, STALE, Learner, MakeWorld, Reward, Rollout, World
 from exchange_service import DEADLINE_S, FOREVER_S, Service, lease, serving
 
 from paceline.errors import Conflict
 from paceline.groups import Version
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1.common_pb2 import ROLE_LEARNER, ROLE_REWARD
+from protos.paceline.v1.common_pb2 import ROLE_ENVIRONMENT, ROLE_LEARNER, ROLE_REWARD
 from services.coordinator.exchange import scores
 from services.coordinator.exchange.state import Notice
 from services.coordinator.exchange.transport import router_socket
@@ -361,3 +364,30 @@ async def test_a_closed_port_is_free_again(world: World) -> None:
         port = first.server.port
     with closing(socket.create_server(("127.0.0.1", port), reuse_port=False)) as server:
         assert server.getsockname()[1] == port
+
+
+async def test_turns_that_wait_together_share_their_syncs(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One synced write a turn at most: of many, all that wait when a transaction begins are synced with it."""
+    world = make_world(**ENVIRONMENT, grpo={"num_prompts_per_step": 16})
+    serving_rollout(world)
+    worker = EnvironmentWorker(world)
+    groups = worker.lease(16)
+    synced = itertools.count()
+    sync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (next(synced), sync(fd))[1])
+    turns = 0
+    async with serving(world) as service:
+        peer = service.peer("environment", ROLE_ENVIRONMENT)
+        for last in (False, False, True):
+            sent = [(held, sample) for held in groups for sample in range(len(held.samples))]
+            for number, (held, sample) in enumerate(sent, 1):
+                arrays = worker.next_turn(held, sample, Version(1, 0))
+                await peer.send(*worker.turn_message(held, sample, arrays, last=last), number)
+                held.samples[sample].turns.append(arrays)
+            replies = [await peer.receive() for _ in sent]
+            assert {reply.status for reply in replies} == {COMMITTED}
+            turns += len(sent)
+    assert turns == 3 * 16
+    assert next(synced) <= turns
