@@ -132,6 +132,8 @@ class ConnectRequest(_message.Message):
     LEAVE_FIELD_NUMBER: _builtins.int
     STAGED_FIELD_NUMBER: _builtins.int
     WEIGHT_PROGRESS_FIELD_NUMBER: _builtins.int
+    HOST_VERSION_FIELD_NUMBER: _builtins.int
+    HOST_AGENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of every stream."""
@@ -172,6 +174,14 @@ class ConnectRequest(_message.Message):
     def weight_progress(self) -> Global___WeightProgress:
         """From a rollout worker: progress with an offer, by which the learner tells a slow member from a silent one."""
 
+    @_builtins.property
+    def host_version(self) -> Global___HostVersion:
+        """From the learner: a version that the agents of hosts bring to all members named in Epoch.host_member_ids."""
+
+    @_builtins.property
+    def host_agent(self) -> Global___HostAgent:
+        """The agent of the worker's host, when it is another one than in Hello: it was started again."""
+
     def __init__(
         self,
         *,
@@ -185,12 +195,14 @@ class ConnectRequest(_message.Message):
         leave: Global___Leave | None = ...,
         staged: Global___StagedReport | None = ...,
         weight_progress: Global___WeightProgress | None = ...,
+        host_version: Global___HostVersion | None = ...,
+        host_agent: Global___HostAgent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave", "staged", "weight_progress"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave", "staged", "weight_progress", "host_version", "host_agent"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -215,6 +227,7 @@ class ConnectResponse(_message.Message):
     WEIGHT_PROGRESS_FIELD_NUMBER: _builtins.int
     WEIGHT_ACKS_FIELD_NUMBER: _builtins.int
     RANK_LOST_FIELD_NUMBER: _builtins.int
+    HOST_PLAN_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
@@ -269,6 +282,10 @@ class ConnectResponse(_message.Message):
         """To a rank of a learner: another rank of it is silent, so no collective can complete. End at once."""
 
     @_builtins.property
+    def host_plan(self) -> Global___HostPlan:
+        """To a rollout worker: its host's agent gets this version, and the worker loads it from there."""
+
+    @_builtins.property
     def engines(self) -> Global___Engines:
         """Environment worker: the rollout workers that may be asked for tokens."""
 
@@ -288,13 +305,14 @@ class ConnectResponse(_message.Message):
         weight_progress: Global___WeightProgress | None = ...,
         weight_acks: Global___WeightAcks | None = ...,
         rank_lost: Global___RankLost | None = ...,
+        host_plan: Global___HostPlan | None = ...,
         engines: Global___Engines | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "engines", b"engines", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "rank_lost", b"rank_lost", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "engines", b"engines", "epoch", b"epoch", "expelled", b"expelled", "host_plan", b"host_plan", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "rank_lost", b"rank_lost", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "engines", b"engines", "epoch", b"epoch", "expelled", b"expelled", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "rank_lost", b"rank_lost", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "directive", b"directive", "drain", b"drain", "engines", b"engines", "epoch", b"epoch", "expelled", b"expelled", "host_plan", b"host_plan", "idle", b"idle", "keep_checkpoints", b"keep_checkpoints", "rank_lost", b"rank_lost", "run", b"run", "weight_ack", b"weight_ack", "weight_acks", b"weight_acks", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint", "expelled", "keep_checkpoints", "weight_progress", "weight_acks", "rank_lost", "engines"]  # noqa: Y015
+    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["welcome", "run", "idle", "epoch", "weight_offer", "weight_ack", "drain", "checkpoint", "expelled", "keep_checkpoints", "weight_progress", "weight_acks", "rank_lost", "host_plan", "engines"]  # noqa: Y015
     _WhichOneofArgType_directive: _TypeAlias = _typing.Literal["directive", b"directive"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_directive) -> _WhichOneofReturnType_directive | None: ...
 
@@ -319,6 +337,7 @@ class Hello(_message.Message):
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     LEARNER_ID_FIELD_NUMBER: _builtins.int
+    HOST_AGENT_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """Its role."""
     member_id: _builtins.str
@@ -347,6 +366,10 @@ class Hello(_message.Message):
     def version(self) -> _common_pb2.PolicyVersion:
         """Version whose weights it holds, if any."""
 
+    @_builtins.property
+    def host_agent(self) -> Global___HostAgent:
+        """The agent of its host; absent where the worker has none."""
+
     def __init__(
         self,
         *,
@@ -363,14 +386,231 @@ class Hello(_message.Message):
         http_address: _builtins.str = ...,
         secret: _builtins.bytes = ...,
         learner_id: _builtins.str = ...,
+        host_agent: Global___HostAgent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host_agent", b"host_agent", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "http_address", b"http_address", "learner_id", b"learner_id", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "secret", b"secret", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host_agent", b"host_agent", "http_address", b"http_address", "learner_id", b"learner_id", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "secret", b"secret", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class HostAgent(_message.Message):
+    """The process that brings weights to all workers of a host."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
+    agent_id: _builtins.str
+    """Random id of the process; all workers of the host name the same."""
+    address: _builtins.str
+    """Address at which other agents read from it, host:port."""
+    zone: _builtins.str
+    """Zone (region, rack) of the host; a chain crosses the border of two zones once. Empty: the same for all."""
+    def __init__(
+        self,
+        *,
+        agent_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        zone: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent_id", b"agent_id", "zone", b"zone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostAgent: _TypeAlias = HostAgent  # noqa: Y015
+
+@_typing.final
+class HostVersion(_message.Message):
+    """A version that the learner's hosts hold, for the agents of all other hosts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    MANIFEST_SHA256_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    SOURCE_AGENT_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run that the weights belong to."""
+    manifest_sha256: _builtins.bytes
+    """SHA-256 of the version's manifest, which the agents pass on with the weights."""
+    size_bytes: _builtins.int
+    """Bytes of the weights."""
+    token: _builtins.bytes
+    """Secret of the run's agents, with which one proves to another that it may read."""
+    @_builtins.property
+    def version(self) -> _common_pb2.PolicyVersion:
+        """The version."""
+
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of the agents of the learner's hosts; the first has the manifest, each has the bytes of its ranks."""
+
+    @_builtins.property
+    def source_agent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of these agents."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        version: _common_pb2.PolicyVersion | None = ...,
+        manifest_sha256: _builtins.bytes = ...,
+        size_bytes: _builtins.int = ...,
+        sources: _abc.Iterable[_builtins.str] | None = ...,
+        source_agent_ids: _abc.Iterable[_builtins.str] | None = ...,
+        token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest_sha256", b"manifest_sha256", "run_id", b"run_id", "size_bytes", b"size_bytes", "source_agent_ids", b"source_agent_ids", "sources", b"sources", "token", b"token", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostVersion: _TypeAlias = HostVersion  # noqa: Y015
+
+@_typing.final
+class Upstream(_message.Message):
+    """Places to read a version from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One address: an agent that gets the whole version. Several: the learner's hosts, each with the bytes of its ranks."""
+
+    def __init__(
+        self,
+        *,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Upstream: _TypeAlias = Upstream  # noqa: Y015
+
+@_typing.final
+class HostPlan(_message.Message):
+    """A version for a host: its agent reads it from the first upstream that has it, and verifies it; the workers of the host then
+    load it, and acknowledge it. It replaces the plan before; a version that has begun is completed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    MANIFEST_SHA256_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    UPSTREAMS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    MAX_WAIT_S_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run that the weights belong to."""
+    epoch: _builtins.int
+    """Epoch (number of the roster) of this plan."""
+    manifest_sha256: _builtins.bytes
+    """SHA-256 of the version's manifest."""
+    size_bytes: _builtins.int
+    """Bytes of the weights."""
+    token: _builtins.bytes
+    """Secret of the run's agents."""
+    max_wait_s: _builtins.float
+    """Longest silence of a member that the learner allows, in seconds."""
+    position: _builtins.int
+    """Position of the host in the chain, from 0."""
+    @_builtins.property
+    def version(self) -> _common_pb2.PolicyVersion:
+        """The version."""
+
+    @_builtins.property
+    def upstreams(self) -> _containers.RepeatedCompositeFieldContainer[Global___Upstream]:
+        """Where to read, in the order of preference."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        version: _common_pb2.PolicyVersion | None = ...,
+        epoch: _builtins.int = ...,
+        manifest_sha256: _builtins.bytes = ...,
+        size_bytes: _builtins.int = ...,
+        upstreams: _abc.Iterable[Global___Upstream] | None = ...,
+        token: _builtins.bytes = ...,
+        max_wait_s: _builtins.float = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "manifest_sha256", b"manifest_sha256", "max_wait_s", b"max_wait_s", "position", b"position", "run_id", b"run_id", "size_bytes", b"size_bytes", "token", b"token", "upstreams", b"upstreams", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostPlan: _TypeAlias = HostPlan  # noqa: Y015
+
+@_typing.final
+class HostTransfer(_message.Message):
+    """How a host got a version, as its agent measured it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    UPSTREAM_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    agent_id: _builtins.str
+    """The host's agent."""
+    position: _builtins.int
+    """Its position in the chain, from 0."""
+    upstream: _builtins.str
+    """Upstream that it read the last bytes from; empty where the version was there already."""
+    received_bytes: _builtins.int
+    """Bytes that it received."""
+    seconds: _builtins.float
+    """Seconds from the plan to the last verified byte."""
+    waited_s: _builtins.float
+    """Seconds of these in which the upstream had nothing new."""
+    skipped: _builtins.int
+    """Upstreams that were skipped because they were silent, unreachable or sent wrong bytes."""
+    sent_bytes: _builtins.int
+    """Bytes that it has sent to other hosts so far."""
+    def __init__(
+        self,
+        *,
+        agent_id: _builtins.str = ...,
+        position: _builtins.int = ...,
+        upstream: _builtins.str = ...,
+        received_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        waited_s: _builtins.float = ...,
+        skipped: _builtins.int = ...,
+        sent_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "position", b"position", "received_bytes", b"received_bytes", "seconds", b"seconds", "sent_bytes", b"sent_bytes", "skipped", b"skipped", "upstream", b"upstream", "waited_s", b"waited_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostTransfer: _TypeAlias = HostTransfer  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
@@ -577,6 +817,7 @@ class Epoch(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     MEMBER_IDS_FIELD_NUMBER: _builtins.int
+    HOST_MEMBER_IDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that it belongs to."""
     number: _builtins.int
@@ -585,16 +826,21 @@ class Epoch(_message.Message):
     def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The rollout workers."""
 
+    @_builtins.property
+    def host_member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of them that get weights by the agent of their host (HostPlan)."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         number: _builtins.int = ...,
         member_ids: _abc.Iterable[_builtins.str] | None = ...,
+        host_member_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_ids", b"member_ids", "number", b"number", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_member_ids", b"host_member_ids", "member_ids", b"member_ids", "number", b"number", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -882,6 +1128,8 @@ class WeightAck(_message.Message):
     PAUSE_S_FIELD_NUMBER: _builtins.int
     SWAP_S_FIELD_NUMBER: _builtins.int
     DAMAGED_FIELD_NUMBER: _builtins.int
+    HOST_TRANSFER_FIELD_NUMBER: _builtins.int
+    STORE_FORMAT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that the weights belong to."""
     member_id: _builtins.str
@@ -898,9 +1146,15 @@ class WeightAck(_message.Message):
     """True when the object store can be read, but the version in it is damaged or incomplete: the learner writes a
     snapshot.
     """
+    store_format: _builtins.int
+    """Newest format of the object store that the member reads; 0 from one that reads format 2 only."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """The version."""
+
+    @_builtins.property
+    def host_transfer(self) -> Global___HostTransfer:
+        """Where the host's agent brought the version: how."""
 
     def __init__(
         self,
@@ -913,10 +1167,12 @@ class WeightAck(_message.Message):
         pause_s: _builtins.float = ...,
         swap_s: _builtins.float = ...,
         damaged: _builtins.bool = ...,
+        host_transfer: Global___HostTransfer | None = ...,
+        store_format: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host_transfer", b"host_transfer", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "member_id", b"member_id", "message", b"message", "ok", b"ok", "pause_s", b"pause_s", "run_id", b"run_id", "swap_s", b"swap_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "host_transfer", b"host_transfer", "member_id", b"member_id", "message", b"message", "ok", b"ok", "pause_s", b"pause_s", "run_id", b"run_id", "store_format", b"store_format", "swap_s", b"swap_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
