@@ -69,8 +69,8 @@ def slowest_s(size_bytes: int) -> float:
 
 def longest_s(max_wait_s: float, size_bytes: int) -> float:
     """Return the longest time that a member may work on `size_bytes` after they arrived, even if it keeps reporting:
-    ten times the allowed silence plus the time that the bytes need at the slowest rate."""
-    return 10 * max_wait_s + slowest_s(size_bytes)
+    twenty times the allowed silence plus the time that the bytes need at the slowest rate."""
+    return 20 * max_wait_s + slowest_s(size_bytes)
 
 
 class TensorPlan(NamedTuple):

@@ -1,8 +1,7 @@
-"""A version's tensors as one flat run of bytes, and back, with the checksums that decide whether it may be used.
+"""A version's tensors as one flat run of bytes, and back, with their checksums.
 
-The learner plans, packs and sums; the rollout worker allocates, compares and looks at the same bytes as tensors. The
-promise: `Check` returns tensors only when every one of them has the sender's checksum, and no byte is copied to
-make a tensor out of what arrived.
+The learner plans, packs and sums; the rollout worker looks at the bytes that arrived as tensors. The promise: no byte is
+copied to make a tensor out of what arrived, and none to pack tensors that have the layout already.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paceline.errors import WireError
-from paceline.weights.manifest import Algorithm, TensorEntry, TensorPlan, WeightManifest, checksum, hasher
+from paceline.weights.manifest import Algorithm, TensorPlan, WeightManifest, checksum
 
 if TYPE_CHECKING:
     import torch
@@ -91,50 +90,6 @@ def checksums(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, str]:
             by_place[place] = checksum(flat[slice(*place)].cpu().numpy(), manifest.algorithm)
         sums[entry.name] = by_place[place]
     return sums
-
-
-class Check:
-    """Compares checksums while a version still arrives: `arrived` after every bucket, `tensors` at the end.
-
-    Both raise WireError that names the first tensor whose bytes are not the sender's. Bytes that several names share
-    are read once.
-    """
-
-    def __init__(self, flat: torch.Tensor, manifest: WeightManifest) -> None:
-        self._flat = flat
-        self._manifest = manifest
-        places: dict[tuple[int, int], list[TensorEntry]] = {}
-        for entry in manifest.entries:
-            places.setdefault((entry.offset, entry.offset + entry.num_bytes), []).append(entry)
-        self._places = sorted(places.items())
-        self._next = 0
-        self._read = 0
-        self._hash = hasher(manifest.algorithm)
-
-    def arrived(self, num_bytes: int) -> None:
-        """Note that bytes [0, `num_bytes`) have arrived, and compare the checksums that they complete."""
-        while self._next < len(self._places):
-            (start, end), entries = self._places[self._next]
-            here = slice(max(start, self._read), min(end, num_bytes))
-            if here.start < here.stop:
-                self._hash.update(self._flat[here].cpu().numpy())
-                self._read = here.stop
-            if end > num_bytes:
-                return
-            found = str(self._hash.hexdigest())
-            for entry in entries:
-                if found != entry.checksum:
-                    raise WireError(
-                        f"tensor {entry.name!r} arrived with {self._manifest.algorithm} {found!r}, "
-                        f"the sender has {entry.checksum!r}"
-                    )
-            self._next += 1
-            self._hash = hasher(self._manifest.algorithm)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors as views of the flat run, once every checksum was compared."""
-        self.arrived(self._manifest.total_bytes)
-        return views(self._flat, self._manifest)
 
 
 def _already_flat(tensors: Mapping[str, torch.Tensor], manifest: WeightManifest) -> torch.Tensor | None:

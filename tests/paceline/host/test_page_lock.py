@@ -1,0 +1,72 @@
+"""Locking of pages, with a recording runtime in place of CUDA's."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+
+from paceline.host.page_lock import PageLocks, merged
+
+PAGE = mmap.PAGESIZE
+
+
+class Recorder:
+    """The two calls, answered with `code`."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.calls: list[tuple[str, int, int]] = []
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        self.calls.append(("lock", address, size_bytes))
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unlock", address, 0))
+        return 0
+
+
+def test_ranges_become_whole_pages_that_do_not_overlap() -> None:
+    assert merged([]) == []
+    assert merged([(5 * PAGE + 1, 5 * PAGE + 2), (0, 1)]) == [(0, PAGE), (5 * PAGE, 6 * PAGE)]
+    assert merged([(10, PAGE + 10), (PAGE + 20, PAGE + 30), (2 * PAGE, 3 * PAGE)]) == [(0, 3 * PAGE)]
+    assert merged([(0, 9 * PAGE), (PAGE, 2 * PAGE)]) == [(0, 9 * PAGE)]
+
+
+def test_every_range_is_locked_once_and_all_are_unlocked() -> None:
+    runtime = Recorder()
+    locks = PageLocks(runtime)
+    for _ in range(2):
+        locks.lock([(0, 10), (4 * PAGE, 5 * PAGE)])
+    assert runtime.calls == [("lock", 0, PAGE), ("lock", 4 * PAGE, PAGE)]
+    assert locks.num_bytes == 2 * PAGE
+    locks.unlock()
+    assert sorted(runtime.calls[2:]) == [("unlock", 0, 0), ("unlock", 4 * PAGE, 0)]
+    assert locks.num_bytes == 0
+
+
+def test_no_page_is_locked_twice() -> None:
+    runtime = Recorder()
+    locks = PageLocks(runtime)
+    locks.lock([(2 * PAGE, 3 * PAGE), (5 * PAGE, 6 * PAGE)])
+    locks.lock([(0, 9 * PAGE)])
+    locks.lock([(0, 10), (8 * PAGE, 10 * PAGE)])
+    assert runtime.calls[2:] == [
+        ("lock", 0, 2 * PAGE),
+        ("lock", 3 * PAGE, 2 * PAGE),
+        ("lock", 6 * PAGE, 3 * PAGE),
+        ("lock", 9 * PAGE, PAGE),
+    ]
+    assert locks.num_bytes == 10 * PAGE
+
+
+def test_a_refusal_is_said_once_and_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = Recorder(code=2)
+    locks = PageLocks(runtime)
+    for _ in range(2):
+        locks.lock([(0, 10)])
+    assert runtime.calls == [("lock", 0, PAGE)]
+    assert "CUDA refuses to lock 4096 bytes" in caplog.text
+    assert "(error 2)" in caplog.text
+    assert (len(caplog.records), locks.num_bytes) == (1, 0)
