@@ -18,6 +18,10 @@ SERVICES = {
         "An environment worker: runs episodes of several turns.",
     ),
     "learner": ("services.learner.main:main", "The learner: trains and publishes weights."),
+    "host-agent": (
+        "services.host_agent.main:main",
+        "The agent that brings weights to a host's workers; they start one by themselves.",
+    ),
 }
 
 

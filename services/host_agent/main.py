@@ -1,0 +1,87 @@
+"""`paceline serve host-agent`: the agent of a host, which receives weights for all workers there and passes them on.
+
+Workers start one by themselves where there is none; the command is for those who place processes themselves (a DaemonSet).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import click
+
+from paceline.errors import Conflict, Unavailable
+from paceline.weights.hosts.agent import Agent
+from paceline.weights.hosts.local_socket import listen, socket_name
+from paceline.weights.hosts.transport import TcpTransport
+from services.common.fabric import fabric_option
+from services.common.insecure import check_coordinator, check_host, insecure_option
+from services.common.processes.file_limit import raise_file_limit
+
+FIRST_CLIENT_S = 20.0
+"""Seconds after its start in which the first worker has to come."""
+LINGER_S = 1.0
+"""Seconds after the last worker has left: a worker that is started again finds the host's weights."""
+CHECK_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+@click.command()
+@click.option(
+    "--coordinator",
+    default="",
+    callback=check_coordinator,
+    help="Address of the coordinator, as the workers of this host name it.",
+)
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
+)
+@insecure_option
+@fabric_option
+@click.option("--port", default=0, help="Port for other hosts' agents; 0 takes a free one.")
+@click.option(
+    "--socket",
+    "name",
+    default="",
+    hidden=True,
+    help="Name of the socket; default by coordinator and address.",
+)
+@click.option("--stay", is_flag=True, help="Stay when no worker is there.")
+def main(coordinator: str, host: str, fabric: str, port: int, name: str, stay: bool) -> None:
+    """Bring weights to all workers of this host, once for all of them, and pass them on to the next host."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    raise_file_limit()
+    address = host if name else fabric or host
+    name = name or socket_name(coordinator, address)
+    try:
+        listener = listen(name)
+    except Conflict as error:
+        log.info("%s", error)
+        return
+    except Unavailable as error:
+        raise click.ClickException(str(error)) from None
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        agent = Agent(TcpTransport(), address, port)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {address}:{port}: {error.strerror}") from None
+    threading.Thread(target=agent.serve_forever, args=(listener,), name="weights-local", daemon=True).start()
+    log.info("agent %s listens at %s and on %s:%d", agent.agent_id, name, address, agent.port)
+    while not stopped.wait(CHECK_S):
+        patience_s = LINGER_S if agent.had_client else FIRST_CLIENT_S
+        if not (stay or agent.num_clients) and time.monotonic() - agent.last_client_s > patience_s:
+            break
+    listener.close()
+    agent.close()
+    # Threads that send to another host may wait for it.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
