@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
 
 from learner.weights.channel import WithoutMembers
-from learner.weights.shards import local_slices, plan_tensors
+from learner.weights.device_snapshot import DeviceSnapshot
+from learner.weights.shards import NO_TILES, ColumnTiles, local_slices, plan_tensors
 from learner.weights.store.offers import StoreOffers
+from learner.weights.store.version_source import VersionSource, WholeSlices
 from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
 from paceline.weights.manifest import TensorPlan
+from paceline.weights.store_format import NEWEST_FORMAT
 
 
 class DeltaChannel(WithoutMembers):
     """A `WeightChannel` on the ranks beside rank 0, which only write their slices."""
 
-    def __init__(self, writer: StoreWriter, dtype: torch.dtype) -> None:
+    def __init__(self, writer: StoreWriter, dtype: torch.dtype, tiles: ColumnTiles = NO_TILES) -> None:
         self._writer = writer
         self._dtype = dtype
+        self._tiles = tiles
         self._tensors: tuple[TensorPlan, ...] = ()
+        self._snapshot: DeviceSnapshot | None = None
 
     @property
     def wants_snapshot(self) -> bool:
@@ -31,12 +36,25 @@ class DeltaChannel(WithoutMembers):
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
-        """See `WeightChannel.publish`: the time is that of copying this rank's slices."""
-        started_s = time.perf_counter()
-        slices = local_slices(model, self._dtype)
-        self._copied(version, time.perf_counter() - started_s)
-        self._tensors = self._tensors or plan_tensors(model, self._dtype)
-        self._writer.put(version, slices, self._tensors)
+        """See `WeightChannel.publish`: the time is that of copying this rank's slices, or of comparing them on its GPU."""
+        if not self._tensors:
+            self._tensors = plan_tensors(model, self._dtype)
+            on_device = DeviceSnapshot(model, self._dtype, self._tiles)
+            self._snapshot = on_device if on_device.fits() else None
+        if self._writer.format != NEWEST_FORMAT:
+            self._snapshot = None
+        snapshot = self._snapshot
+
+        def take(replaced: VersionSource | None) -> VersionSource:
+            started_s = time.perf_counter()
+            if snapshot is not None:
+                source = snapshot.take(replaced)
+            else:
+                source = WholeSlices(local_slices(model, self._dtype, self._tiles))
+            self._copied(version, time.perf_counter() - started_s)
+            return source
+
+        self._writer.take(version, take, self._tensors)
 
     def write_snapshot(self) -> None:
         """See `WeightChannel.write_snapshot`."""
@@ -59,8 +77,9 @@ class Rank0DeltaChannel(DeltaChannel):
         offers: StoreOffers,
         dtype: torch.dtype,
         announce: Callable[[Version, float], None],
+        tiles: ColumnTiles = NO_TILES,
     ) -> None:
-        super().__init__(writer, dtype)
+        super().__init__(writer, dtype, tiles)
         self._offers = offers
         self._announce = announce
 
@@ -73,9 +92,9 @@ class Rank0DeltaChannel(DeltaChannel):
     def write_snapshot(self) -> None:
         """See `WeightChannel.write_snapshot`."""
         self._offers.snapshot_ordered()
-        super().write_snapshot()
+        self._writer.put_snapshot(older_format=self._offers.needs_older_format)
 
-    def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
+    def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
         """See `WeightChannel.set_members`."""
         self._offers.set_members(epoch, member_ids)
 
@@ -83,7 +102,13 @@ class Rank0DeltaChannel(DeltaChannel):
         """See `WeightChannel.acknowledge`."""
         self._offers.answer(member_id, version, ok, message, damaged)
 
-    def progress(self, member_id: str, version: Version) -> None:
+    def note_format(self, member_id: str, store_format: int) -> None:
+        """See `WeightChannel.note_format`."""
+        self._offers.note_format(member_id, store_format)
+
+    def progress(
+        self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
+    ) -> None:
         """See `WeightChannel.progress`."""
         self._offers.progress(member_id)
 

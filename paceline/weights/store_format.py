@@ -1,11 +1,10 @@
-"""Format of the delta channel's object store: part files in safetensors, and the manifests that make a version
-complete.
+"""Format of the delta channel's object store: the manifests that make a version complete, and the names of objects.
 
 A *snapshot* is a version in full, a *delta* its difference from the previous version. Each learner rank writes one part
-file with its slices of the tensors; then rank 0 writes a small manifest that names the parts with their digests, and
+file (`paceline/weights/part_file.py`); then rank 0 writes a small manifest that names the parts with their digests, and
 only this makes the version exist. A manifest also has the digest of its base's manifest and, by rank, one hash over the
-checksums of all slices before and after. So a reader that was given one digest can check all files down to the
-snapshot.
+checksums of all chunks before and after. So a reader that was given one digest can check all files down to the
+snapshot, and one that reads some chunks only has the digests of the parts' heads, which have those of the chunks.
 
 Names: `<session>-<step>/anchor.0.safetensors`, `<session>-<step>/delta.0.safetensors`, … and `anchor.json`,
 `delta.json`.
@@ -13,47 +12,20 @@ Names: `<session>-<step>/anchor.0.safetensors`, `<session>-<step>/delta.0.safete
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from paceline.errors import WireError
 from paceline.groups import Version
-from paceline.weights.manifest import DTYPE_BYTES, Algorithm, TensorPlan, algorithm_named, checksum
+from paceline.weights.manifest import Algorithm, TensorPlan, algorithm_named, checksum, hasher
 from paceline.weights.object_store import Buffer
 
-FORMAT = 2
-METADATA_KEY = "paceline"
-_ALIGNMENT_BYTES = 8
-_SAFETENSORS_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+FORMATS = (2, 3)
+"""Formats that are read. Both can be written, one in all versions of a chain."""
+NEWEST_FORMAT = 3
 Kind = Literal["anchor", "delta"]
-
-
-class Slice(NamedTuple):
-    """Elements [start, start + length) of a flattened tensor: one rank's shard."""
-
-    name: str
-    start: int
-    length: int
-    checksum: str
-    """Hex digest of the elements' bytes in this version."""
 
 
 class StoredObject(NamedTuple):
@@ -62,21 +34,6 @@ class StoredObject(NamedTuple):
     name: str
     size_bytes: int
     digest: str
-
-
-@dataclass(frozen=True)
-class PartHeader:
-    """Header of a part file, in its safetensors metadata."""
-
-    kind: Kind
-    run_id: str
-    version: Version
-    base: Version | None
-    """The version that a delta changes; None for a snapshot."""
-    rank: int
-    algorithm: Algorithm
-    slices: tuple[Slice, ...]
-    """All slices of a snapshot; of a delta those that changed."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +47,7 @@ class StoredVersion:
     parts: tuple[StoredObject, ...]
     """By rank."""
     contents: tuple[str, ...]
-    """By rank: `content_hash` of all its slices in this version."""
+    """By rank: `RankLayout.contents` in this version."""
     tensors: tuple[TensorPlan, ...] = ()
     """Names, dtypes, shapes and ties of the whole model; empty for a delta."""
     base_version: Version | None = None
@@ -99,6 +56,9 @@ class StoredVersion:
     """Manifest of the version before; None for a snapshot."""
     base_contents: tuple[str, ...] = ()
     """`contents` of the version before; empty for a snapshot."""
+    heads: tuple[StoredObject, ...] = ()
+    """By rank: the part's head, the first bytes of the file. Empty in format 2."""
+    format: int = NEWEST_FORMAT
 
     @property
     def size_bytes(self) -> int:
@@ -107,15 +67,18 @@ class StoredVersion:
 
     def to_bytes(self) -> bytes:
         """As JSON."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":")).encode()
+        document = asdict(self)
+        if self.format == FORMATS[0]:
+            del document["heads"]
+        return json.dumps(document, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> StoredVersion:
         """Read what `to_bytes` wrote. Raises WireError for anything else."""
         try:
             document = json.loads(bytes(data))
-            if document.pop("format") != FORMAT:
-                raise ValueError("another format")
+            if document["format"] not in FORMATS:
+                raise ValueError(f"format {document['format']!r}")
             if document["kind"] not in ("anchor", "delta"):
                 raise ValueError(f"kind {document['kind']!r}")
             algorithm_named(document["algorithm"])
@@ -131,12 +94,15 @@ class StoredVersion:
                 base_version=None if base_version is None else Version(*map(int, base_version)),
                 base=None if base is None else _stored(base),
                 base_contents=tuple(map(str, document.pop("base_contents"))),
+                heads=tuple(_stored(part) for part in document.pop("heads", ())),
                 **document,
             )
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise WireError(f"no manifest of stored weights: {str(error)[:200]!r}") from error
         if len(manifest.parts) != len(manifest.contents) or (manifest.kind == "delta") != (base is not None):
             raise WireError("manifest of stored weights contradicts itself: parts, contents or base")
+        if len(manifest.heads) != (len(manifest.parts) if manifest.format > FORMATS[0] else 0):
+            raise WireError("manifest of stored weights has not one head for each part")
         return manifest
 
 
@@ -161,83 +127,14 @@ def manifest_name(kind: Kind, version: Version) -> str:
     return f"{folder(version)}/{kind}.json"
 
 
-def content_hash(slices: Iterable[Slice]) -> str:
-    """SHA-256 over names, places and checksums: equal exactly where the slices are."""
-    return hashlib.sha256(json.dumps(sorted(slices)).encode()).hexdigest()
-
-
 def digest_of(chunks: Sequence[Buffer], algorithm: Algorithm) -> str:
     """Hex digest of an object that is written in chunks."""
     if len(chunks) == 1:
         return checksum(chunks[0], algorithm)
-    import xxhash
-
-    digest = xxhash.xxh3_64() if algorithm == "xxh3_64" else hashlib.sha256()
+    digest = hasher(algorithm)
     for chunk in chunks:
         digest.update(chunk)
     return str(digest.hexdigest())
-
-
-def part_chunks(
-    header: PartHeader, tensors: Sequence[tuple[str, str, tuple[int, ...], Buffer]]
-) -> list[Buffer]:
-    """Return a part file in pieces: safetensors of (name, dtype as torch calls it, shape, bytes), without copying
-    the bytes."""
-    metadata = asdict(header) | {"format": FORMAT}
-    document: dict[str, Any] = {
-        "__metadata__": {METADATA_KEY: json.dumps(metadata, separators=(",", ":")), "format": "pt"}
-    }
-    end = 0
-    for name, dtype, shape, data in tensors:
-        document[name] = {
-            "dtype": _SAFETENSORS_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [end, end + len(data)],
-        }
-        end += len(data)
-    head = json.dumps(document, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % _ALIGNMENT_BYTES)
-    return [struct.pack("<Q", len(head)) + head, *(data for *_, data in tensors)]
-
-
-def read_part(data: Buffer) -> tuple[PartHeader, dict[str, memoryview]]:
-    """Return the header of a part file and the bytes of each tensor, as views. Raises WireError."""
-    view = memoryview(data)
-    try:
-        (length,) = struct.unpack_from("<Q", view)
-        document = json.loads(bytes(view[8 : 8 + length]))
-        raw = json.loads(document.pop("__metadata__")[METADATA_KEY])
-        if raw["format"] != FORMAT:
-            raise ValueError(f"format {raw['format']!r}")
-        header = PartHeader(
-            kind=raw["kind"],
-            run_id=raw["run_id"],
-            version=Version(*raw["version"]),
-            base=None if raw["base"] is None else Version(*raw["base"]),
-            rank=raw["rank"],
-            algorithm=raw["algorithm"],
-            slices=tuple(_slice(item) for item in raw["slices"]),
-        )
-        body = view[8 + length :]
-        tensors = {}
-        for name, place in document.items():
-            start, end = place["data_offsets"]
-            if not 0 <= start <= end <= len(body):
-                raise ValueError(f"tensor {name!r} lies at {start} to {end} of {len(body)} bytes")
-            tensors[name] = body[start:end]
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WireError(f"no part of stored weights: {error!r}") from error
-    return header, tensors
-
-
-def num_elements(plan: TensorPlan) -> int:
-    """Elements of a tensor."""
-    return math.prod(plan.shape)
-
-
-def element_bytes(plan: TensorPlan) -> int:
-    """Bytes of one element of a tensor."""
-    return DTYPE_BYTES[plan.dtype]
 
 
 def checked_object(name: str, size_bytes: int, digest: str) -> StoredObject:
@@ -252,10 +149,3 @@ def checked_object(name: str, size_bytes: int, digest: str) -> StoredObject:
 def _stored(raw: Sequence[Any]) -> StoredObject:
     name, size_bytes, digest = raw
     return checked_object(str(name), int(size_bytes), str(digest))
-
-
-def _slice(raw: Sequence[Any]) -> Slice:
-    name, start, length, digest = raw
-    if type(start) is not int or type(length) is not int or start < 0 or length <= 0:
-        raise ValueError(f"a slice of {length!r} elements from {start!r}")
-    return Slice(str(name), start, length, str(digest))

@@ -2,43 +2,42 @@
 
 Promise: the tensors that `fetch` returns are the learner's, bit for bit. Every object has the digest that its manifest
 names, the manifests are chained to the one digest that came over the control plane, and the checksum of every changed
-slice is compared before the tensors are returned. An object that is damaged, truncated or of another base is refused,
+chunk is compared before the tensors are returned. An object that is damaged, truncated or of another base is refused,
 named in the log, and replaced by reading the snapshot.
 
-One copy of the weights stays in host memory, because a delta needs the bits that it changes.
+One copy of the weights stays in host memory, because a delta needs the bits that it changes. It is changed in place, chunk
+by chunk, in several threads; a copy that an error has left half changed is dropped.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.errors import NotFound, PacelineError, WireError
 from paceline.groups import Version
-from paceline.weights.delta_codec import decode
-from paceline.weights.manifest import Algorithm, TensorPlan, WeightManifest, checksum
+from paceline.host.cores import usable_cores
+from paceline.weights import delta_codec, sorted_delta_codec
 from paceline.weights.object_store import Buffer, WeightStore
 from paceline.weights.offers import StoreOffer
-from paceline.weights.packing import empty_flat, views
-from paceline.weights.store_format import (
-    PartHeader,
-    Slice,
-    StoredObject,
-    StoredVersion,
-    content_hash,
-    element_bytes,
-    num_elements,
-    read_part,
-)
+from paceline.weights.part_file import ChunkNote, PartHeader
+from paceline.weights.store_format import StoredObject, StoredVersion
+from paceline.weights.store_layout import FORMAT_OF_SLICES
+from rollout.weights.held_weights import HeldWeights
+from rollout.weights.part_fetcher import PartFetcher
+from rollout.weights.tensor_part import TensorPart
 
 log = logging.getLogger(__name__)
 
 LONGEST_CHAIN = 4096
+PARTS_IN_HAND = 4
+"""Parts whose chunks are decoded at a time."""
+MOST_THREADS = 24
 
 
 class Damaged(WireError):
@@ -46,19 +45,36 @@ class Damaged(WireError):
 
 
 class StoreReader:
-    """Reader of one run, with the last weights that it has read. Used by one thread."""
+    """Reader of one run, with the last weights that it has read. Used by one thread, which has `threads` helpers.
 
-    def __init__(self, store: WeightStore, run_id: str) -> None:
+    With `part` it fetches the chunks that the part needs, and `fetch` returns that range of each tensor.
+    """
+
+    def __init__(
+        self, store: WeightStore, run_id: str, part: TensorPart | None = None, threads: int | None = None
+    ) -> None:
         self._store = store
         self._run_id = run_id
-        self._held: _Held | None = None
-        self.read_bytes = 0
+        self._part = part
+        self._fetcher = PartFetcher(store, run_id, in_part=part is not None)
+        self._held: HeldWeights | None = None
+        count = threads or min(MOST_THREADS, max(1, usable_cores() * 3 // 4))
+        self._helpers = ThreadPoolExecutor(count, thread_name_prefix="weights-decode")
+
+    @property
+    def read_bytes(self) -> int:
         """Bytes read from the store so far."""
+        return self._fetcher.read_bytes
 
     @property
     def held(self) -> Version | None:
         """The version on which a delta can build; None without one."""
         return self._held.version if self._held is not None else None
+
+    def close(self) -> None:
+        """End the helpers, without waiting."""
+        self._helpers.shutdown(wait=False, cancel_futures=True)
+        self._fetcher.close()
 
     def fetch(self, offer: StoreOffer) -> dict[str, torch.Tensor]:
         """Return the tensors of the offered version, which belong to this object and are valid until the next call.
@@ -130,159 +146,112 @@ class StoreReader:
             )
         if not deltas and target.contents != snapshot.contents:
             raise WireError(f"{offer.snapshot.name} has other contents than {offer.manifest.name}")
-        self._held = held = _Held(snapshot)
-        for rank, part in enumerate(snapshot.parts):
-            header, tensors = self._part(snapshot, rank, part)
-            held.fill(rank, header.slices, tensors)
+        self._held = held = HeldWeights(snapshot, self._part)
+        filling = _Chunks(self._helpers)
+        for rank, header, chunks in self._fetcher.parts(snapshot, held):
+            filling.add(self._fill, held, rank, header, chunks)
+        filling.end()
         held.check_complete()
-        held.check(snapshot, held.all_slices())
-        return self._apply(deltas[::-1]) if deltas else held.tensors
+        _check_contents(held, snapshot)
+        return self._apply(deltas[::-1])
 
     # Reading and applying
 
     def _apply(self, deltas: list[StoredVersion]) -> dict[str, torch.Tensor]:
-        """Apply deltas to the held version, and compare every slice that they have changed."""
+        """Apply deltas to the held version, oldest first, and compare every chunk that they have changed."""
         held = self._held
         assert held is not None
-        touched: dict[tuple[int, str], Slice] = {}
+        unchecked: set[tuple[int, int]] = set()
         try:
             for manifest in deltas:
-                # A whole version is decoded against its base before its first element is written.
-                overwrites = []
-                for rank, stored in enumerate(manifest.parts):
-                    header, payloads = self._part(manifest, rank, stored)
-                    for piece in header.slices:
-                        bits = held.slice_bits(rank, piece)
-                        payload = payloads.get(piece.name)
-                        if payload is None:
-                            raise WireError(f"{stored.name} has no tensor {piece.name!r}")
-                        overwrites.append((bits, *decode(bytes(payload), bits)))
-                        touched[rank, piece.name] = piece
-                for bits, positions_K, values_K in overwrites:
-                    bits[positions_K] = values_K
-                for (rank, name), piece in touched.items():
-                    held.tables[rank][name] = piece
                 held.version = manifest.version
-            held.check(deltas[-1], touched.items())
+                change = self._change_and_check if manifest is deltas[-1] else self._change
+                changing = _Chunks(self._helpers)
+                for rank, header, chunks in self._fetcher.parts(manifest, held):
+                    changed = {(rank, note.chunk) for note, _ in chunks}
+                    unchecked = unchecked - changed if manifest is deltas[-1] else unchecked | changed
+                    changing.add(change, held, rank, header, chunks)
+                changing.end()
+            for rank, chunk in sorted(unchecked):
+                held.check(rank, chunk, held.read(rank, chunk)[0])
+            if deltas:
+                _check_contents(held, deltas[-1])
         except BaseException:
             self._held = None
             raise
         return held.tensors
 
+    # In the helpers' threads
+
+    def _fill(self, held: HeldWeights, rank: int, header: PartHeader, note: ChunkNote, data: Buffer) -> None:
+        bits_N = np.frombuffer(data, f"u{held.layouts[rank].width(note.chunk)}")
+        held.check(rank, note.chunk, bits_N)
+        held.write(rank, note.chunk, bits_N)
+
+    def _change(
+        self,
+        held: HeldWeights,
+        rank: int,
+        header: PartHeader,
+        note: ChunkNote,
+        data: Buffer,
+        must_check: bool = False,
+    ) -> None:
+        bits_N, in_place = held.read(rank, note.chunk)
+        decode = sorted_delta_codec.decode if header.format == FORMAT_OF_SLICES else delta_codec.decode
+        positions_K, values_K = decode(bytes(data), bits_N)
+        bits_N[positions_K] = values_K
+        if not in_place:
+            held.write(rank, note.chunk, bits_N)
+        if must_check:
+            held.check(rank, note.chunk, bits_N)
+
+    def _change_and_check(
+        self, held: HeldWeights, rank: int, header: PartHeader, note: ChunkNote, data: Buffer
+    ) -> None:
+        self._change(held, rank, header, note, data, must_check=True)
+
     def _manifest(self, offer: StoreOffer, stored: StoredObject, version: Version) -> StoredVersion:
-        data = self._read(stored, offer.algorithm)
+        data = self._fetcher.whole(stored, offer.algorithm)
         manifest = StoredVersion.from_bytes(data)
         found = (manifest.run_id, manifest.version, manifest.algorithm)
         if found != (offer.run_id, version, offer.algorithm) or offer.run_id != self._run_id:
             raise WireError(f"{stored.name} is of {found}, not of {(offer.run_id, version, offer.algorithm)}")
         return manifest
 
-    def _part(
-        self, manifest: StoredVersion, rank: int, stored: StoredObject
-    ) -> tuple[PartHeader, dict[str, memoryview]]:
-        header, tensors = read_part(self._read(stored, manifest.algorithm))
-        found = (header.kind, header.run_id, header.version, header.base, header.rank, header.algorithm)
-        wanted = (
-            manifest.kind,
-            self._run_id,
-            manifest.version,
-            manifest.base_version,
-            rank,
-            manifest.algorithm,
+
+class _Chunks:
+    """Work on the chunks of several parts at a time."""
+
+    def __init__(self, helpers: ThreadPoolExecutor) -> None:
+        self._helpers = helpers
+        self._parts: deque[list[Future[None]]] = deque()
+
+    def add(
+        self,
+        work: Callable[[HeldWeights, int, PartHeader, ChunkNote, Buffer], None],
+        held: HeldWeights,
+        rank: int,
+        header: PartHeader,
+        chunks: Iterable[tuple[ChunkNote, Buffer]],
+    ) -> None:
+        """Begin to work on the chunks of a part. Raises what the work on an earlier part has raised."""
+        while len(self._parts) >= PARTS_IN_HAND:
+            self._wait()
+        self._parts.append(
+            [self._helpers.submit(work, held, rank, header, note, data) for note, data in chunks]
         )
-        if found != wanted:
-            raise WireError(f"{stored.name} says that it is {found}, its manifest {wanted}")
-        return header, tensors
 
-    def _read(self, stored: StoredObject, algorithm: Algorithm) -> Buffer:
-        data = self._store.read(stored.name, stored.size_bytes)
-        self.read_bytes += len(data)
-        if len(data) != stored.size_bytes:
-            raise WireError(f"{stored.name} has {len(data)} bytes, not {stored.size_bytes}")
-        digest = checksum(data, algorithm)
-        if digest != stored.digest:
-            raise WireError(f"{stored.name} has {algorithm} {digest}, not {stored.digest}")
-        return data
+    def end(self) -> None:
+        """Wait for everything. Raises the first error."""
+        while self._parts:
+            self._wait()
+
+    def _wait(self) -> None:
+        for future in self._parts.popleft():
+            future.result()
 
 
-class _Held:
-    """The whole model in host memory, and the checksum of every slice of it."""
-
-    def __init__(self, snapshot: StoredVersion) -> None:
-        self.version = snapshot.version
-        self._algorithm: Algorithm = snapshot.algorithm
-        self._plans: dict[str, TensorPlan] = {plan.name: plan for plan in snapshot.tensors}
-        try:
-            layout = WeightManifest.plan(snapshot.tensors, bucket_bytes=1 << 28)
-        except (ValueError, KeyError) as error:
-            raise WireError(f"snapshot of {tuple(snapshot.version)}: {error}") from error
-        flat = empty_flat(layout)
-        self.tensors: dict[str, torch.Tensor] = views(flat, layout)
-        self._bits: dict[str, npt.NDArray[Any]] = {}
-        raw = flat.numpy()
-        for entry in layout.entries:
-            plan = self._plans[entry.name]
-            if plan.same_as is None:
-                place = raw[entry.offset : entry.offset + entry.num_bytes]
-                self._bits[entry.name] = place.view(f"u{element_bytes(plan)}")
-        self.tables: list[dict[str, Slice]] = [{} for _ in snapshot.parts]
-
-    def contents(self) -> tuple[str, ...]:
-        """Return the hash over all slices of each rank."""
-        return tuple(content_hash(table.values()) for table in self.tables)
-
-    def slice_bits(self, rank: int, piece: Slice) -> npt.NDArray[Any]:
-        """Return [N] the bits of a slice, to read and write. Raises WireError for one that the snapshot does not have."""
-        expected = self.tables[rank].get(piece.name) if rank < len(self.tables) else None
-        if expected is None or (expected.start, expected.length) != (piece.start, piece.length):
-            raise WireError(
-                f"slice {piece.name!r} [{piece.start}, +{piece.length}) of rank {rank} is not in the snapshot"
-            )
-        return self._bits[piece.name][piece.start : piece.start + piece.length]
-
-    def fill(self, rank: int, slices: Iterable[Slice], data: Mapping[str, memoryview]) -> None:
-        """Copy one rank's part of a snapshot. Raises WireError."""
-        for piece in slices:
-            bits = self._bits.get(piece.name)
-            if bits is None or piece.name not in data or piece.start + piece.length > len(bits):
-                raise WireError(
-                    f"the snapshot's slice {piece.name!r} [{piece.start}, +{piece.length}) has no place"
-                )
-            place = bits[piece.start : piece.start + piece.length].view(np.uint8)
-            if len(data[piece.name]) != len(place):
-                raise WireError(
-                    f"the snapshot's slice {piece.name!r} has {len(data[piece.name])} bytes, not {len(place)}"
-                )
-            place[:] = np.frombuffer(data[piece.name], np.uint8)
-            self.tables[rank][piece.name] = piece
-
-    def check_complete(self) -> None:
-        """Raise WireError unless the slices of all ranks are every element of every tensor, once."""
-        for name, bits in self._bits.items():
-            end = 0
-            for piece in sorted(
-                (table[name] for table in self.tables if name in table), key=lambda s: s.start
-            ):
-                if piece.start != end:
-                    break
-                end += piece.length
-            if end != len(bits) or end != num_elements(self._plans[name]):
-                raise WireError(f"the snapshot's parts have {end} of {len(bits)} elements of {name!r}")
-
-    def all_slices(self) -> list[tuple[tuple[int, str], Slice]]:
-        """Return every slice by rank and name."""
-        return [
-            ((rank, name), piece) for rank, table in enumerate(self.tables) for name, piece in table.items()
-        ]
-
-    def check(self, manifest: StoredVersion, slices: Iterable[tuple[tuple[int, str], Slice]]) -> None:
-        """Raise WireError unless these slices have their checksums, and all slices the manifest's contents."""
-        for (rank, name), piece in slices:
-            digest = checksum(self.slice_bits(rank, piece).view(np.uint8), self._algorithm)
-            if digest != piece.checksum:
-                raise WireError(
-                    f"version {tuple(manifest.version)}: slice {name!r} of rank {rank} comes to {self._algorithm} "
-                    f"{digest}, the learner has {piece.checksum}"
-                )
-        if self.contents() != manifest.contents:
-            raise WireError(f"version {tuple(manifest.version)} has other contents than its manifest")
+def _check_contents(held: HeldWeights, manifest: StoredVersion) -> None:
+    if held.contents() != manifest.contents:
+        raise WireError(f"version {tuple(manifest.version)} has other contents than its manifest")

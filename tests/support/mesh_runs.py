@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ class MeshRun:
                 faults.append(f"{name}: exported otherwise than gathered")
         spans: dict[str, list[tuple[int, int]]] = {}
         for rank in found:
-            for name, start, count in rank["slices"]:
-                spans.setdefault(name, []).append((start, start + count))
+            for name, offsets, shape in rank["slices"]:
+                row = math.prod(shape[1:])
+                start = (offsets[0] if offsets else 0) * row
+                spans.setdefault(name, []).append((start, start + math.prod(shape)))
         for name, tensor in gathered.items():
             covered = sorted(spans.get(name, []))
             if not covered and name == "lm_head.weight":

@@ -15,6 +15,7 @@ from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
 from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer
+from paceline.weights.store_layout import CHUNK_ELEMENTS
 from rollout.weights.store_reader import StoreReader
 
 DEADLINE_S = 60.0
@@ -41,10 +42,17 @@ class Tied(nn.Module):
 class Pair:
     """A writer of one rank, and readers, on one store."""
 
-    def __init__(self, url: str, session: int = 1, anchor_interval: int = 100) -> None:
+    def __init__(
+        self,
+        url: str,
+        session: int = 1,
+        anchor_interval: int = 100,
+        chunk_elements: int = CHUNK_ELEMENTS,
+        model: nn.Module | None = None,
+    ) -> None:
         self.store = WeightStore(url)
         self.session = session
-        self.model = Tied()
+        self.model = Tied() if model is None else model
         self.stored: queue.Queue[Stored] = queue.Queue()
         self.held: Version | None = None
         self.writer = StoreWriter(
@@ -58,6 +66,8 @@ class Pair:
             any_rank=lambda fact: fact,
             on_stored=self.stored.put,
             oldest_held=lambda: self.held,
+            threads=2,
+            chunk_elements=chunk_elements,
         )
 
     def reader(self) -> StoreReader:

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from learner.weights.shards import LocalSlice
+from learner.weights.store.version_source import VersionSource
 from paceline.groups import Version
+from paceline.weights.store_format import NEWEST_FORMAT
 
 
 @dataclass
@@ -23,10 +24,12 @@ class Job:
 
     number: int
     version: Version
-    slices: list[LocalSlice] | None
-    """This rank's slices; None: only a snapshot of the newest version."""
+    source: VersionSource | None
+    """This rank's elements; None: only a snapshot of the newest version."""
     wants_snapshot: bool
     staged_s: float
+    format: int = NEWEST_FORMAT
+    """The format to write."""
     begun: bool = False
     held: bool = False
     """True while `put` decides about it, so that it may not begin."""
@@ -42,21 +45,35 @@ class StoreJobs:
         self._count = 0
         self._changed = threading.Condition()
 
-    def put(self, version: Version, slices: list[LocalSlice] | None, wants_snapshot: bool) -> None:
-        """Add a job, or replace the last one that has not begun. A collective call."""
+    def put(
+        self,
+        version: Version,
+        take: Callable[[VersionSource | None], VersionSource] | None,
+        *,
+        wants_snapshot: bool,
+        format: int = NEWEST_FORMAT,
+    ) -> None:
+        """Add a job, or replace the last one that has not begun. A collective call.
+
+        `take` returns the version's elements; it is given those of the version that is replaced, if any.
+        """
         with self._changed:
             last = self._jobs[-1] if self._jobs and not self._jobs[-1].begun else None
             if last is not None:
                 last.held = True
         overtakes = not self._any_rank(last is None)
+        replaced = last.source if overtakes and last is not None else None
+        source = None if take is None else take(replaced)
         with self._changed:
             if overtakes and last is not None:
-                if slices is not None:
-                    last.version, last.slices = version, slices
+                if source is not None:
+                    last.version, last.source = version, source
                 last.wants_snapshot |= wants_snapshot
+                last.format = min(last.format, format)
             else:
                 self._count += 1
-                self._jobs.append(Job(self._count, version, slices, wants_snapshot, time.monotonic()))
+                job = Job(self._count, version, source, wants_snapshot, time.monotonic(), format)
+                self._jobs.append(job)
             if last is not None:
                 last.held = False
             self._changed.notify_all()

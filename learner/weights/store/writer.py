@@ -5,6 +5,9 @@ same order on all ranks. A version exists once rank 0 has written its manifest, 
 version of a session is a snapshot; later ones are deltas against the one before, and now and then a snapshot as well:
 every `anchor_interval` versions, when the deltas since the last one outweigh it, and after `put_snapshot`.
 
+Chunks are compared, coded and hashed in several threads. All versions of a chain have one format; when a member of the
+version before cannot read the newest, a new chain begins in the older one.
+
 The thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A
 store that fails is tried again, with the reason in the log, until it works; training goes on. A waiting version is replaced
 by the next one (`learner/weights/store/jobs.py`).
@@ -17,48 +20,47 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from learner.weights.rank_board import RankBoard
 from learner.weights.shards import LocalSlice
 from learner.weights.store.chain import Chain, Stored
+from learner.weights.store.delta_chunks import CodedChunk, coded_chunks
 from learner.weights.store.jobs import Job, StoreJobs
+from learner.weights.store.version_source import (
+    FoundChanges,
+    KeptVersion,
+    VersionSource,
+    WholeSlices,
+    chunk_bits,
+)
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import PacelineError
 from paceline.groups import Version
-from paceline.weights.delta_codec import changed_positions, encode
 from paceline.weights.manifest import Algorithm, TensorPlan, checksum
 from paceline.weights.object_store import Buffer, WeightStore
+from paceline.weights.part_file import PartHeader, delta_header, part_chunks, snapshot_header
 from paceline.weights.store_format import (
-    Kind,
-    PartHeader,
-    Slice,
+    FORMATS,
+    NEWEST_FORMAT,
     StoredObject,
     StoredVersion,
-    content_hash,
     digest_of,
     folder,
     manifest_name,
-    part_chunks,
     part_name,
 )
+from paceline.weights.store_layout import CHUNK_ELEMENTS, RankLayout
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Part = tuple[StoredObject, StoredObject]
+"""A part file and its head."""
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 CLOSE_WAIT_S = 2.0
-
-
-@dataclass
-class _Kept:
-    """The version written last, which is the base of the next delta."""
-
-    version: Version
-    slices: list[LocalSlice]
-    table: dict[str, Slice]
 
 
 class StoreWriter:
@@ -81,6 +83,8 @@ class StoreWriter:
         any_rank: Callable[[bool], bool],
         on_stored: Callable[[Stored], None],
         oldest_held: Callable[[], Version | None],
+        threads: int = 1,
+        chunk_elements: int = CHUNK_ELEMENTS,
     ) -> None:
         self._store = store
         self._board = board
@@ -90,22 +94,49 @@ class StoreWriter:
         self._algorithm: Algorithm = algorithm
         self._on_stored = on_stored
         self._tensors: tuple[TensorPlan, ...] = ()
+        self._any_rank = any_rank
+        self._format = NEWEST_FORMAT
+        self._has_boxes = False
+        """True where a slice is not whole rows of its tensor, which the older format cannot say."""
         self._jobs = StoreJobs(any_rank)
         self._closed = self._jobs.closed
-        self._kept: _Kept | None = None
+        self._kept: KeptVersion | None = None
+        self._chunk_elements = chunk_elements
+        self._helpers = ThreadPoolExecutor(threads, thread_name_prefix="weight-store")
         self._fault: Exception | None = None
         self._chain = Chain(anchor_interval, oldest_held) if rank == 0 else None
         self._thread = threading.Thread(target=self._run, name="weight-store", daemon=True)
         self._thread.start()
 
+    @property
+    def format(self) -> int:
+        """The format of the versions that are put from now on, the same on all ranks."""
+        return self._format
+
     def put(self, version: Version, slices: list[LocalSlice], tensors: tuple[TensorPlan, ...]) -> None:
         """Queue this rank's slices of `tensors` as `version`; they must not change any more. A collective call."""
-        self._tensors = tensors
-        self._jobs.put(version, slices, wants_snapshot=False)
+        self.take(version, lambda replaced: WholeSlices(slices), tensors)
 
-    def put_snapshot(self) -> None:
-        """Queue a snapshot of the newest version. A collective call."""
-        self._jobs.put(Version(0, 0), None, wants_snapshot=True)
+    def take(
+        self,
+        version: Version,
+        take: Callable[[VersionSource | None], VersionSource],
+        tensors: tuple[TensorPlan, ...],
+    ) -> None:
+        """Queue `version`, whose elements `take` returns. A collective call.
+
+        It is given the source of a version that will not be written, from which changes must not count any more: changes
+        that it returns are those since the version before that one.
+        """
+        self._tensors = tensors
+        self._jobs.put(version, take, wants_snapshot=False, format=self._format)
+
+    def put_snapshot(self, older_format: bool = False) -> None:
+        """Queue a snapshot of the newest version, where any rank says so in the older format, like all versions after it.
+        A collective call."""
+        if self._any_rank(older_format) and not self._any_rank(self._has_boxes):
+            self._format = FORMATS[0]
+        self._jobs.put(Version(0, 0), None, wants_snapshot=True, format=self._format)
 
     def check(self) -> None:
         """Raise the error that ended the thread, if any."""
@@ -116,6 +147,7 @@ class StoreWriter:
         """End the thread. Wait a moment for it, never for a store that is stuck."""
         self._jobs.close()
         self._thread.join(CLOSE_WAIT_S)
+        self._helpers.shutdown(wait=False, cancel_futures=True)
 
     # In the thread
 
@@ -133,73 +165,102 @@ class StoreWriter:
             self._jobs.end()
 
     def _work_on(self, job: Job) -> None:
-        before = self._kept
-        wants_snapshot = job.wants_snapshot
-        if job.slices is not None:
-            first = before is None
-            if before is not None:
-                kept, part = self._retried(lambda: self._write_delta(job.version, job.slices or [], before))
-            else:
-                kept, part = _keep(job.version, job.slices, self._algorithm), None
-            self._kept = kept
-            if part is not None:
-                self._leave(f"delta/{job.number}", part, kept)
-                wants_snapshot = self._finish_delta(job)
-            if not (first or wants_snapshot):
+        before, wants_snapshot = self._kept, job.wants_snapshot
+        if before is not None and before.layout.format != job.format:
+            if isinstance(job.source, FoundChanges):
+                before = self._changed(before, job.version, job.source)
+            whole = job.source if isinstance(job.source, WholeSlices) else WholeSlices(before.slices)
+            self._kept = self._keep(before.version if job.source is None else job.version, whole, job.format)
+            if self._chain is not None:
+                self._chain.begin_anew()
+        elif job.source is not None and before is None:
+            assert isinstance(job.source, WholeSlices), "changes before the first version"
+            self._kept = self._keep(job.version, job.source, job.format)
+        elif job.source is not None and before is not None:
+            coded, self._kept = coded_chunks(
+                before, job.version, job.source, self._algorithm, self._helpers.map
+            )
+            part = self._write_delta(coded, self._kept, before.version)
+            self._leave(f"delta/{job.number}", part, self._kept)
+            wants_snapshot = self._finish_delta(job)
+            if not wants_snapshot:
                 return
         if self._kept is None:
             return
-        snapshot = self._retried(lambda: self._write_snapshot(self._kept))
-        self._leave(f"anchor/{job.number}", snapshot, self._kept)
+        part = self._write_snapshot(self._kept)
+        self._leave(f"anchor/{job.number}", part, self._kept)
         self._finish_snapshot(job, self._kept.version)
 
-    def _write_delta(
-        self, version: Version, slices: list[LocalSlice], base: _Kept
-    ) -> tuple[_Kept, StoredObject]:
-        table = dict(base.table)
-        changed: list[Slice] = []
-        payloads: list[tuple[str, str, tuple[int, ...], Buffer]] = []
-        for old, new in zip(base.slices, slices, strict=True):
-            changed_K = changed_positions(old.bits, new.bits)
-            if not len(changed_K):
-                continue
-            table[new.name] = Slice(new.name, new.start, len(new.bits), checksum(new.data, self._algorithm))
-            payload = encode(old.bits, new.bits, changed_K)
-            changed.append(table[new.name])
-            payloads.append((new.name, "uint8", (len(payload),), payload))
-        part = self._write_part("delta", version, base.version, changed, payloads)
-        return _Kept(version, slices, table), part
+    def _keep(self, version: Version, source: WholeSlices, format: int) -> KeptVersion:
+        blocks = tuple(part.block for part in source.slices)
+        layout = RankLayout(blocks, format, self._chunk_elements)
+        plans = {plan.name: plan for plan in self._tensors}
+        self._has_boxes = any(block.shape[1:] != plans[block.name].shape[1:] for block in blocks)
+        checksums = list(
+            self._helpers.map(
+                lambda chunk: checksum(chunk_bits(source.slices, layout, chunk).view("u1"), self._algorithm),
+                range(len(layout.chunks)),
+            )
+        )
+        return KeptVersion(version, source.slices, layout, checksums)
 
-    def _write_snapshot(self, kept: _Kept | None) -> StoredObject:
-        assert kept is not None
+    def _changed(self, kept: KeptVersion, version: Version, source: FoundChanges) -> KeptVersion:
+        return coded_chunks(kept, version, source, self._algorithm, self._helpers.map)[1]
+
+    def _write_delta(self, coded: list[CodedChunk], kept: KeptVersion, base: Version) -> Part:
+        header = delta_header(
+            kept.layout,
+            [chunk.note for chunk in coded],
+            run_id=self._run_id,
+            version=kept.version,
+            base=base,
+            rank=self._rank,
+            algorithm=self._algorithm,
+        )
         tensors: list[tuple[str, str, tuple[int, ...], Buffer]] = [
-            (part.name, part.dtype, part.shape, part.data) for part in kept.slices
+            (
+                header.delta_key(kept.layout, chunk.note.chunk),
+                "uint8",
+                (len(chunk.payload),),
+                chunk.payload,
+            )
+            for chunk in coded
         ]
-        return self._write_part("anchor", kept.version, None, list(kept.table.values()), tensors)
+        return self._write_part(header, tensors)
+
+    def _write_snapshot(self, kept: KeptVersion) -> Part:
+        header = snapshot_header(
+            kept.layout,
+            kept.checksums,
+            run_id=self._run_id,
+            version=kept.version,
+            rank=self._rank,
+            algorithm=self._algorithm,
+        )
+        tensors: list[tuple[str, str, tuple[int, ...], Buffer]] = [
+            (key, part.block.dtype, part.block.shape, part.data)
+            for key, part in zip(kept.layout.keys, kept.slices, strict=True)
+        ]
+        return self._write_part(header, tensors)
 
     def _write_part(
-        self,
-        kind: Kind,
-        version: Version,
-        base: Version | None,
-        slices: list[Slice],
-        tensors: list[tuple[str, str, tuple[int, ...], Buffer]],
-    ) -> StoredObject:
-        header = PartHeader(kind, self._run_id, version, base, self._rank, self._algorithm, tuple(slices))
+        self, header: PartHeader, tensors: list[tuple[str, str, tuple[int, ...], Buffer]]
+    ) -> Part:
         chunks = part_chunks(header, tensors)
-        name = part_name(kind, version, self._rank)
-        self._store.write(name, chunks)
-        return StoredObject(name, sum(map(len, chunks)), digest_of(chunks, self._algorithm))
+        name = part_name(header.kind, header.version, self._rank)
+        self._retried(lambda: self._store.write(name, chunks))
+        part = StoredObject(name, sum(map(len, chunks)), digest_of(chunks, self._algorithm))
+        return part, StoredObject(name, len(chunks[0]), checksum(chunks[0], self._algorithm))
 
-    def _leave(self, key: str, part: StoredObject, kept: _Kept) -> None:
+    def _leave(self, key: str, part: Part, kept: KeptVersion) -> None:
         """Leave a note that this rank's part is in the store."""
-        note = [*part, content_hash(kept.table.values())]
+        note = [*part, kept.layout.contents(kept.checksums)]
         self._board.put(f"{key}/{self._rank}", json.dumps(note).encode())
 
     def _finish_delta(self, job: Job) -> bool:
         """Wait until the version is complete, and return whether all ranks now write a snapshot of it."""
         if self._chain is not None:
-            parts, contents = self._all_parts(f"delta/{job.number}")
+            parts, heads, contents = self._all_parts(f"delta/{job.number}")
             chain = self._chain
             manifest = StoredVersion(
                 "delta",
@@ -211,6 +272,8 @@ class StoreWriter:
                 base_version=chain.newest_version,
                 base=chain.newest,
                 base_contents=chain.contents,
+                heads=heads,
+                format=job.format,
             )
             chain.add_delta(manifest, self._retried(lambda: self._write_manifest(manifest)))
             self._tell(job, manifest.size_bytes)
@@ -220,9 +283,17 @@ class StoreWriter:
 
     def _finish_snapshot(self, job: Job, version: Version) -> None:
         if self._chain is not None:
-            parts, contents = self._all_parts(f"anchor/{job.number}")
+            parts, heads, contents = self._all_parts(f"anchor/{job.number}")
             manifest = StoredVersion(
-                "anchor", self._run_id, version, self._algorithm, parts, contents, tensors=self._tensors
+                "anchor",
+                self._run_id,
+                version,
+                self._algorithm,
+                parts,
+                contents,
+                tensors=self._tensors,
+                heads=heads,
+                format=job.format,
             )
             is_first = self._chain.newest is None
             self._chain.add_snapshot(manifest, self._retried(lambda: self._write_manifest(manifest)))
@@ -235,12 +306,17 @@ class StoreWriter:
         assert self._chain is not None
         self._on_stored(self._chain.stored(size_bytes, time.monotonic() - job.staged_s))
 
-    def _all_parts(self, key: str) -> tuple[tuple[StoredObject, ...], tuple[str, ...]]:
+    def _all_parts(
+        self, key: str
+    ) -> tuple[tuple[StoredObject, ...], tuple[StoredObject, ...], tuple[str, ...]]:
+        """Return (parts, heads, contents) by rank, when every rank has left its note."""
         keys = [f"{key}/{rank}" for rank in range(self._world_size)]
         notes = [json.loads(self._wait(key)) for key in keys]
         for key in keys:
             self._board.remove(key)
-        return tuple(StoredObject(*note[:3]) for note in notes), tuple(note[3] for note in notes)
+        parts = tuple(StoredObject(*part) for part, _, _ in notes)
+        heads = tuple(StoredObject(*head) for _, head, _ in notes)
+        return parts, heads, tuple(contents for *_, contents in notes)
 
     def _wait(self, key: str) -> bytes:
         note = self._board.wait(key, self._closed)
@@ -279,11 +355,3 @@ class StoreWriter:
 
 class _Closed(Exception):
     """The writer was closed during a job."""
-
-
-def _keep(version: Version, slices: list[LocalSlice], algorithm: Algorithm) -> _Kept:
-    table = {
-        part.name: Slice(part.name, part.start, len(part.bits), checksum(part.data, algorithm))
-        for part in slices
-    }
-    return _Kept(version, slices, table)

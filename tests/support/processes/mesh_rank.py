@@ -52,7 +52,9 @@ def main(models: Path, out: Path, replicate: int, shard: int, path: str, sha256:
         policy = make_spec(models / name, **parallel, **EXACT).policy
         model = load_policy(policy, device)
         found: dict[str, Any] = {"loading": differing(model, models / name, torch.float32)}
-        slices = [(part.name, part.start, part.bits.size) for part in local_slices(model, None)]
+        slices = [
+            (part.block.name, part.block.offsets, part.block.shape) for part in local_slices(model, None)
+        ]
         gathered = gather_weights(model, None)
         if rank == 0:
             save_file({name: value.clone() for name, value in gathered.items()}, out / f"{name}.gathered")

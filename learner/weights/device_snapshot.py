@@ -1,0 +1,185 @@
+"""The weights that a rank published last, on its GPU, and what changed since: found there, so that only changes travel to
+the host.
+
+Promise: `take` returns when nothing reads the model any more, so the next optimizer step may write it; what it returns is
+in host memory. The comparison costs a few passes over the rank's shards at the speed of the device's memory, and the memory
+of one copy in the published type.
+
+All elements are compared chunk by chunk, in the chunks of the store's newest format, by operations that wait for the device
+once a chunk: to learn how many elements changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from learner.weights.shards import ColumnTiles, local_boxes, slice_of
+from learner.weights.store.version_source import (
+    ChunkChanges,
+    FoundChanges,
+    VersionSource,
+    WholeSlices,
+    chunk_bits,
+)
+from paceline.weights.delta_codec import Changes
+from paceline.weights.magnitude_classes import MAGNITUDE_BITS, MAGNITUDE_SHIFT, choose_bounds
+from paceline.weights.store_layout import CHUNK_ELEMENTS, RankLayout
+
+log = logging.getLogger(__name__)
+
+SPARE = 1.5
+"""The copy is kept where the device has this many times its size free."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DeviceSnapshot:
+    """The snapshot of one rank of a run; `dtype` and `tiles` as of `local_slices`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        tiles: ColumnTiles,
+        chunk_elements: int = CHUNK_ELEMENTS,
+    ) -> None:
+        self._model, self._dtype, self._tiles = model, dtype, tiles
+        self.layout = RankLayout(
+            tuple(block for block, _ in self._boxes()), format=3, chunk_elements=chunk_elements
+        )
+        self._kept: list[Tensor] = []
+        self._bounds: list[tuple[int, ...]] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the copy on the device."""
+        return sum(map(self.layout.size_bytes, range(len(self.layout.chunks))))
+
+    def fits(self) -> bool:
+        """Return whether the model is on a GPU that has room for the copy."""
+        devices = {local.device for _, local in self._boxes()}
+        if len(devices) != 1 or (device := devices.pop()).type != "cuda":
+            return False
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if free < SPARE * self.size_bytes:
+            log.info(
+                "weights are compared on the CPU: the GPU has %.1f GB free, the copy needs %.1f",
+                free / 1e9,
+                self.size_bytes / 1e9,
+            )
+            return False
+        return True
+
+    @torch.no_grad()
+    def take(self, replaced: VersionSource | None = None) -> VersionSource:
+        """Return everything at first and where all of the version before was not written, else what changed since then.
+
+        `replaced` is what the last call returned, if that will not be written.
+        """
+        if not self._kept or isinstance(replaced, WholeSlices):
+            return self._whole()
+        if isinstance(replaced, FoundChanges):
+            for chunk, found in replaced.chunks.items():
+                self._put_back(chunk, found)
+        boxes = self._boxes()
+        found_chunks = {}
+        for chunk in range(len(self.layout.chunks)):
+            on_device = _compared(self._kept[chunk], self._chunk(boxes, chunk), self._bounds[chunk])
+            if on_device is not None:
+                found_chunks[chunk] = on_device
+        # The copies to the host go on behind the comparisons; this is where the thread waits for them.
+        if self._kept[0].is_cuda:
+            torch.cuda.current_stream(self._kept[0].device).synchronize()
+        return FoundChanges({chunk: found.on_host() for chunk, found in found_chunks.items()})
+
+    def _whole(self) -> WholeSlices:
+        boxes = self._boxes()
+        self._kept = [self._chunk(boxes, chunk).clone() for chunk in range(len(self.layout.chunks))]
+        slices = [slice_of(block, local) for block, local in boxes]
+        self._bounds = [
+            choose_bounds(chunk_bits(slices, self.layout, chunk)) for chunk in range(len(self._kept))
+        ]
+        return WholeSlices(slices)
+
+    def _boxes(self) -> list[tuple[Any, Tensor]]:
+        return local_boxes(self._model, self._dtype, self._tiles)
+
+    def _chunk(self, boxes: list[tuple[Any, Tensor]], chunk: int) -> Tensor:
+        """Return [N] the bits of a chunk of the live model, as integers on the device."""
+        runs = []
+        for piece in self.layout.chunks[chunk]:
+            block, local = boxes[piece.block]
+            rows = local[piece.first : piece.last] if local.ndim else local.reshape(1)
+            wire: torch.dtype = getattr(torch, block.dtype)
+            flat = rows.to(wire).reshape(-1)
+            runs.append(flat.view(_INTEGERS[flat.element_size()]))
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+    def _put_back(self, chunk: int, found: ChunkChanges) -> None:
+        kept = self._kept[chunk]
+        base_K = found.changes.base_K
+        signed = torch.from_numpy(
+            base_K.view(base_K.dtype.str.replace("u", "i") if kept.dtype != torch.uint8 else "u1")
+        )
+        kept[torch.from_numpy(found.positions_K).to(kept.device, torch.int64)] = signed.to(kept.device)
+
+
+class _OnDevice:
+    """What changed in a chunk, on its way to the host. Everything is ordered by class, then rank."""
+
+    def __init__(
+        self, bounds: tuple[int, ...], sizes_C: Tensor, counts_C: Tensor, arrays: list[Tensor]
+    ) -> None:
+        self._bounds = bounds
+        self._small = _to_host(torch.stack([sizes_C, counts_C]))
+        self._arrays = [_to_host(array) for array in arrays]
+
+    def on_host(self) -> ChunkChanges:
+        """Return it, when the device has finished."""
+        sizes_C, counts_C = self._small.tolist()
+        positions_K, ranks_K, base_K, new_K = (array.numpy() for array in self._arrays)
+        width = base_K.dtype.itemsize
+        ranks = np.split(ranks_K, np.cumsum(counts_C)[:-1])
+        changes = Changes(
+            self._bounds, tuple(sizes_C), tuple(ranks), base_K.view(f"u{width}"), new_K.view(f"u{width}")
+        )
+        return ChunkChanges(changes, positions_K)
+
+
+def _compared(kept_N: Tensor, new_N: Tensor, bounds: tuple[int, ...]) -> _OnDevice | None:
+    """Return what differs, and make `kept_N` the new bits; None where nothing differs."""
+    positions_K = (kept_N != new_N).nonzero().squeeze(1)
+    if not len(positions_K):
+        return None
+    ranks_K = positions_K
+    sizes_C = torch.full((len(bounds) + 1,), len(kept_N), device=kept_N.device)
+    counts_C = torch.full((1,), len(positions_K), device=kept_N.device)
+    if bounds:
+        magnitudes_N = (kept_N & MAGNITUDE_BITS) >> MAGNITUDE_SHIFT
+        class_K = torch.zeros_like(positions_K)
+        for number, (high, low) in enumerate(zip(bounds, (*bounds[1:], 0), strict=True), start=1):
+            is_here_N = (magnitudes_N < high) & (magnitudes_N >= low)
+            rank_N = is_here_N.cumsum(0, dtype=torch.int32)
+            sizes_C[number] = rank_N[-1]
+            is_here_K = is_here_N[positions_K]
+            class_K.masked_fill_(is_here_K, number)
+            ranks_K = torch.where(is_here_K, rank_N[positions_K] - 1, ranks_K)
+        order_K = torch.argsort(class_K, stable=True)
+        counts_C = (class_K.unsqueeze(1) == torch.arange(len(sizes_C), device=kept_N.device)).sum(0)
+        positions_K, ranks_K = positions_K[order_K], ranks_K[order_K]
+    base_K, new_K = kept_N[positions_K], new_N[positions_K]
+    kept_N.copy_(new_N)
+    places = [positions_K.to(torch.int32), ranks_K.to(torch.int32)]
+    return _OnDevice(bounds, sizes_C, counts_C, [*places, base_K, new_K])
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
