@@ -7,7 +7,7 @@ construction are collective calls; the other methods matter on rank 0 only, wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from torch import nn
@@ -29,14 +29,19 @@ class WeightChannel(Protocol):
     def write_snapshot(self) -> None:
         """Write the newest version in full, where the channel uses the object store."""
 
-    def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
-        """Set the members that receive from now on. Return at once."""
+    def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
+        """Set the members that receive from now on. `by_host` are those of them whose hosts have agents. Return at once."""
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """Take a member's answer to an offer."""
 
-    def progress(self, member_id: str, version: Version) -> None:
-        """Note that a member still works on an offered version."""
+    def note_format(self, member_id: str, store_format: int) -> None:
+        """Note the newest format of the object store that a member reads, before its answer is taken."""
+
+    def progress(
+        self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
+    ) -> None:
+        """Note that a member still works on a version: so many bytes are there, or all are and the engine loads them."""
 
     def interrupt(self, reason: str) -> None:
         """Repeat offers that may have been lost, or whose answers may have been, while the control plane was away."""
@@ -48,13 +53,18 @@ class WeightChannel(Protocol):
 class WithoutMembers:
     """The members' side of a channel on the ranks beside rank 0: empty, because members talk to rank 0 alone."""
 
-    def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
+    def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
         """See `WeightChannel.set_members`."""
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """See `WeightChannel.acknowledge`."""
 
-    def progress(self, member_id: str, version: Version) -> None:
+    def note_format(self, member_id: str, store_format: int) -> None:
+        """See `WeightChannel.note_format`. A member with a link needs no store."""
+
+    def progress(
+        self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
+    ) -> None:
         """See `WeightChannel.progress`."""
 
     def interrupt(self, reason: str) -> None:

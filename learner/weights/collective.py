@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ class Rank0CollectiveChannel(CollectiveChannel):
         self._publisher.stage(version, tensors)
         self._catch_up.stage(version, tensors)
 
-    def set_members(self, epoch: int, member_ids: Sequence[str]) -> None:
+    def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
         """See `WeightChannel.set_members`."""
         self._catch_up.set_members(epoch, member_ids)
 
@@ -69,7 +69,9 @@ class Rank0CollectiveChannel(CollectiveChannel):
         self._catch_up.answer(member_id, version, ok, message, damaged)
         self._publisher.acknowledge(member_id, version, ok, message)
 
-    def progress(self, member_id: str, version: Version) -> None:
+    def progress(
+        self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
+    ) -> None:
         """See `WeightChannel.progress`."""
         self._catch_up.progress(member_id)
         self._publisher.progress(member_id, version)

@@ -127,6 +127,8 @@ class Membership:
         self.term = 0
         self._secret = b""
         """Secret of the last Welcome."""
+        self.has_stream = False
+        """True while the coordinator hears this worker: from its Welcome until the stream breaks."""
         self.draining = False
         """Set by a worker that was asked to stop: a coordinator that stops too stays until the worker has left."""
         self._welcomed = asyncio.Event()
@@ -228,12 +230,14 @@ class Membership:
                     if directive.WhichOneof("directive") == "welcome":
                         await self._on_welcome(directive.welcome)
                         heard.set()
+                        self.has_stream = True
                     await self._on_directive(directive)
                     if self._leaving.is_set() and directive.WhichOneof("directive") == "welcome":
                         await self.report(
                             worker_pb2.ConnectRequest(leave=worker_pb2.Leave())
                         )  # lost with a stream
             finally:
+                self.has_stream = False
                 call.cancel()
                 writing.cancel()  # its end ends this too: reports left in the outbox belong to the next stream
                 await asyncio.wait((writing,))

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from protos.paceline.v1 import worker_pb2
+from services.common.host_agent import HostAgentConnection
 from services.common.membership import Membership
 from services.learner.background_loop import BackgroundLoop
 from services.learner.orders import Orders
@@ -27,6 +28,7 @@ class RankContext(Protocol):
     background: BackgroundLoop
     stopping: threading.Event
     membership: Membership
+    agent: HostAgentConnection
     early_roster: worker_pb2.Epoch | None
 
     @property

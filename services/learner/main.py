@@ -17,6 +17,7 @@ import click
 
 from paceline.errors import PacelineError
 from services.common.fabric import fabric_option
+from services.common.host_agent import zone_option
 from services.common.insecure import check_coordinator
 from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.parent_death import die_with_starter
@@ -34,6 +35,7 @@ from services.learner.nodes.settings import is_rank, node_settings, ranks_of_nod
 )
 @device_option
 @fabric_option
+@zone_option
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),

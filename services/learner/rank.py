@@ -32,6 +32,7 @@ from protos.paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2
 from services.common.advertise import advertised_host
 from services.common.fabric import fabric_option
 from services.common.grpc_server import GrpcServer
+from services.common.host_agent import HostAgentConnection, zone_option
 from services.common.membership import LEAVE_WAIT_S, Membership
 from services.common.options import device_option, worker_options
 from services.common.processes.file_limit import raise_file_limit
@@ -74,6 +75,8 @@ class LearnerRank:
         """Address of this machine for others."""
         self.weights_bind, self.weights_host = fabric or host, fabric or reachable
         """Address that weight links listen on, and the one that members reach."""
+        self.agent = HostAgentConnection(coordinator, self.weights_bind, self.weights_host)
+        """Connection to the agent that brings this host's weights to others."""
         self.cpu_chosen = False
         """True when the service was started with --device cpu."""
         self.grace_s = grace_s
@@ -253,6 +256,8 @@ class LearnerRank:
             rank=self.rank,
             learner_id=self._learner_id,
         )
+        if (host := self.agent.identity) is not None:
+            hello.host_agent.CopyFrom(host)
         run = self._run
         if run is not None and run.session == hello.session and run.receipted:
             # A coordinator whose ledger lacks these receipts has restored an older backup; this session cannot continue with it.
@@ -268,6 +273,7 @@ class LearnerRank:
 @worker_options("learner", grace="Seconds for the last checkpoint at SIGTERM.")
 @device_option
 @fabric_option
+@zone_option
 def main(
     coordinator: str,
     host: str,

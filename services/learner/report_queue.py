@@ -85,6 +85,8 @@ def _replaces(report: worker_pb2.ConnectRequest) -> Key | None:
             return "publish", report.publish.member_id
         case "staged":
             return "staged", report.staged.run_id
+        case "host_version":
+            return "host_version", report.host_version.run_id
         case "run_report" if report.run_report.warning:
             return "warning", report.run_report.warning
     return None

@@ -38,11 +38,11 @@ class Publishing:
     def open(self, model: nn.Module) -> None:
         """Make the channel for the versions of `model`. Raises InvalidInput for an object store that cannot be used."""
         self._model = model
-        channel = make_channel(self._assignment, self._spec, self._rank, self._warn)
+        channel = make_channel(self._assignment, self._spec, self._rank, self._warn, model)
         with self._opening:
             roster = self._roster or self._rank.early_roster
             if roster is not None and roster.run_id == self._assignment.run_id:
-                channel.set_members(roster.number, roster.member_ids)
+                channel.set_members(roster.number, roster.member_ids, roster.host_member_ids)
             self._channel = channel
 
     @property
@@ -70,19 +70,21 @@ class Publishing:
             self._roster = roster
             if self._channel is not None:
                 with contextlib.suppress(Conflict):  # the run ends at this very moment
-                    self._channel.set_members(roster.number, roster.member_ids)
+                    self._channel.set_members(roster.number, roster.member_ids, roster.host_member_ids)
 
     def acknowledge(self, ack: worker_pb2.WeightAck) -> None:
         """Take a member's answer to an offer."""
         if self._channel is not None and ack.run_id == self._assignment.run_id:
             version = Version(ack.version.session, ack.version.step)
+            self._channel.note_format(ack.member_id, ack.store_format)
             self._channel.acknowledge(ack.member_id, version, ack.ok, ack.message, ack.damaged)
 
     def progress(self, progress: worker_pb2.WeightProgress) -> None:
         """Note that a member still works on an offered version."""
         if self._channel is not None and progress.run_id == self._assignment.run_id:
             version = Version(progress.version.session, progress.version.step)
-            self._channel.progress(progress.member_id, version)
+            loading = progress.phase in (worker_pb2.WEIGHT_PHASE_RECEIVED, worker_pb2.WEIGHT_PHASE_LOADING)
+            self._channel.progress(progress.member_id, version, progress.received_bytes, loading)
 
     def interrupt(self, reason: str) -> None:
         """Try again offers that may have been lost while the coordinator was away."""

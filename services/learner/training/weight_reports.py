@@ -41,6 +41,10 @@ class WeightReports:
         """Send an offer to its member."""
         self._send(worker_pb2.ConnectRequest(weight_offer=offer.to_proto(self._max_wait_s)))
 
+    def host_version(self, version: worker_pb2.HostVersion) -> None:
+        """Tell the coordinator of a version that this learner's hosts hold."""
+        self._send(worker_pb2.ConnectRequest(host_version=version))
+
     def result(self, result: PublishResult) -> None:
         """Report how an attempt to bring a version to a member ended; warn when its link goes by TCP from now on."""
         if result.fallback:

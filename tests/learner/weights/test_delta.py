@@ -8,9 +8,19 @@ import torch
 from torch import nn
 
 from learner.weights.delta import DeltaChannel, Rank0DeltaChannel
+from learner.weights.store.version_source import WholeSlices
 from paceline.groups import Version
+from paceline.weights.store_format import NEWEST_FORMAT
 
 V1 = Version(1, 1)
+
+
+def recorder() -> MagicMock:
+    """A writer that takes each version at once, among others."""
+    calls = MagicMock()
+    calls.writer.format = NEWEST_FORMAT
+    calls.writer.take.side_effect = lambda version, take, tensors: calls.taken(take(None))
+    return calls
 
 
 def names(calls: MagicMock) -> list[str]:
@@ -18,20 +28,22 @@ def names(calls: MagicMock) -> list[str]:
 
 
 def test_rank_0_writes_as_the_others_do_and_makes_the_offers() -> None:
-    calls = MagicMock()
+    calls = recorder()
     channel = Rank0DeltaChannel(calls.writer, calls.offers, torch.float32, calls.announce)
     channel.publish(V1, nn.Linear(2, 2))
     channel.write_snapshot()
+    channel.note_format("m", NEWEST_FORMAT)
     channel.acknowledge("m", V1, ok=True, message="", damaged=False)
     channel.close()
     assert names(calls) == [
-        *("announce", "writer.put", "offers.snapshot_ordered", "writer.put_snapshot"),
-        *("offers.answer", "offers.close", "writer.close"),
+        *("writer.take", "announce", "taken", "offers.snapshot_ordered", "writer.put_snapshot"),
+        *("offers.note_format", "offers.answer", "offers.close", "writer.close"),
     ]
+    assert isinstance(calls.taken.call_args.args[0], WholeSlices)
 
 
 def test_another_rank_writes_alone_and_wants_no_snapshot() -> None:
-    calls = MagicMock()
+    calls = recorder()
     channel = DeltaChannel(calls.writer, torch.float32)
     channel.publish(V1, nn.Linear(2, 2))
     channel.set_members(3, ["m"])
@@ -41,4 +53,4 @@ def test_another_rank_writes_alone_and_wants_no_snapshot() -> None:
     assert not channel.wants_snapshot
     channel.write_snapshot()
     channel.close()
-    assert names(calls) == ["writer.put", "writer.check", "writer.put_snapshot", "writer.close"]
+    assert names(calls) == ["writer.take", "taken", "writer.check", "writer.put_snapshot", "writer.close"]

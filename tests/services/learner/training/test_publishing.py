@@ -45,11 +45,13 @@ def test_replayed_steps_are_not_published_except_the_last(monkeypatch: pytest.Mo
 def test_the_newest_roster_named_before_the_channel_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, early=roster(1))
     bench.publishing.open(bench.model)
-    assert bench.channel.mock_calls == [call.set_members(1, ["m"])]
+    assert bench.channel.mock_calls == [call.set_members(1, ["m"], [])]
     later = Bench(monkeypatch, early=roster(1))
-    later.publishing.set_members(roster(2))
+    by_host = roster(2)
+    by_host.host_member_ids.append("m")
+    later.publishing.set_members(by_host)
     later.publishing.open(later.model)
-    assert later.channel.mock_calls == [call.set_members(2, ["m"])]
+    assert later.channel.mock_calls == [call.set_members(2, ["m"], ["m"])]
 
 
 def test_messages_of_another_run_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,14 +67,21 @@ def test_a_member_s_answer_and_progress_reach_the_channel(monkeypatch: pytest.Mo
     bench = Bench(monkeypatch)
     ack = worker_pb2.WeightAck(run_id="run", member_id="m", ok=True, message="held")
     ack.version.session, ack.version.step = 3, 2
-    progress = worker_pb2.WeightProgress(run_id="run", member_id="m", version=ack.version)
+    progress = worker_pb2.WeightProgress(
+        run_id="run",
+        member_id="m",
+        version=ack.version,
+        phase=worker_pb2.WEIGHT_PHASE_LOADING,
+        received_bytes=7,
+    )
     bench.publishing.acknowledge(ack)  # without a channel
     bench.publishing.open(bench.model)
     bench.publishing.acknowledge(ack)
     bench.publishing.progress(progress)
     assert bench.channel.mock_calls == [
+        call.note_format("m", 0),
         call.acknowledge("m", Version(3, 2), True, "held", False),
-        call.progress("m", Version(3, 2)),
+        call.progress("m", Version(3, 2), 7, True),
     ]
 
 
