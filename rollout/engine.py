@@ -145,6 +145,9 @@ class Engine(Protocol):
     """Version of the weights in use; None before the first ones."""
     max_batch_size: int
     """Sequences that are decoded at a time; further ones wait."""
+    verifies_weights: bool
+    """Whether its workers compare the checksums of `HostWeights`, each of its part. Else it is quicker to compare them while
+    the bytes arrive; weights that were not verified are verified in any case."""
 
     @property
     def num_running(self) -> int:
@@ -176,12 +179,13 @@ class Engine(Protocol):
 
     async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
         """Put `weights` in use as `version`, between two decode steps: named as in the model's state_dict, or, where the
-        run trains an adapter (policy.lora_cfg), the adapter alone with the names of `paceline.weights.lora_names`.
+        run trains an adapter (policy.lora_cfg), the adapter alone with the names of `paceline.weights.lora_names`. Weights
+        in a segment of host memory (`HostWeights`) are mapped and loaded from there.
 
         Return the seconds in which no token was sampled because of it. The tensors must not change before it returns. A
         cancelled call may still take effect, which `version` shows.
-        Raises InvalidInput: a name is missing or unknown, a shape is wrong, an element is not finite; the old weights
-        stay in use.
+        Raises InvalidInput: a name is missing or unknown, a shape is wrong, an element is not finite. Raises WireError:
+        bytes of `HostWeights` are not the sender's. The old weights stay in use.
         """
 
     async def close(self) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from paceline.errors import EngineDied, InvalidInput, Unavailable
 from paceline.groups import Completion, Version
 from paceline.spec import RunSpec
+from paceline.weights.host_weights import HostWeights
 from rollout.engine import GenerationRequest, check_prefix, check_prompt_length, empty_completion
 from rollout.native.batch import DecodeBatch, Ended, RunningSequence
 from rollout.native.model import load_native_model
@@ -46,6 +47,8 @@ class _Update:
 
 class NativeEngine:
     """See `rollout.engine.Engine`. `device` is a torch device; `load_weights` as in `create_engine`."""
+
+    verifies_weights = False
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
         self._model = load_native_model(spec.policy, device, load_weights)
@@ -132,6 +135,8 @@ class NativeEngine:
 
         Without in-flight updates running sequences are decoded to their end first, which is not part of the pause.
         """
+        if isinstance(weights, HostWeights):
+            await asyncio.to_thread(self._prepare, weights)
         await asyncio.to_thread(self._model.check, weights)
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         with self._wake:
@@ -139,6 +144,11 @@ class NativeEngine:
             self._updates.append(_Update(version, weights, answer))
             self._wake.notify()
         return await answer
+
+    def _prepare(self, weights: HostWeights) -> None:
+        weights.verify()
+        if self._model.device.type == "cuda":
+            weights.segment.page_lock()
 
     async def close(self) -> None:
         """See `Engine.close`. Raises Unavailable if the step under way does not end."""

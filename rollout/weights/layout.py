@@ -18,6 +18,7 @@ from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source, tokenizer_source
 from paceline.models.loading import resolved_dtype
 from paceline.spec import PolicySection
+from paceline.weights.host_weights import HostWeights
 
 NAMES_SHOWN = 5
 
@@ -47,7 +48,8 @@ class WeightLayout:
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise InvalidInput if `weights` do not fit: an unknown or missing name, a wrong shape, a NaN.
 
-        Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal.
+        Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal. `HostWeights`
+        are looked at for NaN when they are verified, and not again here.
         """
         _refuse("unknown weights", [name for name in weights if name not in self.shapes])
         _refuse(
@@ -60,7 +62,7 @@ class WeightLayout:
                     f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is "
                     f"{tuple(self.shapes[name])}; the old weights go on serving"
                 )
-            if not _is_finite(tensor):
+            if not isinstance(weights, HostWeights) and not _is_finite(tensor):
                 raise InvalidInput(
                     f"weight {name!r} has NaN or infinite elements; the old weights go on serving"
                 )
@@ -73,13 +75,16 @@ class WeightLayout:
                         "model loaded with tie_word_embeddings off?"
                     )
 
-    def completed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def completed(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return checked `weights` under all names: tied ones that were left out are the same tensors."""
-        return {
-            name: next(weights[alias] for alias in (name, *names) if alias in weights)
+        sent = {
+            name: next(alias for alias in (name, *names) if alias in weights)
             for names in self.tied
             for name in names
         }
+        if isinstance(weights, HostWeights):
+            return weights.under_names(sent)
+        return {name: weights[alias] for name, alias in sent.items()}
 
 
 def meta_layout(config: PreTrainedConfig) -> WeightLayout:

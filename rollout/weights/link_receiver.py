@@ -1,8 +1,9 @@
 """Receiving weights in the rollout process, while it samples with its current ones.
 
-Promise: new weights reach the engine whole or not at all. A version is received into separate memory, every tensor's
-checksum and the layout are compared, then `on_weights` swaps it in, and only then is it acknowledged. A sender that dies,
-stops or sends wrong bytes has no effect: the old weights stay in use.
+Promise: new weights reach the engine whole or not at all. A version is received into a segment of host memory that lives
+for the next versions too, every tensor's checksum and the layout are compared while it arrives, then `on_weights` swaps
+it in, and only then is it acknowledged. Where the engine's workers compare checksums, each of its part, this process
+does not. A sender that dies, stops or sends wrong bytes has no effect: the old weights stay in use.
 
 Every link has a thread, which waits for offers of its prefix, for buckets (each with a time-out) and for `on_weights`.
 `offer` never waits. An offer with another prefix makes a new link and abandons the old thread, wherever it is stuck;
@@ -15,21 +16,19 @@ import logging
 import threading
 from collections.abc import Callable
 
-import torch
-
 from paceline.errors import Conflict, PacelineError, Unavailable
 from paceline.groups import Version
-from paceline.host.memory import available_bytes
 from paceline.rate_limited_log import unforeseen
 from paceline.tracing import span, version_traceparent
+from paceline.weights.host_segment import HostSegment
+from paceline.weights.host_weights import HostWeights, State
 from paceline.weights.link import MEMBER, WeightLink, first_line, form_link
 from paceline.weights.manifest import Phase, WeightManifest, WeightProgress, longest_s
 from paceline.weights.offers import LinkOffer
-from paceline.weights.packing import Check, check_fits, empty_flat
+from paceline.weights.packing import check_fits
+from paceline.weights.segment_pair import SegmentPair
 from paceline.weights.shared_memory_link import SharedLink
-
-SPARE_SHARE = 8
-"""Memory for the next version is kept where the host has this many times as much available; else it is allocated anew."""
+from paceline.weights.verification import Check
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +36,11 @@ log = logging.getLogger(__name__)
 class WeightReceiver:
     """One member's receiving side.
 
-    `on_weights(version, tensors)` returns when the engine samples with a copy of the tensors, whose memory then takes the
-    next version, unless the host is short of memory; an exception refuses the version. `on_ack(version, ok, message)` sends the answer to the learner.
+    `on_weights(version, weights)` returns when the engine samples with a copy of the weights, whose memory then takes a later
+    version; an exception refuses the version. `on_ack(version, ok, message)` sends the answer to the learner.
     `on_progress(version, received_bytes)` is called after each bucket. All three are called from the links' threads.
-    `host` is the address at which the learner reaches this machine.
+    `host` is the address at which the learner reaches this machine. With `verify` False `on_weights` gets weights that it
+    has to verify itself.
     """
 
     def __init__(
@@ -48,10 +48,11 @@ class WeightReceiver:
         *,
         run_id: str,
         max_wait_s: float,
-        on_weights: Callable[[Version, dict[str, torch.Tensor]], None],
+        on_weights: Callable[[Version, HostWeights], None],
         on_ack: Callable[[Version, bool, str], None],
         on_progress: Callable[[Version, int], None] | None = None,
         host: str = "127.0.0.1",
+        verify: bool = True,
     ) -> None:
         self._run_id = run_id
         self._max_wait_s = max_wait_s
@@ -59,12 +60,13 @@ class WeightReceiver:
         self._on_ack = on_ack
         self._on_progress = on_progress
         self._host = host
+        self._verify = verify
         self._lock = threading.Lock()
         self._swap = threading.Lock()
         self._held: Version | None = None
         self._held_manifest: WeightManifest | None = None
         self._current: _Link | None = None
-        self._spare: torch.Tensor | None = None
+        self._segments = SegmentPair()
         self._at_work: dict[_Link, WeightProgress] = {}
         self._closed = False
 
@@ -112,6 +114,7 @@ class WeightReceiver:
         with self._lock:
             self._closed = True
             self._supersede()
+        self._segments.close()
 
     def _supersede(self) -> None:
         if self._current is not None:
@@ -148,21 +151,54 @@ class WeightReceiver:
         self._note(link, offer.version, "receiving", 0)
         check_fits(manifest.total_bytes)
         formed = link.connect(self._max_wait_s, self._host)
-        flat = self._memory(manifest)
-        check = Check(flat, manifest)
-
-        def on_bucket(num_bytes: int) -> None:
-            self._note(link, offer.version, "receiving", num_bytes)
-            if self._on_progress is not None:
-                self._on_progress(offer.version, num_bytes)
-            check.arrived(num_bytes)
-
+        segment, generation = self._segments.begin(
+            max(1, manifest.total_bytes),
+            manifest.bucket_bytes,
+            self._max_wait_s,
+            given_up=lambda: self._current is not link,
+        )
         trace = version_traceparent(offer.run_id, offer.version.step)
-        with span("weights.receive", trace, member=offer.member_id, bytes=manifest.total_bytes):
+        try:
+            self._fill(link, offer, formed, segment, manifest, trace)
+            state: State = "verified" if self._verify else "received"
+            self._swap_in(link, offer, HostWeights(segment, generation, manifest, state), trace)
+        except BaseException as error:
+            # Of a link that failed, something may still write; and of an engine that did not just refuse, something read.
+            refused = isinstance(error, PacelineError) and segment.complete_generation == generation
+            (self._segments.release if refused else self._segments.discard)(segment)
+            raise
+        self._segments.release(segment)
+
+    def _fill(
+        self,
+        link: _Link,
+        offer: LinkOffer,
+        formed: WeightLink | SharedLink,
+        segment: HostSegment,
+        manifest: WeightManifest,
+        trace: str,
+    ) -> None:
+        """Receive all bytes, and compare them meanwhile unless the engine does."""
+        flat = segment.flat()[: manifest.total_bytes]
+        with (
+            span("weights.receive", trace, member=offer.member_id, bytes=manifest.total_bytes),
+            Check(flat, manifest, None if self._verify else ()) as check,
+        ):
+
+            def on_bucket(num_bytes: int) -> None:
+                self._note(link, offer.version, "receiving", num_bytes)
+                if self._on_progress is not None:
+                    self._on_progress(offer.version, num_bytes)
+                check.arrived(num_bytes)
+
             formed.receive(flat, manifest, on_bucket)
+            segment.complete()
             self._note(link, offer.version, "received", manifest.total_bytes)
-            tensors = check.tensors()
+            check.finish()
+
+    def _swap_in(self, link: _Link, offer: LinkOffer, weights: HostWeights, trace: str) -> None:
         # One swap at a time: an abandoned thread may still be inside the engine.
+        manifest = weights.manifest
         limit_s = longest_s(self._max_wait_s, manifest.total_bytes)
         if not self._swap.acquire(timeout=limit_s):
             raise Unavailable(f"the engine was busy with an earlier swap for {limit_s:.0f} s")
@@ -177,22 +213,12 @@ class WeightReceiver:
                 raise Unavailable("overtaken by a newer offer")
             self._note(link, offer.version, "loading", manifest.total_bytes)
             with span("weights.swap", trace, member=offer.member_id):
-                self._on_weights(offer.version, tensors)
+                self._on_weights(offer.version, weights)
             with self._lock:
                 if offer.run_id == self._run_id:
                     self._held, self._held_manifest = offer.version, manifest
-                # Only here is it certain that neither a link nor the engine uses these bytes any more.
-                self._spare = flat if SPARE_SHARE * flat.nbytes <= available_bytes() else None
         finally:
             self._swap.release()
-
-    def _memory(self, manifest: WeightManifest) -> torch.Tensor:
-        """Return memory for the next version: that of the one before, once it is copied into the engine, or new."""
-        with self._lock:
-            spare, self._spare = self._spare, None
-        if spare is not None and len(spare) == manifest.total_bytes:
-            return spare
-        return empty_flat(manifest)
 
     def _holds(self, offer: LinkOffer, manifest: WeightManifest) -> bool:
         with self._lock:

@@ -19,6 +19,7 @@ from services.common.advertise import advertised_host
 from services.common.fabric import fabric_option
 from services.common.gpus import unused_gpus
 from services.common.grpc_server import GrpcServer, run_service
+from services.common.host_agent import zone_option
 from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 @worker_options("rollout", grace="Seconds to finish leases at SIGTERM.")
 @device_option
 @fabric_option
+@zone_option
 @engine_option
 @click.option(
     "--http-port", type=int, help="Port of the OpenAI-compatible endpoint; 0 takes a free one, default none."
@@ -65,7 +67,9 @@ def main(
     async def serve(stop: asyncio.Event) -> None:
         reachable = advertised_host(host, advertise_host, coordinator)
         member_id = f"{name}-{uuid.uuid4().hex[:8]}"
-        worker = RolloutWorker(coordinator, member_id, _device(device), grace_s, fabric or reachable)
+        worker = RolloutWorker(
+            coordinator, member_id, _device(device), grace_s, fabric or reachable, bind=fabric or host
+        )
         worker.engine_settings = engine_settings
         worker.cpu_chosen = device == "cpu"
         server = GrpcServer(host, port, worker_guard())
@@ -89,6 +93,7 @@ def main(
             await worker.drain(grace_s)
             await worker.endpoint.close()
             await worker.membership.leave()
+            worker.agent.close()
             for loop in loops:
                 loop.cancel()
 

@@ -25,6 +25,7 @@ from paceline.groups import Completion, Group, IntArray
 from paceline.models.folder_size import named_size
 from paceline.spec import RunSpec
 from paceline.tracing import span
+from paceline.weights.hosts.client import AgentClient
 from paceline.weights.store_format import run_store
 from paceline.wire import encode_completions, encode_result
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -75,6 +76,7 @@ class RolloutRun:
         tokenizer: Any,
         host: str,
         directory: str,
+        agent: AgentClient | None = None,
     ):
         self.spec = spec
         self.run_id = run_id
@@ -105,7 +107,7 @@ class RolloutRun:
         """Groups in a row with an unforeseen error."""
         store_url = run_store(spec.weights.store, run_id, directory)
         self.weights = RolloutWeights(
-            run_id, member_id, membership, engine, spec.weights.max_wait_s, host, store_url
+            run_id, member_id, membership, engine, spec.weights.max_wait_s, host, store_url, agent
         )
 
     @classmethod
@@ -117,8 +119,9 @@ class RolloutRun:
         membership: Membership,
         device: str,
         host: str,
+        agent: AgentClient | None = None,
     ) -> RolloutRun:
-        """Load tokenizer and engine; weights come later, to `host`, this machine's address for the learner.
+        """Load tokenizer and engine; weights come later, to `host`, this machine's address for the learner, or by its `agent`.
 
         Raises InvalidInput for a model that cannot be used, EngineDied when the engine did not start.
         """
@@ -133,7 +136,15 @@ class RolloutRun:
             raise
         log.info("run %s: the engine is ready after %.1f s", assignment.run_id, time.monotonic() - started_s)
         return cls(
-            spec, assignment.run_id, member_id, membership, engine, tokenizer, host, assignment.directory
+            spec,
+            assignment.run_id,
+            member_id,
+            membership,
+            engine,
+            tokenizer,
+            host,
+            assignment.directory,
+            agent,
         )
 
     @property

@@ -11,15 +11,21 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 
 from paceline.errors import Conflict, PacelineError, WireError
 from paceline.groups import Version
+from paceline.weights.host_weights import HostWeights
+from paceline.weights.hosts.client import AgentClient
 from paceline.weights.link import first_line
 from paceline.weights.offers import LinkOffer, StoreOffer
+from paceline.weights.store_format import NEWEST_FORMAT
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine
+from rollout.weights.host_receiver import HostReceiver, check_plan
 from rollout.weights.link_receiver import WeightReceiver
 from rollout.weights.store_receiver import StoreReceiver
 from services.common.membership import Membership
@@ -50,8 +56,9 @@ class RolloutWeights:
         max_wait_s: float,
         host: str,
         store_url: str,
+        agent: AgentClient | None = None,
     ):
-        """`store_url` is the folder of the run's stored weights."""
+        """`store_url` is the folder of the run's stored weights, `agent` the connection to this host's agent."""
         self._store_url = store_url
         self._run_id, self._member_id = run_id, member_id
         self._membership, self._engine = membership, engine
@@ -66,8 +73,30 @@ class RolloutWeights:
             on_weights=self._on_weights,
             on_ack=self._on_ack,
             host=host,
+            verify=not engine.verifies_weights,
         )
         self._store_receiver = StoreReceiver(run_id=run_id, on_weights=self._on_weights, on_ack=self._on_ack)
+        self._agent = agent
+        self._host_receiver: HostReceiver | None = None
+        if agent is not None:
+            self._host_receiver = HostReceiver(
+                run_id=run_id,
+                client=agent,
+                on_weights=self._on_weights,
+                on_ack=self._on_host_ack,
+                on_agent=self._report_agent,
+            )
+
+    def take_plan(self, plan: worker_pb2.HostPlan) -> None:
+        """Take the coordinator's plan of where this host's agent reads a version."""
+        if self._host_receiver is None:
+            return
+        try:
+            check_plan(plan)
+            self._host_receiver.take_plan(plan, self._engine.version)
+        except PacelineError as error:
+            version = Version(plan.version.session, plan.version.step)
+            self._on_ack(version, False, first_line(error))
 
     def offer(self, offer: worker_pb2.WeightOffer) -> None:
         """Take the learner's offer of a version, over a link or from a store. An invalid offer is answered with an
@@ -94,7 +123,11 @@ class RolloutWeights:
             await asyncio.sleep(self._report_s)
             at_work = {
                 progress.version: progress
-                for progress in (*self._receiver.at_work, *self._store_receiver.at_work)
+                for progress in (
+                    *(self._host_receiver.at_work if self._host_receiver is not None else ()),
+                    *self._receiver.at_work,
+                    *self._store_receiver.at_work,
+                )
             }
             for version, progress in at_work.items():
                 if self._membership.waiting_reports:
@@ -123,12 +156,14 @@ class RolloutWeights:
         """Close the receivers."""
         self._receiver.close()
         self._store_receiver.close()
+        if self._host_receiver is not None:
+            self._host_receiver.close()
 
     # On the receivers' threads
 
-    def _on_weights(self, version: Version, tensors: dict[str, torch.Tensor]) -> None:
-        # A link and a store may bring weights at the same time.
-        with self._swapping:
+    def _on_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> None:
+        # A link and a store may bring weights at the same time. Other processes may receive into the segment.
+        with self._swapping, weights.reading() if isinstance(weights, HostWeights) else nullcontext():
             serving = self._engine.version
             if serving is not None and version <= serving:
                 if version == serving:
@@ -137,12 +172,30 @@ class RolloutWeights:
                     f"{tuple(version)} came after {tuple(serving)}, which this worker serves already"
                 )
             started_s = time.monotonic()
-            swap = asyncio.run_coroutine_threadsafe(self._engine.update_weights(version, tensors), self._loop)
+            swap = asyncio.run_coroutine_threadsafe(self._engine.update_weights(version, weights), self._loop)
             # The engine answers or raises; the learner has its own deadline.
             self._pause_s = swap.result()
             self._swap_s = time.monotonic() - started_s
 
-    def _on_ack(self, version: Version, ok: bool, message: str, damaged: bool = False) -> None:
+    def _on_host_ack(
+        self, version: Version, ok: bool, message: str, transfer: worker_pb2.HostTransfer | None
+    ) -> None:
+        self._on_ack(version, ok, message, transfer=transfer)
+
+    def _report_agent(self) -> None:
+        """Report that this host has another agent."""
+        if self._agent is not None and (identity := self._agent.identity) is not None:
+            report = self._membership.report(worker_pb2.ConnectRequest(host_agent=identity))
+            asyncio.run_coroutine_threadsafe(report, self._loop)
+
+    def _on_ack(
+        self,
+        version: Version,
+        ok: bool,
+        message: str,
+        damaged: bool = False,
+        transfer: worker_pb2.HostTransfer | None = None,
+    ) -> None:
         ack = worker_pb2.WeightAck(
             run_id=self._run_id,
             member_id=self._member_id,
@@ -151,8 +204,11 @@ class RolloutWeights:
             pause_s=self._pause_s,
             swap_s=self._swap_s,
             damaged=damaged,
+            store_format=NEWEST_FORMAT,
         )
         ack.version.session, ack.version.step = version
+        if transfer is not None:
+            ack.host_transfer.CopyFrom(transfer)
         if ok:
             self._last_yes = ack
         report = self._membership.report(worker_pb2.ConnectRequest(weight_ack=ack))

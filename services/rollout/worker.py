@@ -17,6 +17,7 @@ from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.common.assigned_run import AssignedRun
 from services.common.gpus import refuse_cpu
+from services.common.host_agent import HostAgentConnection, goes_by_host
 from services.common.membership import Membership
 from services.common.run_setup import spec_of
 from services.rollout.engine_settings import with_engine_settings
@@ -29,7 +30,8 @@ log = logging.getLogger(__name__)
 class RolloutWorker:
     """One member of the rollout pool: at most one run at a time.
 
-    A set-up that fails is retried after a growing pause for as long as the run is assigned; `pause` is that backoff.
+    A set-up that fails is retried after a growing pause for as long as the run is assigned; `pause` is that backoff. `host` is
+    this machine's address for weights, `bind` the one to listen on, if another.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class RolloutWorker:
         grace_s: float,
         host: str,
         pause: ExponentialBackoff | None = None,
+        bind: str = "",
     ):
         self.member_id = member_id
         self.assigned = AssignedRun()
@@ -49,6 +52,8 @@ class RolloutWorker:
         self.endpoint = Endpoint(lambda: self.served)
         self.drained = asyncio.Event()
         self._host = host
+        self.agent = HostAgentConnection(coordinator, bind or host, host)
+        """Connection to the agent that brings weights to this host."""
         self._device = device
         self.cpu_chosen = False
         """True when the service was started with --device cpu."""
@@ -142,9 +147,12 @@ class RolloutWorker:
                 spec = with_engine_settings(spec_of(assignment), self.engine_settings)
                 if self._device == "cpu" and not self.cpu_chosen:
                     refuse_cpu(spec.cluster, "rollout")
+                agent = await self.agent.connected() if goes_by_host(spec) else None
                 run = await RolloutRun.start(
-                    spec, assignment, self.member_id, self.membership, self._device, self._host
+                    spec, assignment, self.member_id, self.membership, self._device, self._host, agent
                 )
+                if agent is not None and (identity := agent.identity) is not None:
+                    await self.membership.report(worker_pb2.ConnectRequest(host_agent=identity))
             except EngineDied:
                 raise
             except (
@@ -169,6 +177,9 @@ class RolloutWorker:
             case "weight_offer":
                 if self._run is not None:
                     self._run.weights.offer(directive.weight_offer)
+            case "host_plan":
+                if self._run is not None:
+                    self._run.weights.take_plan(directive.host_plan)
             case "expelled":
                 if self._run is not None and self._run.run_id == directive.expelled.run_id:
                     self._run.weights.expelled(directive.expelled)
@@ -189,6 +200,8 @@ class RolloutWorker:
             protocol=PROTOCOL,
             http_address=self.http_address,
         )
+        if (identity := self.agent.identity) is not None:
+            hello.host_agent.CopyFrom(identity)
         if self._run is not None and self._run.engine.version is not None:
             hello.run_id = self._run.run_id
             hello.version.session, hello.version.step = self._run.engine.version

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.errors import InvalidInput, PromptTooLong, Unavailable
+from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable, WireError
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.spec import RunSpec
+from paceline.weights.host_weights import HostWeights, State
+from paceline.weights.segment_pair import SegmentPair
 from rollout.engine import Engine, GenerationRequest, SamplingParams
 from rollout.stop_strings import StopStrings, cut
 
@@ -316,6 +318,41 @@ async def test_without_weights_it_refuses_and_without_in_flight_updates_a_swap_w
     after = await engine.generate(ask("after", 20))
     assert (await before).spans == (VersionSpan(1, 0, 0, 400),)
     assert after.spans == (VersionSpan(1, 1, 0, 20),)
+
+
+@pytest.mark.parametrize(
+    ("state", "value", "error", "message"),
+    [
+        ("received", 1.5, WireError, "tensor 'model.norm.weight' arrived with xxh3_64"),
+        ("received", float("nan"), WireError, "tensor 'model.norm.weight' arrived with xxh3_64"),
+        ("compared", float("nan"), InvalidInput, "weight 'model.norm.weight' has NaN"),
+    ],
+)
+async def test_weights_in_a_segment_are_verified_before_any_is_loaded(
+    engine: Engine,
+    make_model: Callable[..., Any],
+    reference_logprobs: Callable[..., Any],
+    state: State,
+    value: float,
+    error: type[PacelineError],
+    message: str,
+) -> None:
+    before = await engine.generate(ask("a"))
+    new, segments = make_model(seed=1), SegmentPair()
+    damaged = HostWeights.packed(new.state_dict(), segments, 0)
+    damaged.state = state
+    damaged["model.norm.weight"][3] = value
+    with pytest.raises(error, match=message):
+        await engine.update_weights(Version(1, 1), damaged)
+    assert engine.version == FIRST
+    assert (await engine.generate(ask("b"))).logprobs.tolist() == before.logprobs.tolist()
+    segments.release(damaged.segment)
+    whole = HostWeights.packed(new.state_dict(), segments, 0)
+    assert whole.segment is damaged.segment
+    await engine.update_weights(Version(1, 1), whole)
+    after = await engine.generate(ask("c"))
+    assert after.spans[0][:2] == (1, 1)
+    assert np.abs(after.logprobs - reference_logprobs(new, PROMPT, after)).max() <= 2e-5
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class Engine:
     """Engine that answers with one token; `fault` may raise for a request."""
 
     num_running, num_waiting, capacity, max_batch_size, version = 0, 0, 64, 64, None
+    verifies_weights = False
 
     def __init__(self) -> None:
         self.fault: Callable[[GenerationRequest], None] = lambda request: None

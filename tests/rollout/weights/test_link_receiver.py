@@ -12,6 +12,7 @@ import torch
 from paceline.errors import Conflict, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
+from paceline.weights.host_weights import HostWeights
 from paceline.weights.link import SENDER, WeightLink, form_link, serve_rendezvous
 from paceline.weights.manifest import WeightManifest
 from paceline.weights.offers import LinkOffer
@@ -27,7 +28,8 @@ Ack = tuple[Version, bool, str]
 class Engine:
     """A receiver with what it was asked to serve and what it answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, verify: bool = True) -> None:
+        self.segments: list[tuple[int, int]] = []
         self.acks: queue.Queue[Ack] = queue.Queue()
         self.served: list[tuple[Version, float]] = []
         self.progress: queue.Queue[int] = queue.Queue()
@@ -38,11 +40,14 @@ class Engine:
             on_weights=self.swap,
             on_ack=lambda version, ok, message: self.acks.put((version, ok, message)),
             on_progress=lambda version, size_bytes: self.progress.put(size_bytes),
+            verify=verify,
         )
 
-    def swap(self, version: Version, tensors: dict[str, torch.Tensor]) -> None:
+    def swap(self, version: Version, tensors: HostWeights) -> None:
         if self.error is not None:
             raise self.error
+        tensors.verify()
+        self.segments.append(tensors.segment.identity)
         self.served.append((version, float(tensors["weight"][-1])))
 
     def ack(self) -> Ack:
@@ -118,18 +123,63 @@ def test_versions_arrive_one_after_another_over_one_link(engine: Engine, sender:
     assert engine.receiver.held == (0, 2)
 
 
-def test_memory_for_the_next_version_is_kept_where_the_host_has_plenty(
-    engine: Engine, sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size_bytes = 4 << 20
-    monkeypatch.setattr("rollout.weights.link_receiver.available_bytes", lambda: 8 * size_bytes)
-    deliver(engine, sender, 1, "a", 1.0)
-    assert engine.receiver._spare is not None
-    monkeypatch.setattr("rollout.weights.link_receiver.available_bytes", lambda: 8 * size_bytes - 1)
-    deliver(engine, sender, 2, "b", 2.0)
-    assert engine.receiver._spare is None
-    deliver(engine, sender, 3, "c", 3.0)
+def test_every_version_is_received_into_the_same_memory(engine: Engine, sender: Sender) -> None:
+    for step, prefix in enumerate("abc", start=1):
+        deliver(engine, sender, step, prefix, float(step))
     assert [value for _, value in engine.served] == [1.0, 2.0, 3.0]
+    assert len(set(engine.segments)) == 1
+    assert engine.receiver._segments.size_bytes == 4 << 20
+
+
+def test_memory_that_a_failed_link_may_still_write_takes_no_other_version(
+    engine: Engine, sender: Sender
+) -> None:
+    deliver(engine, sender, 1, "a", 1.0)
+    offer, flat, manifest = sender.offer(2, "b", attempt=2, value=2.0)
+    engine.receiver.offer(offer)
+    link = sender.form("b")
+    link.send(flat, WeightManifest(manifest.entries, 2 * BUCKET_BYTES, BUCKET_BYTES))
+    del link
+    assert not engine.ack()[1]
+    deliver(engine, sender, 3, "c", 3.0)
+    assert len(set(engine.segments)) == 2
+
+
+def test_a_version_with_other_bytes_or_nan_is_refused_and_its_memory_takes_the_next(
+    engine: Engine, sender: Sender
+) -> None:
+    deliver(engine, sender, 1, "a", 1.0)
+    offer, flat, manifest = sender.offer(2, "b", attempt=2, value=2.0)
+    flat[5] += 1
+    engine.receiver.offer(offer)
+    sender.form("b").send(flat, manifest)
+    version, ok, message = engine.ack()
+    assert (version, ok) == ((0, 2), False)
+    assert "tensor 'weight' arrived with xxh3_64" in message
+    offer, flat, manifest = sender.offer(3, "c", attempt=3, value=float("nan"))
+    engine.receiver.offer(offer)
+    sender.form("c").send(flat, manifest)
+    assert engine.ack() == (
+        (0, 3),
+        False,
+        "weight 'weight' has NaN or infinite elements; the old weights go on serving",
+    )
+    deliver(engine, sender, 4, "d", 4.0)
+    assert len(set(engine.segments)) == 1
+    assert [value for _, value in engine.served] == [1.0, 4.0]
+
+
+def test_an_engine_that_verifies_gets_bytes_that_were_not_compared(sender: Sender) -> None:
+    engine = Engine(verify=False)
+    offer, flat, manifest = sender.offer(1, "a", value=1.0)
+    flat[-1] += 1
+    engine.receiver.offer(offer)
+    sender.form("a").send(flat, manifest)
+    version, ok, message = engine.ack()
+    assert (version, ok) == ((0, 1), False)
+    assert "tensor 'weight' arrived with xxh3_64" in message
+    assert engine.served == []
+    engine.receiver.close()
 
 
 def test_sender_that_dies_half_way_leaves_the_old_weights(engine: Engine, sender: Sender) -> None:
@@ -270,7 +320,7 @@ def test_swap_of_a_link_left_behind_ends_before_the_next_begins(sender: Sender) 
     order: list[tuple[str, Version]] = []
     acks: queue.Queue[Ack] = queue.Queue()
 
-    def swap(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+    def swap(version: Version, tensors: HostWeights) -> None:
         order.append(("begin", version))
         entered.set()
         assert go_on.wait(DEADLINE_S)
@@ -298,7 +348,7 @@ def test_a_version_offered_again_while_it_is_loaded_is_loaded_once(sender: Sende
     loaded: list[Version] = []
     acks: queue.Queue[Ack] = queue.Queue()
 
-    def swap(version: Version, tensors: dict[str, torch.Tensor]) -> None:
+    def swap(version: Version, tensors: HostWeights) -> None:
         loaded.append(version)
         entered.set()
         assert go_on.wait(DEADLINE_S)
