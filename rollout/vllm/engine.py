@@ -74,6 +74,8 @@ class _Sequence:
 class VllmEngine:
     """See `rollout.engine.Engine`. `device` is cpu or cuda; `load_weights` as in `create_engine`."""
 
+    verifies_weights = True
+
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
         """Begin to start the engine, and return at once; `ready` waits for it. Raises InvalidInput when vLLM or the model's
         config cannot be used.
@@ -167,6 +169,12 @@ class VllmEngine:
     def prefix_hits(self) -> int:
         """Prompt tokens that were not computed, because the prefix cache had them."""
         return sum(report.prefix_hits for report in self._reports)
+
+    async def weight_parts(self) -> tuple[list[int], list[int]]:
+        """Return the bytes of the last version that each worker has verified, and those that each worker loads; with data
+        parallelism, of one replica."""
+        loaded = await self._thread.result(self._thread.submit(self._updates.loaded_bytes()))
+        return self._updates.verified_bytes, loaded
 
     async def close(self) -> None:
         """See `Engine.close`."""
@@ -290,16 +298,14 @@ class VllmEngine:
     async def _update(self, version: Version, weights: Mapping[str, Tensor]) -> float:
         async with self._updating:
             whole = await asyncio.to_thread(self._weights.whole, weights)
-            shared = await self._updates.read(whole)
-            try:
-                pause_s = await self._updates.swap(version, self._in_hand)
-                self.version = version
-                return pause_s
-            except BaseException as error:
-                self._failed = EngineDied(f"an update to {tuple(version)} failed half-way: {error!r}")
-                raise self._failed from error
-            finally:
-                shared.close()
+            async with self._updates.read(whole):
+                try:
+                    pause_s = await self._updates.swap(version, self._in_hand)
+                    self.version = version
+                    return pause_s
+                except BaseException as error:
+                    self._failed = EngineDied(f"an update to {tuple(version)} failed half-way: {error!r}")
+                    raise self._failed from error
 
     def _in_hand(self) -> int:
         return len(self._live)

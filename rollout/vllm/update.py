@@ -1,25 +1,29 @@
 """New weights for a running vLLM: verified by every worker while it decodes, loaded between two decode steps.
 
-They are put into shared memory, where every worker reads and verifies all of them while generation goes on. Then
-generation pauses, the workers load their parts, and it resumes: with an empty cache, or, where running sequences keep their
-keys and values, with one in which new requests find those of the new version only.
+They lie in a segment of host memory, which every worker maps once; each verifies its part of them while generation goes on.
+When all have, generation pauses, the workers load their parts, and it resumes: with an empty cache, or, where running
+sequences keep their keys and values, with one in which new requests find those of the new version only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from paceline.groups import Version
 from paceline.spec import RunSpec
+from paceline.weights.host_weights import HostWeights
+from paceline.weights.segment_pair import SegmentPair
 from rollout.vllm.arguments import replicas
 from rollout.vllm.concurrency import ConcurrencyLimit
+from rollout.vllm.receipts import ReadOrder, Receipts
 from rollout.vllm.requests import label_of
-from rollout.vllm.shared_weights import SharedWeights
 
 if TYPE_CHECKING:
     from rollout.vllm.reports import Reports
@@ -39,28 +43,53 @@ class WeightUpdates:
         self._llm = llm
         self._reports = reports
         self._concurrency = concurrency
-        self._num_readers = replicas(spec.policy)
+        self._receipts = Receipts(replicas(spec.policy))
+        self._segments = SegmentPair()
         self._in_flight = spec.async_grpo.in_flight_weight_updates
         self._recompute_after = spec.async_grpo.recompute_after_updates
+        self.verified_bytes: list[int] = []
+        """Bytes of the last version that each worker has verified."""
         self._kept_updates = 0
         """Updates since keys and values of running sequences were computed again."""
         self.label = ""
         """Label of the version that the model has, with which requests salt the prefix cache: it changes while generation is
         paused, so that no keys and values of other weights are found under it."""
 
-    async def read(self, weights: Mapping[str, Tensor]) -> SharedWeights:
-        """Return whole `weights` under all names, in memory that every worker has mapped and verified; close it after `swap`.
+    @contextlib.asynccontextmanager
+    async def read(self, weights: Mapping[str, Tensor]) -> AsyncIterator[None]:
+        """Have whole `weights` under all names mapped and verified by the workers, for a `swap` within this context.
 
-        Raises Unavailable when a worker could not read them; no model has changed then.
+        Weights that are not in a segment yet are copied into one. Raises Unavailable, WireError or InvalidInput when the
+        workers could not read them, saw other bytes, or found NaN; no model has changed then.
         """
-        shared = await asyncio.to_thread(SharedWeights, weights, self._num_readers)
+        if isinstance(weights, HostWeights):
+            await self._verify(weights)
+            yield
+            return
+        packed = await asyncio.to_thread(HostWeights.packed, weights, self._segments, READ_TIMEOUT_S)
         try:
-            await self._llm.collective_rpc("paceline_read_weights", args=(shared.path, shared.manifest))
-            await shared.verified(READ_TIMEOUT_S)
-        except BaseException:
-            shared.close()
-            raise
-        return shared
+            await self._verify(packed)
+            yield
+        finally:
+            self._segments.release(packed.segment)
+
+    async def _verify(self, weights: HostWeights) -> None:
+        order = ReadOrder(
+            segment=weights.segment.path,
+            generation=weights.generation,
+            manifest=weights.manifest.to_bytes(),
+            digests=weights.state == "received",
+            receipts=self._receipts.path,
+            num_readers=self._receipts.num_readers,
+        )
+        await self._llm.collective_rpc("paceline_read_weights", kwargs=dataclasses.asdict(order))
+        self.verified_bytes = await self._receipts.verified(
+            weights.manifest.content_hash, weights.generation, READ_TIMEOUT_S
+        )
+
+    async def loaded_bytes(self) -> list[int]:
+        """Return the bytes that each worker loads of a version; with data parallelism, of one replica."""
+        return list(await self._llm.collective_rpc("paceline_loaded_bytes"))
 
     async def swap(self, version: Version, in_hand: Callable[[], int]) -> float:
         """Pause, load the weights that were read, and resume; `in_hand` counts the engine's requests. Return the seconds

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.files.model_source import model_source
 from paceline.spec import PolicySection
+from paceline.weights.host_weights import HostWeights
 from rollout.weights.adapter import AdapterSlot
 from rollout.weights.layout import WeightLayout, generation_dtype
 
@@ -24,7 +25,7 @@ class WholeWeights(Protocol):
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise InvalidInput if the channel's `weights` do not fit."""
 
-    def whole(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return checked `weights` as the model's tensors, tied ones under all their names; valid until the next call."""
 
 
@@ -38,7 +39,7 @@ class ModelWeights:
         """See `WholeWeights.check`."""
         self._layout.check(weights)
 
-    def whole(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `WholeWeights.whole`."""
         return self._layout.completed(weights)
 
@@ -57,9 +58,11 @@ class MergedAdapter:
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """See `WholeWeights.check`."""
+        if isinstance(weights, HostWeights):
+            weights.verify()  # the engine's workers see the merged weights only
         self._slot.check(weights)
 
-    def whole(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `WholeWeights.whole`."""
         self._slot.replace(weights)
         return self._layout.completed(self._tensors)

@@ -1,21 +1,19 @@
 """Extension of vLLM's worker processes: it reads new weights, and loads them while generation is paused.
 
 vLLM imports this module in every worker, because it is named as `worker_extension_cls`, and that registers the weight
-transfer. An update has two parts. `paceline_read_weights` maps and verifies the shared memory on a thread, while the
-worker goes on decoding. Then, between `start_weight_update` and `finish_weight_update`, everything that was read is
-loaded at once, each worker taking its part of the tensors. So no step that can fail from outside happens while the
-model has parts of two versions.
+transfer. An update has two parts. `paceline_read_weights` maps the weights and verifies this worker's part on a thread,
+while the worker goes on decoding. Then, between `start_weight_update` and `finish_weight_update`, everything that was
+read is loaded at once, each worker taking its part of the tensors. So no step that can fail from outside happens while
+the model has parts of two versions.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,7 +21,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from rollout.vllm.shared_weights import read_shared
+from rollout.vllm.receipts import ReadOrder
+from rollout.vllm.segment_reader import ReadWeights, SegmentReader
 
 BACKEND = "paceline"
 """Name of the transfer within vLLM."""
@@ -35,28 +34,34 @@ class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class ReadWeights(WeightTransferUpdateInfo):  # type: ignore[misc]
+class LoadRead(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Order to load the weights that `paceline_read_weights` has read."""
 
 
-class SharedMemoryTransfer(WeightTransferEngine[NoInit, ReadWeights]):  # type: ignore[misc]
+class SegmentTransfer(WeightTransferEngine[NoInit, LoadRead]):  # type: ignore[misc]
     """The weight transfer, see the module."""
 
     init_info_cls = NoInit
-    update_info_cls = ReadWeights
+    update_info_cls = LoadRead
+    reader: SegmentReader | None = None
+    """Made with the first order, which knows the worker's number."""
 
-    def read(self, path: str, manifest: bytes, reader: int) -> None:
+    def read(self, order: ReadOrder, reader: int) -> None:
         """Begin to map and verify; the outcome is in `receive_weights` as soon as the receipt is written."""
-        self._tensors: Future[Mapping[str, torch.Tensor]] = Future()
+        if self.reader is None:
+            self.reader = SegmentReader(reader, self.device)
+        self._weights: Future[ReadWeights] = Future()
 
-        def run(outcome: Future[Mapping[str, torch.Tensor]]) -> None:
+        def run(reader: SegmentReader, outcome: Future[ReadWeights]) -> None:
             try:
-                read_shared(path, manifest, reader, outcome.set_result)
+                reader.read(order, outcome.set_result)
             except BaseException as error:
                 if not outcome.done():
                     outcome.set_exception(error)
 
-        threading.Thread(target=run, args=(self._tensors,), name="paceline-weights", daemon=True).start()
+        threading.Thread(
+            target=run, args=(self.reader, self._weights), name="paceline-weights", daemon=True
+        ).start()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Do nothing."""
@@ -67,20 +72,22 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, ReadWeights]):  # type: 
 
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: ReadWeights) -> None:
+    def receive_weights(self, update_info: LoadRead) -> None:
         """Load this worker's part of every tensor. The receipts came first, so they are there."""
-        tensors = self._tensors.result(timeout=0)
-        del self._tensors
-        self.model.load_weights(iter(tensors.items()))
+        weights = self._weights.result(timeout=0)
+        del self._weights
+        assert self.reader is not None
+        self.reader.load(self.model, weights)
 
     def finish_weight_update(self) -> None:
         """Bring the layers back into the form that the kernels use."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        finalize_layerwise_reload(self.model, self.model_config)
+        assert self.reader is not None
+        self.reader.finish(lambda: finalize_layerwise_reload(self.model, self.model_config))
 
     def shutdown(self) -> None:
-        """Do nothing: no resource is held."""
+        """Do nothing: mappings end with the process."""
 
 
 class WorkerExtension:
@@ -89,7 +96,7 @@ class WorkerExtension:
     rank: int
     vllm_config: Any
     model_runner: Any
-    weight_transfer_engine: SharedMemoryTransfer
+    weight_transfer_engine: SegmentTransfer
 
     def paceline_make_stage_buffers(self) -> None:
         """Make the memory in which a later pipeline stage takes the earlier one's output. vLLM makes it in its warm-up, which
@@ -103,12 +110,17 @@ class WorkerExtension:
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
 
-    def paceline_read_weights(self, path: str, manifest: bytes) -> None:
-        """Begin to read; readers count through the replicas of data parallelism."""
+    def paceline_read_weights(self, **order: Any) -> None:
+        """Begin to read, see `ReadOrder`; readers count through the replicas of data parallelism."""
         parallel = self.vllm_config.parallel_config
         reader = parallel.data_parallel_index * parallel.world_size + self.rank
-        self.weight_transfer_engine.read(path, manifest, reader)
+        self.weight_transfer_engine.read(ReadOrder(**order), reader)
+
+    def paceline_loaded_bytes(self) -> int:
+        """Return the bytes that this worker loads of a version; 0 before the first."""
+        reader = self.weight_transfer_engine.reader
+        return reader.loaded_bytes if reader is not None else 0
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
+    WeightTransferEngineFactory.register_engine(BACKEND, SegmentTransfer)
