@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import re
 
+from paceline.address import FORM
 from paceline.errors import Conflict, InvalidInput
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, worker_pb2
@@ -74,6 +75,14 @@ def check_hello(hello: worker_pb2.Hello) -> None:
             f"worker {hello.member_id} reports rank {hello.rank} of {hello.world_size}; ranks count from 0 and "
             f"are {MAX_RANKS} at most"
         )
+
+
+def checked_host(host: worker_pb2.HostAgent) -> worker_pb2.HostAgent | None:
+    """Return the agent that a worker names; None for one that no other host could read from."""
+    sane = all(
+        0 < len(text) <= MAX_ADDRESS and text.isprintable() for text in (host.agent_id, host.address)
+    ) and (len(host.zone) <= MAX_ADDRESS and host.zone.isprintable())
+    return host if sane and FORM.fullmatch(host.address) else None
 
 
 def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:

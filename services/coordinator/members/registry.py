@@ -90,6 +90,10 @@ class Member:
     """Values that its reward functions logged since the last step."""
     functions: FunctionSums = field(default_factory=FunctionSums)
     """Calls of its reward functions since the last step."""
+    host: worker_pb2.HostAgent | None = None
+    """Agent that brings weights to its host; None where there is none."""
+    host_plan: worker_pb2.HostPlan | None = None
+    """Plan that this stream has sent to its host."""
     engines: worker_pb2.Engines | None = None
     """Environment worker: the rollout workers that it was told about last on this stream."""
     outbox: DirectiveQueue = field(default_factory=DirectiveQueue)

@@ -24,6 +24,7 @@ WARNINGS_PERIOD_S = 60.0
 MAX_HASH = 128
 """Characters of a digest or a chain."""
 MAX_PATH_BYTES = 4096
+MAX_SOURCES = 4096
 TEXTS = {
     "weight_ack": ("message",),
     "run_report": ("error", "warning"),
@@ -54,6 +55,7 @@ class Authority:
             "checkpoint": self._check_checkpoint,
             "staged": self._check_staged,
             "publish": self._check_publish,
+            "host_version": self._check_host_version,
         }
 
     def refusal(self, member: Member, report: worker_pb2.ConnectRequest) -> str:
@@ -74,6 +76,14 @@ class Authority:
 
     def _check_staged(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
         return self._check_learner(member, report.staged.version)
+
+    def _check_host_version(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
+        version = report.host_version
+        if not 0 < len(version.sources) <= MAX_SOURCES or len(version.sources) != len(
+            version.source_agent_ids
+        ):
+            return f"it names {len(version.sources)} hosts of the learner and {len(version.source_agent_ids)} agents"
+        return self._check_learner(member, version.version)
 
     def _check_publish(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
         return self._check_learner(member, report.publish.version)

@@ -24,7 +24,7 @@ from services.coordinator.exchange import evaluation, leases, overdue, quarantin
 from services.coordinator.exchange.batches import session_faults
 from services.coordinator.exchange.engines import holds_leases
 from services.coordinator.exchange.state import ActiveRun
-from services.coordinator.members.introduction import check_place
+from services.coordinator.members.introduction import check_place, checked_host
 from services.coordinator.members.loop_lag import LoopLag
 from services.coordinator.members.registry import Member, Members
 from services.coordinator.pool.assignments import Assignments
@@ -151,6 +151,7 @@ class Pool:
             world_size=hello.world_size,
             learner_id=hello.learner_id if hello.role == common_pb2.ROLE_LEARNER else "",
             shown_secret=hello.secret,
+            host=checked_host(hello.host_agent) if hello.HasField("host_agent") else None,
         )
         if earlier is not None:
             member.offered.extend(earlier.offered)

@@ -18,6 +18,7 @@ from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.exchange.batches import session_faults
 from services.coordinator.exchange.state import ActiveRun
 from services.coordinator.ledger.folders import stored
+from services.coordinator.members.introduction import checked_host
 from services.coordinator.members.registry import Member, Members
 from services.coordinator.pool.assignments import Assignments
 from services.coordinator.pool.authority import Authority, cut_texts
@@ -72,6 +73,12 @@ class Reports:
                     receiver.offered.append(version)
                     self._exchange.offer(receiver.member_id, version)
                     receiver.direct(worker_pb2.ConnectResponse(weight_offer=request.weight_offer))
+            case "host_version":
+                roster = self._assignments.roster
+                roster.plans.take(request.host_version, roster.number, roster.member_ids)
+            case "host_agent":
+                member.host, member.host_plan = checked_host(request.host_agent), None
+                self._assignments.roster.update()
             case "weight_ack":
                 await self._on_weight_ack(member, request.weight_ack)
             case "weight_progress":
@@ -93,6 +100,8 @@ class Reports:
             member.version = _version(ack.version)
             self._exchange.versions[member.member_id] = member.version
             self._run_log.note_pause(ack)
+            if slow := self._assignments.roster.plans.note(member, ack.host_transfer):
+                await self._runs.warn([slow])
             async with self._lock:
                 if ack.version.step > self._ledger.run(run.run_id)["published_step"]:
                     with self._ledger.transaction(synced=False):

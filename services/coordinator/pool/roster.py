@@ -12,6 +12,7 @@ from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.members.registry import Member, Members
+from services.coordinator.pool.host_plans import HostPlans
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +27,13 @@ class Roster:
         self.run_id = ""
         """Run of the newest roster; empty when the roster has to be sent to the learner again."""
         self.member_ids: list[str] = []
+        self._host_member_ids: list[str] = []
+        self.plans = HostPlans(members, exchange, learner)
+        """Where the hosts of the roster's members read."""
 
     def clear(self) -> None:
         """Clear the roster, because the run is over or the learner needs it again."""
-        self.run_id, self.member_ids = "", []
+        self.run_id, self.member_ids, self._host_member_ids = "", [], []
 
     def update(self) -> None:
         """Send the learner a new roster, if the set of members has changed."""
@@ -37,18 +41,24 @@ class Roster:
         if run is None:
             return
         member_ids = self._receivers(run)
-        if (run.run_id, member_ids) == (self.run_id, self.member_ids):
+        host_ids = [i for i in member_ids if (m := self._members.get(i)) is not None and m.host is not None]
+        if (run.run_id, member_ids, host_ids) == (self.run_id, self.member_ids, self._host_member_ids):
+            self.plans.update(self.number, self.member_ids)  # a stream may be new
             return
         earlier_ids = self.member_ids
-        self.run_id, self.member_ids = run.run_id, member_ids
+        self.run_id, self.member_ids, self._host_member_ids = run.run_id, member_ids, host_ids
         self.number += 1
         for member_id in set(member_ids) - set(earlier_ids):
             if (newcomer := self._members.get(member_id)) is not None:
                 newcomer.named_in = self.number
+                newcomer.host_plan = None  # the learner waits for its answer, also where it holds the version
         log.info("epoch %d of run %s: %s", self.number, run.run_id, ", ".join(member_ids) or "nobody")
-        directive = worker_pb2.Epoch(run_id=run.run_id, number=self.number, member_ids=member_ids)
+        directive = worker_pb2.Epoch(
+            run_id=run.run_id, number=self.number, member_ids=member_ids, host_member_ids=host_ids
+        )
         if (learner := self._learner()) is not None:
             learner.direct(worker_pb2.ConnectResponse(epoch=directive))
+        self.plans.update(self.number, self.member_ids)
 
     def _receivers(self, run: ActiveRun) -> list[str]:
         pinned = evaluation.pinned_member(self._exchange, run)

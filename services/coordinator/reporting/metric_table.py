@@ -250,6 +250,12 @@ VERSIONS = Part("weights", "Weights by version", "One line for each published ve
     Metric("swap_s", "s", "exchanging the weights"),
     Metric("pause_s", "s", "pause of the sampler"),
     Metric("size_bytes", "bytes", "bytes sent to one member"),
+    Metric("hosts", "hosts", "hosts that got it by their agents"),
+    Metric("host_s", "s", "from the plan to the last verified byte of a host"),
+    Metric("hop_s", "s", "of it: receiving, without waiting for the host before", "alike for all hosts"),
+    Metric("slowest_hop", "", "position in the chain of the host with the longest `hop_s`"),
+    Metric("host_bytes", "bytes", "bytes that all hosts received"),
+    Metric("hops_skipped", "hosts", "hosts that others skipped: dead, silent, or with wrong bytes", "0"),
 ))  # fmt: skip
 
 STATE = Part("coordinator", "State of the coordinator", "Gauges for a collector alone, renewed every five seconds; no line of "

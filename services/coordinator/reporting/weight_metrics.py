@@ -13,6 +13,7 @@ from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.text_limits import seconds
 
+MAX_HOSTS = 4096
 KEPT_OPEN = 4
 """Newest versions whose late members are still waited for."""
 
@@ -27,11 +28,26 @@ class VersionRecord:
     """Members of the roster when the version was staged."""
     acknowledged: set[str] = field(default_factory=set)
     numbers: dict[str, float] = field(default_factory=dict)
+    hosts: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Position in the chain, and seconds of receiving, of each host, by its agent."""
 
     def raise_to(self, **numbers: float) -> None:
         """Keep the largest value of each metric."""
         for name, value in numbers.items():
             self.numbers[name] = max(value, self.numbers.get(name, 0.0))
+
+    def note_host(self, transfer: worker_pb2.HostTransfer) -> None:
+        """Take how one host got the version; a host with several workers counts once."""
+        if transfer.agent_id in self.hosts or len(self.hosts) >= MAX_HOSTS:
+            return
+        busy_s = max(0.0, seconds(transfer.seconds) - seconds(transfer.waited_s))
+        if busy_s > max((busy for _, busy in self.hosts.values()), default=-1.0):
+            self.numbers["slowest_hop"] = float(transfer.position)
+        self.hosts[transfer.agent_id] = transfer.position, busy_s
+        self.numbers["hosts"] = float(len(self.hosts))
+        self.raise_to(host_s=seconds(transfer.seconds), hop_s=busy_s)
+        for name, value in (("host_bytes", transfer.received_bytes), ("hops_skipped", transfer.skipped)):
+            self.numbers[name] = self.numbers.get(name, 0.0) + float(value)
 
     def metrics(self) -> dict[str, float]:
         """Return all numbers by name."""
@@ -83,6 +99,8 @@ class WeightRecords:
         record = self._open.get(_version(ack.version))
         if record is not None:
             record.raise_to(swap_s=seconds(ack.swap_s), pause_s=seconds(ack.pause_s))
+            if ack.host_transfer.agent_id:
+                record.note_host(ack.host_transfer)
 
     def close(self) -> list[VersionRecord]:
         """Return the remaining records, because the run is over."""

@@ -20,6 +20,8 @@ SECONDS = {
     "transfer_s": "The buckets were sent",
     "answer_s": "From the last bucket to the member's acknowledgement",
     "publish_s": "From the offer to the acknowledgement",
+    "host_s": "A host had verified all bytes",
+    "hop_s": "A host received, without waiting for the host before",
     "swap_s": "The engine took over",
     "pause_s": "The sampler stood still",
 }

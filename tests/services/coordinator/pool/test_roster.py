@@ -6,7 +6,7 @@ import time
 
 from exchange_drivers import World
 
-from protos.paceline.v1 import common_pb2
+from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.members.registry import Member, Members
 from services.coordinator.pool.roster import Roster
 
@@ -56,3 +56,38 @@ async def test_only_workers_that_are_ready_and_not_expelled_receive_weights(worl
     roster = Roster(members, world.exchange, lambda: learner)
     roster.update()
     assert roster.member_ids == []
+
+
+async def test_a_member_that_was_suspected_gets_its_host_s_plan_again(world: World) -> None:
+    # The learner has cleared what the member holds, and waits for its answer.
+    learner = member(common_pb2.ROLE_LEARNER, "learner-1")
+    worker = member(common_pb2.ROLE_ROLLOUT, "rollout-1", world.run_id)
+    worker.host = worker_pb2.HostAgent(agent_id="A", address="127.0.0.1:1")
+    members = Members(10.0)
+    roster = Roster(members, world.exchange, lambda: learner)
+    members.add(worker)
+    roster.update()
+    announced = worker_pb2.HostVersion(
+        run_id=world.run_id,
+        version=common_pb2.PolicyVersion(session=1, step=1),
+        sources=["127.0.0.1:2"],
+        source_agent_ids=["L"],
+    )
+    roster.plans.take(announced, roster.number, roster.member_ids)
+    worker.suspected = True
+    roster.update()
+    worker.suspected = False
+    assert await plans_of(worker) == [1]
+    roster.update()
+    roster.update()
+    assert await plans_of(worker) == [3]
+
+
+async def plans_of(worker: Member) -> list[int]:
+    """Epochs of the plans that are on their way to a worker."""
+    epochs = []
+    while len(worker.outbox):
+        directive = await worker.outbox.get()
+        assert directive is not None
+        epochs.append(directive.host_plan.epoch)
+    return epochs

@@ -59,3 +59,31 @@ def test_a_version_that_somebody_never_took_is_written_a_few_versions_later() ->
     assert (done.version, done.acknowledged) == ((1, 0), {"a"})
     assert records.publish(published(0, "b")) == []  # too late to count
     assert [record.version.step for record in records.close()] == list(range(1, KEPT_OPEN + 1))
+
+
+def brought(agent_id: str, position: int, seconds: float, waited_s: float = 0.0) -> worker_pb2.WeightAck:
+    transfer = worker_pb2.HostTransfer(
+        agent_id=agent_id,
+        position=position,
+        received_bytes=100,
+        seconds=seconds,
+        waited_s=waited_s,
+        skipped=1,
+    )
+    return worker_pb2.WeightAck(version=at(3), host_transfer=transfer)
+
+
+def test_hosts_count_once_and_the_slowest_hop_is_the_one_that_was_slow_itself() -> None:
+    records = WeightRecords()
+    records.stage(staged(3), epoch=7, members=4)
+    for ack in (
+        brought("A", 0, 1.0),
+        brought("B", 1, 4.0, waited_s=0.5),
+        brought("B", 1, 4.0, waited_s=0.5),  # another worker of the host
+        brought("C", 2, 4.25, waited_s=3.25),
+    ):
+        records.acknowledge(ack)
+    (record,) = records.close()
+    found = record.metrics()
+    assert (found["hosts"], found["host_s"], found["hop_s"], found["slowest_hop"]) == (3.0, 4.25, 3.5, 1.0)
+    assert (found["host_bytes"], found["hops_skipped"]) == (300.0, 3.0)
