@@ -79,7 +79,13 @@ def test_a_joiner_catches_up_from_the_store_and_serves(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec
 ) -> None:
     # As long as it takes for another process to start and be served, on whatever machine.
-    spec = make_spec(name="joined", grpo={"max_num_steps": 100_000}, checkpointing={"enabled": False})
+    # Workers that agents do not reach: the others read from their neighbours (tests/weights).
+    spec = make_spec(
+        name="joined",
+        grpo={"max_num_steps": 100_000},
+        checkpointing={"enabled": False},
+        weights={"backend": "gloo"},
+    )
     run_id = client.submit(spec).run_id
     wait_until(lambda: client.get(run_id).step >= 3, "no step 3")
     before = stored(cluster, run_id)  # nothing, or what the second worker needed if it came late

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from paceline.groups import Version
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
 from paceline.token import open_channel
+from paceline.weights.hosts.local_socket import LABEL_VARIABLE
 from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
 from protos.paceline.v1.common_pb2 import Role
 from services.coordinator.ledger.ledger import Ledger
@@ -49,20 +50,29 @@ class Hang(AssertionError):
     """Something that had to happen did not."""
 
 
-def until(what: str, found: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
+def until(what: str, found: Callable[[], Any], deadline_s: float = DEADLINE_S, pause_s: float = 0.05) -> Any:
     """Polls until `found` returns something true, and returns that. Raises Hang."""
     pause, end_s = threading.Event(), time.monotonic() + deadline_s
     while not (value := found()):
         if time.monotonic() > end_s:
             raise Hang(f"not within {deadline_s:.0f} s: {what}")
-        pause.wait(0.05)
+        pause.wait(pause_s)
     return value
 
 
 class Worker:
-    """A rollout service; a faulty one harms itself when it is told to. `prefix` is a program that becomes it."""
+    """A rollout service; a faulty one harms itself when it is told to. `prefix` is a program that becomes it. It is on a host
+    of its own, or on the learner's."""
 
-    def __init__(self, name: str, address: str, log: Path, faulty: bool = False, prefix: Sequence[str] = ()):
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        log: Path,
+        faulty: bool = False,
+        prefix: Sequence[str] = (),
+        beside_learner: bool = False,
+    ):
         self.name = name
         self._orders, self._report = log.with_suffix(".orders"), log.with_suffix(".report")
         environment = os.environ | {
@@ -71,6 +81,8 @@ class Worker:
             "PACELINE_STARTER": str(os.getpid()),
             "PACELINE_FAULT": str(self._orders),
         }
+        if not beside_learner:
+            environment[LABEL_VARIABLE] = name
         program = [str(HERE / "faulty_rollout.py")] if faulty else ["-m", "services.rollout.main"]
         self.started_s = time.time()
         with log.open("ab") as output:
@@ -90,6 +102,18 @@ class Worker:
         orders = {"phase": phase, "signal": signal_name, "report": str(self._report)}
         self._orders.write_text(json.dumps(orders))
         self.send(signal.SIGUSR1)
+
+    def arm_agent(self, phase: str, signal_name: str, target: str) -> None:
+        """Makes its host's agent harm itself in that phase of its next version, and this worker if `target` is `host`."""
+        agent_orders = self._orders.with_suffix(".agent-orders")
+        orders = {"phase": phase, "signal": signal_name, "report": str(self._report), "target": target}
+        agent_orders.write_text(json.dumps(orders))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.agent_pid(), signal.SIGUSR1)
+
+    def agent_pid(self) -> int:
+        """Process id of its host's newest agent."""
+        return int(self._orders.with_suffix(".agent-pid").read_text())
 
     def struck_at_s(self) -> float:
         """Wall-clock time of the fault; 0 before."""
@@ -144,7 +168,14 @@ class ElasticRun:
     """A coordinator, a reward worker, a learner of some ranks, and rollout workers that the test starts itself."""
 
     def __init__(
-        self, directory: Path, *, ranks: int, steps: int, max_wait_s: float = 10.0, step_s: float = STEP_S
+        self,
+        directory: Path,
+        *,
+        ranks: int,
+        steps: int,
+        max_wait_s: float = 10.0,
+        step_s: float = STEP_S,
+        backend: str = "auto",
     ):
         self.directory = directory
         self.workers: dict[str, Worker] = {}
@@ -154,7 +185,7 @@ class ElasticRun:
         self._number = 0
         self._metrics: list[dict[str, Any]] = []
         self._metrics_read = 0
-        self._spec = make_spec(directory, steps, max_wait_s, step_s)
+        self._spec = make_spec(directory, steps, max_wait_s, step_s, backend)
 
     def __enter__(self) -> ElasticRun:
         try:
@@ -174,12 +205,14 @@ class ElasticRun:
         self.client.close()
         self.cluster.stop()
 
-    def start_worker(self, faulty: bool = False, prefix: Sequence[str] = ()) -> Worker:
+    def start_worker(
+        self, faulty: bool = False, prefix: Sequence[str] = (), beside_learner: bool = False
+    ) -> Worker:
         """One more rollout worker."""
         name = f"elastic-{self._number}"
         self._number += 1
         log = self.directory / "runs" / "logs" / f"{name}.log"
-        self.workers[name] = Worker(name, self.address, log, faulty, prefix)
+        self.workers[name] = Worker(name, self.address, log, faulty, prefix, beside_learner)
         return self.workers[name]
 
     def end_worker(self, worker: Worker) -> None:
@@ -328,6 +361,16 @@ class ElasticRun:
         AutoTokenizer.from_pretrained(self._spec.policy.model_name).save_pretrained(output / "model")
         return Reference(output / "model")
 
+    @contextlib.contextmanager
+    def learner_status(self) -> Iterator[Callable[[], Any]]:
+        """Return a function that asks the learner what it does, without the coordinator."""
+        (address,) = {
+            m.address for m in self.client.members() if m.role == Role.Value("ROLE_LEARNER") and m.address
+        }
+        with open_channel(address) as channel:
+            stub = learner_pb2_grpc.LearnerServiceStub(channel)
+            yield lambda: stub.Status(learner_pb2.LearnerServiceStatusRequest(), timeout=60.0)
+
     def _learner(self, method: str, request: Any) -> Any:
         """The learner's answer; None when there is none now."""
         for member in self.client.members():
@@ -339,7 +382,9 @@ class ElasticRun:
         return None
 
 
-def make_spec(directory: Path, steps: int, max_wait_s: float, step_s: float) -> RunSpec:
+def make_spec(
+    directory: Path, steps: int, max_wait_s: float, step_s: float, backend: str = "auto"
+) -> RunSpec:
     """A model of some megabytes, so that a version is several buckets, on the task of the demo.
 
     The reward takes its time, so that a step takes a little more than `step_s` whatever the processor, and leaves some of
@@ -373,8 +418,9 @@ def make_spec(directory: Path, steps: int, max_wait_s: float, step_s: float) -> 
             },
             "async_grpo": {"max_trajectory_age_steps": 3, "late_wait_s": 2.0},
             "rewards": [{"function": f"{reward}:digits"}],
-            "weights": {"max_wait_s": max_wait_s, "bucket_mb": 1},
-            "checkpointing": {"save_period": 10, "keep_top_k": 20},  # the judge replays from one of them
+            "weights": {"max_wait_s": max_wait_s, "bucket_mb": 1, "backend": backend},
+            # The judge replays from one of them, and compares with exports.
+            "checkpointing": {"save_period": 10, "keep_top_k": 20, "export_dtype": "float32"},
             "logger": {"tensorboard": False},
         }
     )

@@ -4,8 +4,9 @@
 
 At SIGUSR1 it reads the orders: `{"phase": "transfer", "signal": "SIGKILL", "report": "/path"}`. `phase` is where it happens:
 `form` in the middle of forming a link, after both sides have met (the link that it has is broken first, so that another
-one is formed); `transfer` with some buckets of a version received and others not; `answer` with the new weights in use and
-the acknowledgement not yet sent. `signal` is what the process does to itself there, or `wait`: then it stands still until
+one is formed), or when the coordinator has planned a version for its host; `transfer` with some buckets of a version received
+and others not, or when its host's agent has news of it; `answer` with the new weights in use and the acknowledgement not yet
+sent. Its host's agent is `faulty_agent.py`. `signal` is what the process does to itself there, or `wait`: then it stands still until
 SIGUSR2. Just before, one line of JSON is appended to the report.
 """
 
@@ -19,11 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import paceline.weights.hosts.client
 import paceline.weights.link
 import services.rollout.main
 import services.rollout.weights
 from paceline.errors import Unavailable
 from paceline.groups import Version
+from protos.paceline.v1 import host_agent_pb2, worker_pb2
+from rollout.weights.host_receiver import HostReceiver
 from rollout.weights.link_receiver import WeightReceiver
 
 ORDERS = Path(os.environ["PACELINE_FAULT"])
@@ -79,6 +83,32 @@ class FaultyReceiver(WeightReceiver):
         super().__init__(**settings, on_progress=on_progress, on_ack=on_ack)
 
 
+class FaultyHostReceiver(HostReceiver):
+    """What a host's agent brings, with the moments of all phases."""
+
+    def __init__(self, **settings: Any) -> None:
+        answer = settings.pop("on_ack")
+
+        def on_ack(
+            version: Version, ok: bool, message: str, transfer: worker_pb2.HostTransfer | None
+        ) -> None:
+            if ok:
+                strike("answer")
+            answer(version, ok, message, transfer)
+
+        super().__init__(**settings, on_ack=on_ack)
+
+    def take_plan(self, plan: worker_pb2.HostPlan, serving: Version | None) -> None:
+        strike("form")
+        super().take_plan(plan, serving)
+
+    def _reply(self, reply: host_agent_pb2.AgentReply, fd: int | None) -> None:
+        version = Version(reply.held.version.session, reply.held.version.step)
+        if reply.WhichOneof("reply") == "held" and self.held is not None and version > self.held:
+            strike("transfer")
+        super()._reply(reply, fd)
+
+
 def main() -> None:
     """Serves, with the seams in place."""
     form = paceline.weights.link._gloo
@@ -89,6 +119,8 @@ def main() -> None:
 
     paceline.weights.link._gloo = form_and_strike
     services.rollout.weights.WeightReceiver = FaultyReceiver  # type: ignore[misc]
+    services.rollout.weights.HostReceiver = FaultyHostReceiver  # type: ignore[misc]
+    paceline.weights.hosts.client.MODULE = "faulty_agent"
     signal.signal(signal.SIGUSR1, arm)
     signal.signal(signal.SIGUSR2, lambda *_: go_on.set())
     services.rollout.main.main()

@@ -1,10 +1,13 @@
-"""`make soak`: rollout workers and learner ranks that die or stop at the worst moments of a publish, round after round.
+"""`make soak`: rollout workers, their hosts' agents and learner ranks that die or stop at the worst moments of a publish, round after
+round.
 
-    python tests/weights/weight_soak.py --rounds 20 --phase transfer --signal SIGSTOP
+    python tests/weights/weight_soak.py --rounds 20 --phase transfer --signal SIGSTOP --target agent
 
 Three ranks of a learner and three receivers as real processes on loopback. In each round one receiver harms itself in the
 middle of forming a link, in the middle of a transfer, or between its swap and its acknowledgement (`faulty_rollout.py`), and
-another process is started in its place; or a learner rank is killed while every receiver holds a part of a version. Then
+another process is started in its place (target `worker`; with `links` its weights come over a link instead of by agents); or
+the agent of its host does so, alone or with the worker (targets `agent` and `host`, `faulty_agent.py`): every receiver is on a
+host of its own, so that one reads from another; or a learner rank is killed while every receiver holds a part of a version. Then
 it is asked: did the learner's next step begin within `weights.max_wait_s`, did the replacement serve the current version
 within 15 s, do all receivers sample like a Hugging Face model with the learner's weights, and did the one that was stopped
 come back?
@@ -12,6 +15,7 @@ come back?
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -25,6 +29,7 @@ from elastic_run import ElasticRun, Hang, Worker, until
 
 PHASES = ("form", "transfer", "answer")
 SIGNALS = ("SIGKILL", "SIGSTOP")
+TARGETS = ("worker", "agent", "host", "links")
 MAX_WAIT_S = 4.0
 REPLACEMENT_S = 15.0
 RECEIVERS = 3
@@ -50,8 +55,8 @@ class Round:
 class Soak:
     """Rounds on one run that never stops."""
 
-    def __init__(self, run: ElasticRun):
-        self.run = run
+    def __init__(self, run: ElasticRun, target: str = "worker"):
+        self.run, self.target = run, target
         self.rounds: list[Round] = []
         self._receivers: list[Worker] = []
 
@@ -64,10 +69,13 @@ class Soak:
 
     def receivers(self, phases: tuple[str, ...], signal_name: str) -> Round:
         """For each phase the receiver that is there for longest is harmed, and another takes its place."""
-        result = self._begin(f"{signal_name} {' + '.join(phases)}")
+        result = self._begin(f"{signal_name} of {self.target}, {' + '.join(phases)}")
         victims, self._receivers = self._receivers[: len(phases)], self._receivers[len(phases) :]
         for victim, phase in zip(victims, phases, strict=True):
-            victim.arm(phase, signal_name)
+            if self.target in ("agent", "host"):
+                victim.arm_agent(phase, signal_name, self.target)
+            else:
+                victim.arm(phase, signal_name)
         replacements = []
         for victim in victims:
             until(f"{victim.name} harms itself", victim.struck_at_s)
@@ -81,7 +89,8 @@ class Soak:
         for replacement in replacements:
             result.replacement_s = max(result.replacement_s, self._serving_after_s(replacement))
         self._receivers += replacements
-        self._compare(result, self._receivers, victims if signal_name == "SIGSTOP" else [])
+        came_back = victims if signal_name == "SIGSTOP" or self.target == "agent" else []
+        self._compare(result, self._receivers, came_back)
         for victim in victims:
             result.told += self.run.member_events(victim)
             self.run.end_worker(victim)
@@ -148,6 +157,9 @@ class Soak:
         """With the run held, everybody must come to the learner's version and sample as its weights do."""
         for worker in stopped:
             worker.send(signal.SIGCONT)
+            if self.target == "host":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.agent_pid(), signal.SIGCONT)
         version = self.run.hold()
         reference = self.run.exported()
         for worker in (*healthy, *stopped):
@@ -179,12 +191,18 @@ def table(rounds: list[Round]) -> str:
     "--phase", "phases", multiple=True, type=click.Choice([*PHASES, "learner"]), help="Only this; repeatable."
 )
 @click.option("--signal", "signals", multiple=True, type=click.Choice(SIGNALS), help="Only this; repeatable.")
+@click.option("--target", default="worker", show_default=True, type=click.Choice(TARGETS))
 @click.option(
     "--together", is_flag=True, help="A receiver is harmed in each phase at once, with two more beside them."
 )
 @click.option("--directory", type=click.Path(path_type=Path), help="A new folder; default a temporary one.")
 def main(
-    rounds: int, phases: tuple[str, ...], signals: tuple[str, ...], together: bool, directory: Path | None
+    rounds: int,
+    phases: tuple[str, ...],
+    signals: tuple[str, ...],
+    target: str,
+    together: bool,
+    directory: Path | None,
 ) -> None:
     """Harms receivers and learner ranks, then says what came of it."""
     directory = (directory or Path(tempfile.mkdtemp(prefix="paceline-soak-"))).resolve()
@@ -193,8 +211,9 @@ def main(
     of_receivers = tuple(phase for phase in wanted if phase != "learner")
     at_once = [of_receivers] if together and of_receivers else [(phase,) for phase in of_receivers]
     hang = ""
-    with ElasticRun(directory, ranks=3, steps=1_000_000, max_wait_s=MAX_WAIT_S) as run:
-        soak = Soak(run)
+    backend = "gloo" if target == "links" else "auto"
+    with ElasticRun(directory, ranks=3, steps=1_000_000, max_wait_s=MAX_WAIT_S, backend=backend) as run:
+        soak = Soak(run, target)
         try:
             soak.begin(len(of_receivers) + 2 if together else RECEIVERS)
             for harmed in at_once:

@@ -1,0 +1,93 @@
+"""A real agent of a host that harms itself at one precise moment of bringing weights, and with it its workers if it is told so.
+
+`faulty_rollout.py` starts it in place of the usual one. It writes its process id beside the orders; at SIGUSR1 it reads them:
+`{"phase": "transfer", "signal": "SIGKILL", "report": "/path", "target": "agent"}`. `phase` is where it happens: `form` when it
+has the manifest of a version and no byte of it, `transfer` with some pieces verified and passed on and others not, `answer`
+when all are there and no worker knows. With the target `host` its workers get the signal first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import services.host_agent.main
+from paceline.weights.hosts import agent
+from paceline.weights.hosts.manifest import HostManifest
+from paceline.weights.hosts.reading import Reading
+from paceline.weights.hosts.store import HeldVersion
+from paceline.weights.hosts.transport import Channel
+
+ORDERS = Path(os.environ["PACELINE_FAULT"]).with_suffix(".agent-orders")
+armed = threading.Event()
+orders: dict[str, str] = {}
+agents: list[agent.Agent] = []
+
+
+def arm(*_: object) -> None:
+    """From now on the next moment of the ordered phase is the one."""
+    orders.update(json.loads(ORDERS.read_text()))
+    armed.set()
+
+
+def strike(phase: str) -> None:
+    """Harms this process, once, if it is armed for this phase."""
+    if not armed.is_set() or orders["phase"] != phase:
+        return
+    armed.clear()
+    number = signal.Signals[orders["signal"]]
+    workers = [c.connection.peer_pid for c in list(agents[0]._clients)] if orders["target"] == "host" else []
+    with open(orders["report"], "a") as report:
+        report.write(json.dumps({"phase": phase, "time": time.time(), "pid": os.getpid()}) + "\n")
+    for pid in (*workers, os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+class FaultyReading(Reading):
+    """A version on its way, with the moments of form and transfer."""
+
+    def _check(self, manifest: HostManifest) -> None:
+        super()._check(manifest)
+        strike("form")
+
+    def _receive_piece(self, channel: Channel, held: HeldVersion, index: int) -> None:
+        super()._receive_piece(channel, held, index)
+        if len(held.arrived) > len(held.pieces) // 3:
+            strike("transfer")
+
+
+class FaultyClient(agent._Client):
+    """A worker, with the moment of the answer."""
+
+    def tell_complete(self, held: HeldVersion) -> None:
+        strike("answer")
+        super().tell_complete(held)
+
+
+class FaultyAgent(agent.Agent):
+    """An agent that knows itself."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        agents.append(self)
+
+
+def main() -> None:
+    """Serves, with the seams in place."""
+    agent.Reading = FaultyReading  # type: ignore[misc]
+    agent._Client = FaultyClient  # type: ignore[misc]
+    services.host_agent.main.Agent = FaultyAgent  # type: ignore[misc]
+    signal.signal(signal.SIGUSR1, arm)
+    ORDERS.with_suffix(".agent-pid").write_text(str(os.getpid()))
+    services.host_agent.main.main()
+
+
+if __name__ == "__main__":
+    main()
