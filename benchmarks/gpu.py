@@ -1,4 +1,5 @@
-"""What one GPU does: training by shape and length, memory against the plan, publishing beside training, checkpoints, engines.
+"""What one GPU does: training by shape and length, memory against the plan, publishing beside training, the pause of a
+swap against the bus, checkpoints, engines.
 
     python benchmarks/gpu.py [--only SECTION ...] [--results FILE] [--again] [--device cuda|cpu] [--table]
 
@@ -32,7 +33,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 CASE_S = 900
 """Seconds that a case may take."""
-SECTIONS = ("train", "publish", "checkpoint", "engine")
+SECTIONS = ("train", "publish", "swap", "checkpoint", "engine")
 
 
 def cases(device: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -41,16 +42,19 @@ def cases(device: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         for settings in ({}, {"activation_checkpointing": "full"}):
             yield _train("tiny", 128, settings)
         yield "publish tiny", "publish", {"shape": "tiny", "tokens": 128}
+        yield "swap native tiny", "swap", {"shape": "tiny", "backend": "native"}
         yield "checkpoint tiny", "checkpoint", {"shape": "tiny", "tokens": 128}
         yield "engine native demo", "engine", {"backend": "native", "size": "demo"}
         return
     for shape in ("0.6B", "1.7B", "4B", "8B"):
         yield _train(shape, 4096, {})
     yield "publish 1.7B", "publish", {"shape": "1.7B", "tokens": 4096}
+    yield "swap native 8B", "swap", {"shape": "8B", "backend": "native"}
     yield "checkpoint 1.7B", "checkpoint", {"shape": "1.7B", "tokens": 4096}
     yield "engine native bench", "engine", {"backend": "native", "size": "bench"}
     if importlib.util.find_spec("vllm") is not None:
         yield "engine vllm bench", "engine", {"backend": "vllm", "size": "bench"}
+        yield "swap vllm 8B", "swap", {"shape": "8B", "backend": "vllm"}
     for settings in (
         {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "full"},
@@ -82,7 +86,10 @@ def run_case(section: str, arguments: dict[str, Any], device_type: str, models: 
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
     if section == "engine":
         return weights.engine(arguments["backend"], arguments["size"], device)
-    folder, tokens = model_folder(arguments["shape"], models), arguments["tokens"]
+    folder = model_folder(arguments["shape"], models)
+    if section == "swap":
+        return weights.swap(folder, arguments["backend"], device)
+    tokens = arguments["tokens"]
     try:
         if section == "train":
             return training.train(folder, tokens, device, arguments["settings"])
@@ -168,7 +175,7 @@ def tables(results: dict[str, Any]) -> str:
             f"{utilisation} | {memory} |"
         )
     for name, row in results.items():
-        if name.split()[0] in ("publish", "checkpoint", "engine"):
+        if name.split()[0] in ("publish", "swap", "checkpoint", "engine"):
             lines += ["", f"{name}: `{json.dumps(row)}`"]
     return "\n".join(lines)
 

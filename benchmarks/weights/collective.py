@@ -116,7 +116,7 @@ def measure(
     flat = pack(tensors, layout)
     store, port = serve_rendezvous(HOST, 0, MAX_WAIT_S)
     settings = {
-        "spec": _spec(write_configuration(directory, size)),
+        "spec": spec_of(write_configuration(directory, size)),
         "num_bytes": layout.total_bytes,
         "store_host": HOST,
         "store_port": port,
@@ -207,7 +207,7 @@ def _round(
     }
 
 
-def _spec(model: Path) -> dict[str, Any]:
+def spec_of(model: Path) -> dict[str, Any]:
     """A spec whose native engine holds the model in bf16."""
     return {
         "policy": {

@@ -33,6 +33,17 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     assert after["publish tiny"]["gather_s"] > 0
 
 
+def test_the_pause_of_a_swap_is_compared_with_a_copy(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    done = run("--device", "cpu", "--only", "swap", "--results", str(results))
+    assert done.returncode == 0, done.stderr
+    swap = json.loads(results.read_text())["swap native tiny"]
+    assert swap["bytes"] > 100_000
+    assert swap["pause_s"] > 0
+    assert swap["limit_s"] > 0.05
+    assert swap["bus_gigabytes_per_s"] > 0
+
+
 def test_results_become_tables(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     row = {
