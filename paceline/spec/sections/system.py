@@ -29,8 +29,8 @@ class WeightsSection(Section):
     anchor_interval: PositiveInt = 50
     """Versions between two that are stored in full; one comes earlier when the deltas since the last outweigh it."""
     backend: Literal["auto", "gloo", "nccl", "shared"] = "auto"
-    """auto: shared (memory of the host, which both map) where a learner with GPUs and its workers are on one host, else
-    gloo by TCP; a worker that `shared` does not reach gets its weights by gloo. `nccl` cannot be chosen."""
+    """auto: by the agents of hosts, from host to host; to workers without one by shared (memory of the host, which
+    both map) where a learner with GPUs and its workers are on one host, else by gloo (TCP); a worker that `shared` does not reach gets its weights by gloo. `nccl` cannot be chosen."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
