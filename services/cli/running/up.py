@@ -33,7 +33,6 @@ from services.common.options import (
 from services.local.cluster import GRACE_S, LocalCluster
 from services.local.missing_paths import check_paths_are_here
 from services.local.room import planned_here
-from services.local.scaling import LocalScaler, scaled_pools
 from services.local.sizes import sizes_for
 
 USUAL_PORT = 7070
@@ -224,6 +223,8 @@ def run_here(
             say(f"{first} is still open and goes first; `paceline cancel {first}` ends it")
         cluster.start_workers()
         if scaled is not None:
+            from services.local.scaling import LocalScaler, scaled_pools  # imports grpc
+
             stack.enter_context(LocalScaler(cluster, scaled_pools(sizes, scaled), say))
         try:
             succeeded = [_follow(client, run_id, left.events.get(run_id, 0), shown) for run_id in run_ids]
