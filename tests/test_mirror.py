@@ -12,6 +12,13 @@ MAX_HOPS = 2
 """Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
 COVERED_BY = {
+    "services/local/page_link.py": "tests/services/dashboard/test_page.py",
+    "services/dashboard/pieces.py": "test_gateway.py",
+    "services/dashboard/app.py": "test_gateway.py",
+    "services/dashboard/backends.py": "test_gateway.py",
+    "services/dashboard/methods.py": "test_gateway.py",
+    "services/dashboard/openapi.py": "test_gateway.py",
+    "services/dashboard/main.py": "test_page.py",
     "paceline/records.py": "tests/services/coordinator/audit/reading/test_reader.py",
     "services/cli/recorded/opening.py": "test_records.py",
     "services/cli/recorded/remote_samples.py": "test_source.py",

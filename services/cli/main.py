@@ -71,7 +71,7 @@ COMMANDS = {
     ),
     "serve": (
         "services.cli.serve:serve",
-        "Run one service: coordinator, rollout, reward, environment or learner.",
+        "Run one service: coordinator, rollout, reward, environment, learner or dashboard.",
     ),
     "doctor": ("services.cli.doctor:doctor", "Check this machine: what is missing and how to get it."),
 }

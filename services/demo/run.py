@@ -21,6 +21,7 @@ from paceline.spec.reading import load_spec
 from services.common.reporting.curve import chart, sparkline
 from services.demo.task import write_data
 from services.local.cluster import LocalCluster
+from services.local.page_link import start_page
 
 FILES = "demo-files"
 STEPS_A_LINE, EXAMPLE_STEPS_A_LINE = 10, 100
@@ -69,6 +70,7 @@ def run_demo(directory: Path, overrides: tuple[str, ...], seed: int, screen: Scr
         screen.say(
             f"Services are up: coordinator at {cluster.address}, {pools}; logs in {directory / 'logs'}"
         )
+        start_page(cluster, "127.0.0.1", screen.say)
         teacher = _train(
             client, sft, "Stage 1, supervised: imitate a teacher who errs in half of the answers", screen
         )

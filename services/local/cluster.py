@@ -54,7 +54,8 @@ LEARNER_ENDS = (
     "before"
 )
 WORKERS = ("rollout", "reward", "environment", "learner")
-ROLES = (*WORKERS, "coordinator")
+DASHBOARD = "dashboard"
+ROLES = (*WORKERS, "coordinator", DASHBOARD)
 NOTHING_ELSE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
@@ -169,6 +170,16 @@ class LocalCluster:
             for _ in range(number):
                 self.add(role)
 
+    def start_dashboard(self, port: int) -> Path:
+        """Start the page of this coordinator and return the file that will have its address; 0 takes a free port. It is not
+        waited for: nothing else depends on it."""
+        ready_file = self.directory / "logs" / "dashboard.address"
+        ready_file.unlink(missing_ok=True)
+        options = ["--directory", str(self.directory), "--coordinator", self.address, "--host", self._host]
+        command = ["services.dashboard.main", *options, "--port", str(port), "--ready-file", str(ready_file)]
+        self._add(DASHBOARD, command, max_deaths=None)
+        return ready_file
+
     def add(self, role: str) -> str:
         """Start one more service of `role` and return its name: that of one that was removed, if any has ended. A rollout
         worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
@@ -243,7 +254,7 @@ class LocalCluster:
     def stop(self) -> None:
         """End all services in good order: SIGTERM to the workers and the learner, which return their leases and write a
         checkpoint, then to the coordinator, which takes both. A service that needs longer than its grace is killed."""
-        for roles in (WORKERS, ("coordinator",)):
+        for roles in ((DASHBOARD, *WORKERS), ("coordinator",)):
             services = [service for role in roles for service in self._services[role]]
             for service in services:
                 service.terminate()
@@ -269,7 +280,7 @@ class LocalCluster:
 
     def _add(self, role: str, command: list[str], max_deaths: int | None) -> Service:
         services, index = self._services[role], self._free_index(role)
-        name = role if role == "coordinator" else f"{role}-{index}"
+        name = role if role in ("coordinator", DASHBOARD) else f"{role}-{index}"
         gpus = self._gpus.get(role) or [()]
         service = Service(
             name,

@@ -457,8 +457,8 @@ class SampleGroup(_message.Message):
     attempt: _builtins.int
     """Number of its last lease."""
     prompt_json: _builtins.str
-    """Prompt as JSON: a text, or a list of messages. Cut to 4000 characters unless the request has `full`, and then no
-    whole JSON.
+    """Prompt as JSON: a text, or a list of messages. Its texts are cut to 4000 characters together unless the request has
+    `full`.
     """
     reward: _builtins.float
     """Mean total reward of its completions."""

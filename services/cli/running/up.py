@@ -32,6 +32,7 @@ from services.common.options import (
 )
 from services.local.cluster import GRACE_S, LocalCluster
 from services.local.missing_paths import check_paths_are_here
+from services.local.page_link import start_page
 from services.local.room import planned_here
 from services.local.sizes import sizes_for
 
@@ -78,6 +79,7 @@ def _bounds(
 @click.option(
     "--keep", is_flag=True, help="Leave the services running after the run has ended, until Ctrl-C."
 )
+@click.option("--no-page", is_flag=True, help="Start no page that shows the runs in a browser.")
 @click.option(
     "--resume",
     "resumed",
@@ -122,6 +124,7 @@ def up(
     host: str,
     port: int | None,
     keep: bool,
+    no_page: bool,
     resumed: tuple[str, ...],
     min_free_mb: int,
     functions_from: tuple[Path, ...],
@@ -146,6 +149,7 @@ def up(
         host=host,
         port=port,
         keep=keep,
+        page=not no_page,
         resumed=resumed,
         min_free_mb=min_free_mb,
         functions_from=functions_from,
@@ -170,6 +174,7 @@ def run_here(
     grace_s: float = GRACE_S,
     store: str = "",
     scaled: Mapping[str, tuple[int, int]] | None = None,
+    page: bool = True,
 ) -> None:
     """Start services in `directory`, submit `spec` if given, and follow all open runs to their end, also while the
     coordinator restarts. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all followed
@@ -226,6 +231,8 @@ def run_here(
             from services.local.scaling import LocalScaler, scaled_pools  # imports grpc
 
             stack.enter_context(LocalScaler(cluster, scaled_pools(sizes, scaled), say))
+        if page:
+            start_page(cluster, host, say)
         try:
             succeeded = [_follow(client, run_id, left.events.get(run_id, 0), shown) for run_id in run_ids]
         except KeyboardInterrupt:

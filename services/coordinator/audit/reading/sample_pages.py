@@ -35,6 +35,7 @@ MAX_EXTRA_BYTES = 16 << 20
 """Size of a run's extra.jsonl up to which it is read for every page."""
 
 MAX_PROMPT, MAX_TEXT = 4000, 2000
+MAX_MESSAGES = 100
 STATES = tuple(state.value for state in State)
 
 
@@ -212,7 +213,7 @@ def _add(
         state=row["state"],
         reason=row["reason"] or "",
         attempt=row["attempt"],
-        prompt_json=prompt if full else prompt[:MAX_PROMPT],
+        prompt_json=prompt if full else _cut(prompt),
         num_completions=len(completions),
         json=json.dumps(content) if full and content is not None else "",
     )
@@ -223,6 +224,21 @@ def _add(
     known = [each["reward"] for each in completions if each["reward"] is not None]
     for index in passed:
         _add_completion(group, index, completions[index], step, known, full=full)
+
+
+def _cut(prompt_json: str) -> str:
+    """Return a prompt whose texts are cut."""
+    if len(prompt_json) <= MAX_PROMPT:
+        return prompt_json
+    prompt = json.loads(prompt_json)
+    if isinstance(prompt, str):
+        return json.dumps(prompt[:MAX_PROMPT])
+    share = MAX_PROMPT // max(1, len(prompt))
+    kept = [
+        {"role": message.get("role"), "content": str(message.get("content") or "")[:share]}
+        for message in prompt
+    ]
+    return json.dumps(kept[:MAX_MESSAGES])
 
 
 def _add_completion(

@@ -41,6 +41,7 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]
     monkeypatch.setattr("services.cli.running.up.LocalCluster", Idle)
     monkeypatch.setattr(Client, "submit", submit)
     monkeypatch.setattr("services.cli.running.up._follow", lambda *_: True)
+    monkeypatch.setattr("services.cli.running.up.start_page", lambda *_: None)
     (tmp_path / "spec.yaml").write_text(SPEC)
 
     def run(*arguments: str, **methods: Any) -> Result:

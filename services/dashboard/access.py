@@ -1,0 +1,54 @@
+"""Who may call the dashboard: holders of the coordinator's token, and of the two keys that its links carry.
+
+A key is derived from the token and cannot be turned back into it, so a link in a terminal or a chat gives the page away and not the
+cluster. A browser sends it in a header and not as a cookie: no other page can make a browser use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from enum import IntEnum
+from pathlib import Path
+
+from paceline.token import read_token
+
+KEY_LENGTH = 32
+
+
+class Role(IntEnum):
+    """What a caller may do."""
+
+    NOBODY = 0
+    READER = 1
+    OPERATOR = 2
+
+
+class Access:
+    """The keys of one coordinator's dashboard."""
+
+    def __init__(self, token_file: Path, *, read_only: bool = False):
+        """`token_file` is read anew for each call. With `read_only` everybody with a key is a reader."""
+        self._file = token_file
+        self._read_only = read_only
+        self._instead = secrets.token_hex(32)
+        """Secret of a dashboard without a token's file."""
+
+    def key(self, role: Role) -> str:
+        """Return the key of a role."""
+        secret = read_token(self._file) or self._instead
+        name = f"paceline dashboard {role.name.lower()}"
+        return hmac.new(secret.encode(), name.encode(), hashlib.sha256).hexdigest()[:KEY_LENGTH]
+
+    def role(self, authorization: str) -> Role:
+        """Return the role of a caller with this header `Authorization`."""
+        sent = authorization.removeprefix("Bearer ").encode()
+        token = read_token(self._file)
+        found = Role.NOBODY
+        if token and hmac.compare_digest(sent, token.encode()):
+            found = Role.OPERATOR
+        for role in (Role.READER, Role.OPERATOR):
+            if hmac.compare_digest(sent, self.key(role).encode()):
+                found = max(found, role)
+        return min(found, Role.READER) if self._read_only else found

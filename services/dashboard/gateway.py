@@ -1,0 +1,160 @@
+"""The REST interface: every call of the coordinator as JSON over HTTP, streams as server-sent events.
+
+Promise: a request is answered with the call's response or with Connect's error, a code and a message, and no request ends the
+service. The role of the caller decides which calls it may make.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+from aiohttp import web
+from google.protobuf import json_format
+
+from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.rate_limited_log import unforeseen
+from services.dashboard.access import Access, Role
+from services.dashboard.backends import Backend
+from services.dashboard.methods import Method, methods
+
+STATUS = {
+    "canceled": 499,
+    "invalid_argument": 400,
+    "deadline_exceeded": 504,
+    "not_found": 404,
+    "already_exists": 409,
+    "permission_denied": 403,
+    "resource_exhausted": 429,
+    "failed_precondition": 400,
+    "aborted": 409,
+    "unimplemented": 501,
+    "internal": 500,
+    "unavailable": 503,
+    "unauthenticated": 401,
+}
+"""HTTP status by code, as Connect has them; any other code is 500."""
+
+CODES = (
+    (InvalidInput, "invalid_argument"),
+    (NotFound, "not_found"),
+    (Conflict, "failed_precondition"),
+    (Busy, "resource_exhausted"),
+    (Unavailable, "unavailable"),
+    (PacelineError, "internal"),
+)
+MAX_STREAMS = 64
+"""Streams that are answered at a time, each of which holds a stream of the coordinator."""
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class Gateway:
+    """The calls of one backend."""
+
+    def __init__(self, backend: Backend, access: Access):
+        self._backend = backend
+        self._access = access
+        self._methods = methods()
+        self._streams = 0
+
+    def role(self, request: web.Request) -> Role:
+        """Return the role of a request. Raises Refused for nobody."""
+        role = self._access.role(request.headers.get("Authorization", ""))
+        if role is Role.NOBODY:
+            raise Refused(
+                "unauthenticated",
+                "the request has no valid key; send `Authorization: Bearer` with the coordinator's token or with the key of "
+                "the link that `paceline serve dashboard` prints",
+            )
+        return role
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Answer `POST /package.Service/Method`. Raises Refused, PacelineError, grpc.aio.AioRpcError."""
+        role = self.role(request)
+        path = f"{request.match_info['service']}/{request.match_info['method']}"
+        method = self._methods.get(path)
+        if method is None:
+            raise Refused("not_found", f"there is no call {path[:120]!r}; /openapi.json lists them")
+        if not method.only_reads and role < Role.OPERATOR:
+            raise Refused("permission_denied", f"{method.path} changes something, and this key only reads")
+        message = await _message(request, method)
+        if method.streams:
+            return await self._stream(request, method, message)
+        response = await self._backend.call(method, message)
+        return web.Response(text=_json(response), content_type="application/json")
+
+    async def _stream(self, request: web.Request, method: Method, message: Any) -> web.StreamResponse:
+        if self._streams >= MAX_STREAMS:
+            raise Refused("resource_exhausted", f"{self._streams} streams are open; close one, or try again")
+        self._streams += 1
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+        try:
+            await response.prepare(request)
+            try:
+                async for part in self._backend.stream(method, message):
+                    await response.write(f"data: {_json(part)}\n\n".encode())
+                await response.write(b"event: end\ndata: {}\n\n")
+            except ConnectionResetError:  # the caller has left
+                return response
+            except Exception as error:
+                _, body = error_body(error)
+                await response.write(f"event: error\ndata: {json.dumps(body)}\n\n".encode())
+        finally:
+            self._streams -= 1
+        return response
+
+
+async def _message(request: web.Request, method: Method) -> Any:
+    # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
+    if request.content_type != "application/json":
+        raise Refused(
+            "invalid_argument", f"the content type is {request.content_type!r}, must be 'application/json'"
+        )
+    try:
+        text = (await request.read()).decode()
+        message = method.request()
+        json_format.Parse(text or "{}", message, max_recursion_depth=32)
+    except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(
+            "invalid_argument", f"the body is no {method.request.DESCRIPTOR.name}: {error}"
+        ) from None
+    return message
+
+
+def _json(message: Any) -> str:
+    """Return a message as JSON on one line."""
+    text: str = json_format.MessageToJson(message, indent=None, always_print_fields_with_no_presence=True)
+    return text
+
+
+def error_body(error: Exception) -> tuple[int, dict[str, str]]:
+    """Return status and body of an answer for an error."""
+    match error:
+        case Refused():
+            code, message = error.code, error.message
+        case grpc.aio.AioRpcError():
+            code = error.code().name.lower().replace("cancelled", "canceled")
+            message = error.details() or ""
+            if code == "unavailable":
+                message = f"the coordinator does not answer: {message}"
+        case PacelineError():
+            code, message = next(name for kind, name in CODES if isinstance(error, kind)), str(error)
+        case web.HTTPException():
+            return error.status, {"code": "invalid_argument", "message": error.reason}
+        case asyncio.TimeoutError():
+            code, message = "deadline_exceeded", "the request took too long"
+        case _:
+            code, message = "internal", unforeseen.note("a request to the dashboard", error)
+    return STATUS.get(code, 500), {"code": code, "message": message}

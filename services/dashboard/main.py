@@ -1,0 +1,90 @@
+"""`paceline serve dashboard`: the page and the REST interface of a coordinator, or of the ledger in a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import click
+
+from paceline.errors import NotFound
+from paceline.files.names import LEDGER_NAME
+from paceline.token import TOKEN_NAME, token_path
+from services.common.grpc_server import run_service
+from services.common.insecure import check_coordinator, check_host, insecure_option
+from services.common.options import directory_option, token_file_option
+from services.common.processes.ready_file import announce
+from services.common.zmq_keepalive import in_brackets
+from services.dashboard.access import Access, Role
+from services.dashboard.app import Dashboard
+from services.dashboard.backends import Backend, CoordinatorBackend, LedgerBackend
+from services.dashboard.gateway import Gateway
+from services.dashboard.pieces import Pieces
+
+USUAL_PORT = 7080
+log = logging.getLogger(__name__)
+
+
+@click.command()
+@click.option(
+    "--coordinator",
+    metavar="HOST:PORT",
+    callback=check_coordinator,
+    help="Show the runs of this coordinator, with its members. Default: read the ledger of --directory.",
+)
+@directory_option
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
+)
+@insecure_option
+@click.option("--port", default=USUAL_PORT, show_default=True, help="HTTP port; 0 takes a free one.")
+@click.option("--read-only", is_flag=True, help="Pause, resume and cancel nothing, whatever the key.")
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens."
+)
+@token_file_option
+def main(
+    coordinator: str | None, directory: Path, host: str, port: int, read_only: bool, ready_file: Path | None
+) -> None:
+    """A page that shows runs, and their records as JSON over HTTP. It keeps nothing and can be restarted at any time.
+
+    It prints two links: the first may pause, resume and cancel runs, the second only reads.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    ledger = directory / LEDGER_NAME
+    if not coordinator and not ledger.is_file():
+        raise click.ClickException(
+            str(NotFound(f"no ledger at {ledger}; name the coordinator's --directory, or a --coordinator"))
+        )
+    access = Access(token_path(directory / TOKEN_NAME), read_only=read_only)
+
+    async def serve(stop: asyncio.Event) -> None:
+        backend: Backend = (
+            CoordinatorBackend(coordinator, token_path(directory / TOKEN_NAME))
+            if coordinator
+            else LedgerBackend(ledger)
+        )
+        dashboard = Dashboard(Gateway(backend, access), Pieces(backend))
+        try:
+            address = f"{in_brackets(host)}:{await dashboard.start(host, port)}"
+            announce(ready_file, address)
+            if not ready_file:  # a supervisor prints them itself, and logs should not have keys
+                click.echo(f"page:           {link(address, access, Role.OPERATOR)}")
+                click.echo(f"page, to read:  {link(address, access, Role.READER)}")
+            log.info("the dashboard of %s listens on %s", coordinator or ledger, address)
+            await stop.wait()
+        finally:
+            await dashboard.close()
+            await backend.close()
+
+    run_service(serve)
+
+
+def link(address: str, access: Access, role: Role) -> str:
+    """Return the page's link for a role. The key is behind `#`, which browsers do not send to any server."""
+    return f"http://{address}/#key={access.key(role)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+// Line charts by uPlot. Charts of a group share cursor and zoom; a double click, or Escape, shows everything again.
+
+import uPlot from "./vendor/uPlot.esm.js";
+import { el, number } from "./dom.js";
+
+export const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** Charts that are looked at together. */
+export class ChartGroup {
+  constructor() {
+    this.charts = [];
+    this.sync = uPlot.sync(`group-${Math.random()}`);
+    this.range = null;
+    this.observer = new ResizeObserver((entries) => {
+      for (const { target } of entries) {
+        const chart = this.charts.find((one) => one.root.parentElement === target);
+        if (chart && Math.abs(chart.width - target.clientWidth) > 1) chart.setSize({ width: target.clientWidth, height: chart.height });
+      }
+    });
+  }
+
+  /** Show the steps (or times) from `low` to `high` in all charts; null shows everything. */
+  zoom(range) {
+    this.range = range;
+    for (const chart of this.charts) {
+      const xs = chart.data[0];
+      if (!xs.length) continue;
+      chart.setScale("x", range ? { min: range[0], max: range[1] } : { min: xs[0], max: xs[xs.length - 1] });
+    }
+    this.onzoom?.(range);
+  }
+
+  destroy() {
+    this.observer.disconnect();
+    for (const chart of this.charts) chart.destroy();
+    this.charts = [];
+  }
+
+  /**
+   * Return a figure. `lines` are {label, xs, ys, low, high}; lines with low and high have a band. `markers` are {x, label, colour}.
+   */
+  figure(title, lines, { meaning = "", markers = [], height = 170, times = false } = {}) {
+    const known = lines.filter((line) => line.ys.some((y) => y !== null));
+    const box = el("div", { class: "plot" });
+    const last = (line) => { for (let i = line.ys.length - 1; i >= 0; i--) if (line.ys[i] !== null) return line.ys[i]; return null; };
+    const summary = known.map((line) => {
+      const numbers = line.ys.filter((y) => y !== null);
+      return `${line.label}: last ${number(last(line))}, from ${number(Math.min(...numbers))} to ${number(Math.max(...numbers))}`;
+    }).join("; ");
+    const figure = el("figure", {},
+      el("figcaption", { title: meaning }, el("b", {}, title),
+        el("span", { class: "legend" }, known.map((line, i) => el("span", { class: `key c${(line.colour ?? i) % 8 + 1}` }, known.length > 1 || line.label !== title ? `${line.label} ` : "", el("b", {}, number(last(line))))))),
+      known.length ? box : el("p", { class: "hint" }, "no value yet"));
+    if (!known.length) return figure;
+    box.setAttribute("role", "img");
+    box.setAttribute("aria-label", `${title}. ${summary}`);
+    queueMicrotask(() => requestAnimationFrame(() => box.isConnected && this.#draw(box, known, markers, height, times)));
+    return figure;
+  }
+
+  #draw(box, lines, markers, height, times) {
+    const data = joined(lines), colours = lines.map((line, i) => css(COLOURS[(line.colour ?? i) % 8]));
+    const series = [{}], bands = [];
+    lines.forEach((line, i) => {
+      series.push({ label: line.label, stroke: colours[i], width: 1.6, spanGaps: true, points: { show: lines[0].xs.length < 3, size: 6 } });
+    });
+    lines.forEach((line, i) => {
+      if (!line.low) return;
+      const at = series.length;
+      series.push({ stroke: "transparent", points: { show: false }, spanGaps: true }, { stroke: "transparent", points: { show: false }, spanGaps: true });
+      bands.push({ series: [at + 1, at], fill: colours[i] + "2b" });
+    });
+    const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1 }, font: "11px system-ui" };
+    const format = (_, values) => values.map((v) => (v === null ? "" : Math.abs(v) >= 1e4 || (v && Math.abs(v) < 1e-3) ? v.toExponential(0) : String(Number(v.toPrecision(4)))));
+    const chart = new uPlot({
+      width: box.clientWidth, height, series, bands, legend: { show: false },
+      scales: { x: { time: times } },
+      axes: [{ ...axis, size: 28, values: times ? undefined : format }, { ...axis, size: 52, values: format }],
+      cursor: { sync: { key: this.sync.key }, drag: { x: true, y: false }, focus: { prox: 24 } },
+      hooks: {
+        setSelect: [(u) => { if (u.select.width > 4) { this.zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); u.setSelect({ width: 0, height: 0 }, false); } }],
+        setCursor: [(u) => tip(u, box, lines, times)],
+        draw: [(u) => drawMarkers(u, markers)],
+      },
+    }, data, box);
+    chart.over.addEventListener("dblclick", () => this.zoom(null));
+    this.charts.push(chart);
+    this.observer.observe(box);
+    if (this.range) chart.setScale("x", { min: this.range[0], max: this.range[1] });
+  }
+}
+
+/** Return the columns of lines over all their positions. */
+function joined(lines) {
+  const xs = [...new Set(lines.flatMap((line) => line.xs))].sort((a, b) => a - b);
+  const index = new Map(xs.map((x, i) => [x, i]));
+  const column = (line, ys) => { const out = Array(xs.length).fill(null); line.xs.forEach((x, i) => { out[index.get(x)] = ys[i]; }); return out; };
+  const data = [xs, ...lines.map((line) => column(line, line.ys))];
+  for (const line of lines) if (line.low) data.push(column(line, line.low), column(line, line.high));
+  return data;
+}
+
+function tip(u, box, lines, times) {
+  const at = u.cursor.idx;
+  let note = box.querySelector(".tip");
+  if (at === null || at === undefined || u.cursor.left < 0) { note?.remove(); return; }
+  if (!note) { note = el("div", { class: "tip" }); box.append(note); }
+  const x = u.data[0][at];
+  note.replaceChildren(el("b", {}, times ? new Date(x * 1000).toLocaleString() : `step ${number(x)}`),
+    ...lines.map((line, i) => el("span", {}, ` ${lines.length > 1 ? line.label + " " : ""}${number(u.data[i + 1][at])}`)));
+}
+
+function drawMarkers(u, markers) {
+  const { ctx, bbox } = u;
+  ctx.save();
+  for (const { x, colour } of markers) {
+    if (x < u.scales.x.min || x > u.scales.x.max) continue;
+    const left = u.valToPos(x, "x", true);
+    ctx.strokeStyle = css(colour);
+    ctx.setLineDash([3, 3]);
+    ctx.beginPath(); ctx.moveTo(left, bbox.top); ctx.lineTo(left, bbox.top + bbox.height); ctx.stroke();
+  }
+  ctx.restore();
+}
+
+/** Return values that follow a curve more slowly: s = w·s + (1 − w)·y, corrected for its begin. */
+export function smoothed(ys, weight) {
+  if (!weight) return ys;
+  let sum = 0, norm = 0;
+  return ys.map((y) => { if (y === null) return null; sum = weight * sum + (1 - weight) * y; norm = weight * norm + (1 - weight); return sum / norm; });
+}
