@@ -12,6 +12,8 @@ MAX_HOPS = 2
 """Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
 COVERED_BY = {
+    "services/cli/recorded/curve_file.py": "test_report.py",
+    "services/cli/recorded/report_sections.py": "test_report.py",
     "services/local/page_link.py": "tests/services/dashboard/test_page.py",
     "services/dashboard/pieces.py": "test_gateway.py",
     "services/dashboard/app.py": "test_gateway.py",

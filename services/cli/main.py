@@ -59,7 +59,11 @@ COMMANDS = {
         "Show the completions of a step or an evaluation with their rewards, or export all.",
     ),
     "metrics": ("services.cli.recorded.metrics:metrics", "Show or export the metrics of a run."),
-    "plot": ("services.cli.recorded.plot:plot", "Write an HTML page with the curves of runs."),
+    "plot": ("services.cli.recorded.plot:plot", "Write the curves of runs as an HTML page, SVG or PNG."),
+    "report": (
+        "services.cli.recorded.report:report",
+        "Write one HTML file about a run: outcome, curves, samples, books, spec.",
+    ),
     "ledger": ("services.cli.recorded.records:ledger", "Verify or back up the record of every group."),
     "export": (
         "services.cli.recorded.records:export",

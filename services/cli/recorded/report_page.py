@@ -15,6 +15,7 @@ from services.coordinator.reporting.metric_table import PARTS, metric_of
 
 COLOURS = ("#3465a4", "#cc5500", "#4e9a06", "#a40000", "#75507b", "#8f5902", "#06989a", "#555753")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 320, 150, 52, 20, 8
+NO_METRICS = ("step", "time")
 MAX_POINTS = 300
 """Points of a curve; of more, neighbours are averaged."""
 
@@ -46,22 +47,34 @@ def report_page(runs: Sequence[RunCurves]) -> str:
         "</span>"
         for i, run in enumerate(runs)
     )
+    return page(names, f"<h1>{escape(names)}</h1><p>{key}</p>{curve_sections(runs)}")
+
+
+def page(title: str, body: str, style: str = "") -> str:
+    """Return a whole document, in which nothing can run or be loaded."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}{style}</style></head>'
+        f"<body>{body}</body></html>\n"
+    )
+
+
+def curve_sections(runs: Sequence[RunCurves]) -> str:
+    """Return a section of charts for each part of docs/metrics.md that the runs have metrics of."""
     sections = []
     for kind, rows_of in (("train", _steps), ("eval", _evaluations)):
         metrics = dict.fromkeys(
-            name for run in runs for row in rows_of(run) for name in row if name != "step"
+            name for run in runs for row in rows_of(run) for name in row if name not in NO_METRICS
         )
         for title, members in _by_part(kind, metrics):
             figures = "".join(
-                _figure(kind, name, [_points(rows_of(run), name) for run in runs]) for name in members
+                _figure(kind, name, [points(rows_of(run), name) for run in runs]) for name in members
             )
             if figures:
                 sections.append(f'<h2>{escape(title)}</h2><div class="grid">{figures}</div>')
-    body = "".join(sections) or "<p>No step is recorded yet.</p>"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(names)}</title><style>{STYLE}</style>'
-        f"</head><body><h1>{escape(names)}</h1><p>{key}</p>{body}</body></html>\n"
-    )
+    return "".join(sections) or "<p>No step is recorded yet.</p>"
 
 
 def _by_part(kind: str, names: Iterable[str]) -> list[tuple[str, list[str]]]:
@@ -124,7 +137,7 @@ def _share(value: float, bounds: tuple[float, float]) -> float:
     return (value - low) / (high - low) if high > low else 0.5
 
 
-def _points(rows: Sequence[Row], name: str) -> list[Point]:
+def points(rows: Sequence[Row], name: str) -> list[Point]:
     """Return (step, value) for the rows that have a finite number."""
     found = [(float(row["step"]), float(row[name])) for row in rows if _is_finite(row.get(name))]
     if len(found) <= MAX_POINTS:

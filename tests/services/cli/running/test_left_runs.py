@@ -98,6 +98,9 @@ class Recorded:
     def start_workers(self) -> None:
         self.calls.append(("workers", ""))
 
+    def start_page(self, cluster: Any, host: str, say: Any) -> None:
+        assert cluster is self
+
     def resume(self, run_id: str) -> None:
         self.calls.append(("resume", run_id))
 
@@ -122,6 +125,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     monkeypatch.setattr("services.cli.running.up.LocalCluster", recorded.cluster)
     monkeypatch.setattr("services.cli.running.up.Client", recorded.client)
     monkeypatch.setattr("services.cli.running.up.follow", recorded.follow)
+    monkeypatch.setattr("services.cli.running.up.start_page", recorded.start_page)
     monkeypatch.setattr("services.cli.running.up.visible_gpus", tuple)
     return recorded
 
