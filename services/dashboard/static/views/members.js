@@ -26,7 +26,7 @@ export async function show(context) {
     const answer = await api.records("ReadLog", { name: open }, signal);
     if (!answer.names.length) { replace(log); return; }
     replace(log, card("Logs", el("p", { class: "actions" }, answer.names.map((name) => el("button", { class: "small", "aria-pressed": String(name === open), onclick: async () => { open = name; await showLog(); } }, name))),
-      open && el("pre", { class: "log", tabindex: "0" }, answer.text || "(empty)")));
+      open && el("pre", { class: "log", tabindex: "0" }, answer.text.replace(/\r\n?/g, "\n") || "(empty)")));
     const text = log.querySelector("pre");
     if (text) text.scrollTop = text.scrollHeight;
   };
