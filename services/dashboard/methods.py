@@ -12,10 +12,14 @@ from typing import Any
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import MethodOptions
 
-from protos.paceline.v1 import bundle_pb2, records_pb2, run_pb2, worker_pb2
+from protos.paceline.v1 import bundle_pb2, records_pb2, run_pb2, status_pb2, worker_pb2
 
-MODULES = (run_pb2, records_pb2, worker_pb2, bundle_pb2)
-READS_WITHOUT_OPTION = ("paceline.v1.WorkerService/ListMembers", "paceline.v1.BundleService/Fetch")
+MODULES = (run_pb2, records_pb2, status_pb2, worker_pb2, bundle_pb2)
+READS_WITHOUT_OPTION = (
+    "paceline.v1.WorkerService/ListMembers",
+    "paceline.v1.StatusService/Status",
+    "paceline.v1.BundleService/Fetch",
+)
 """Calls that change nothing and do not say so in their proto."""
 
 

@@ -39,6 +39,8 @@ async function call(service, method, body, signal) {
 export const runs = (method, body = {}, signal) => call("RunService", method, body, signal);
 export const records = (method, body = {}, signal) => call("RecordsService", method, body, signal);
 
+export const status = (signal) => call("StatusService", "Status", {}, signal);
+
 export async function listRuns(signal) {
   const found = [];
   let pageToken = "";

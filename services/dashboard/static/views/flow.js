@@ -24,7 +24,8 @@ export async function show(context) {
       draw.series = await api.series(runId, NAMES, { maxPoints: 300 }, signal);
       charts(group, rest, draw.series, members);
     }
-    replace(picture, flow(run, members, books, draw.series, named));
+    const status = members.length && api.state(run) === "running" ? await api.status(signal) : null;
+    replace(picture, flow(run, members, books, draw.series, named, status?.runId === runId ? status.advice : ""));
   };
   await draw();
   context.every(2, draw);
@@ -36,7 +37,7 @@ function recent(series, name, points = 20) {
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : undefined;
 }
 
-/** Say which pool limits the run. */
+/** Say which pool limits a run that no coordinator trains now. */
 export function limit(series, workers) {
   const wait = recent(series, "learner_wait_s"), step = recent(series, "step_s");
   if (wait === undefined || step === undefined) return "The learner has not trained enough steps to tell which pool limits the run.";
@@ -51,7 +52,7 @@ export function limit(series, workers) {
   return `Pools are balanced: the learner waits ${Math.round(share * 100)} % of its time${idle === undefined ? "" : `, rollout workers ${Math.round(idle * 100)} %`}.`;
 }
 
-function flow(run, members, books, series, named) {
+function flow(run, members, books, series, named, advice) {
   const groups = books.groups, count = (role) => members.filter((m) => m.role === `ROLE_${role}`).length;
   const live = members.length > 0, workers = count("ROLLOUT") || named;
   const pools = [
@@ -61,7 +62,7 @@ function flow(run, members, books, series, named) {
   ];
   const queues = [["admitted and leased", Number(groups.admitted || 0) + Number(groups.leased || 0)], ["wait for scores", Number(groups.generated || 0)], ["wait for a batch", Number(groups.scored || 0) + Number(groups.batched || 0)]];
   const ended = [["trained", Number(groups.trained || 0)], ["dropped", Object.entries(groups).filter(([n]) => n.startsWith("dropped")).reduce((n, [, v]) => n + Number(v), 0)]];
-  return card("", el("p", { class: "limit" }, limit(series, workers)),
+  return card("", el("p", { class: "limit" }, advice || limit(series, workers)),
     el("ol", { class: "flow", "aria-label": "Groups on their way" }, pools.flatMap(([name, workers, rate], i) => [
       el("li", { class: "queue" }, el("b", {}, number(queues[i][1])), el("span", {}, queues[i][0])),
       el("li", { class: "pool" }, el("b", {}, name), el("span", {}, workers), el("span", {}, rate)),
