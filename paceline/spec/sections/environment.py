@@ -41,7 +41,8 @@ class EnvironmentSection(Section):
     max_turns: PositiveInt = 16
     """Turns of the model after which an episode is truncated."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds after which an episode is truncated."""
+    """Seconds of the user's code, all its calls together, after which an episode is truncated; waiting for the model does not
+    count."""
     call_timeout_s: PositiveFloat = 60.0
     """Seconds that one call of the environment may take; a call that takes longer fails the sample's attempt."""
     memory_mb: PositiveInt = 2048
