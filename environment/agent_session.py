@@ -14,19 +14,19 @@ import asyncio
 import itertools
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from environment.agent_history import Asked, History, read_messages
+from environment.agent_record import TakenTurn, digest_of, left_out_of, recorded_turns
 from environment.hosting.faults import EnvironmentFailed
 from environment.life import FinishedSample, Life
 from environment.limits import Stopwatch
-from environment.notes import clean, digest, json_text, sample_text
+from environment.notes import clean, json_text, sample_text
 from environment.protocols import AgentAnswer, AgentRequest, LeaseLost, SampledTurn, TurnRequest
 from environment.rendering.protocol import Conversation, Rendering, openai_message
-from environment.rows import Place, RowTokens
+from environment.rows import Place
 from environment.setting import GroupContext
 from paceline.chat.messages import Json
 from paceline.errors import Conflict, PromptTooLong
@@ -37,21 +37,6 @@ Trains = Callable[[Sequence[Any], Sequence[Any]], Awaitable[bool]]
 """The user's `train_call`."""
 
 
-@dataclass(eq=False)
-class _Taken:
-    """A sampled or recorded turn with its request; `asked` is None while no program has asked for a recorded one."""
-
-    asked: Asked | None
-    note: pb.TurnNote
-    prompt_ids: IntArray
-    turn: SampledTurn
-
-    @property
-    def counts(self) -> bool:
-        """Return whether the turn trains: its program got the answer, and it is none that `train_call` keeps out."""
-        return self.asked is not None and self.asked.trains and self.asked.delivered
-
-
 class AgentTurns:
     """The session of one life of a sample."""
 
@@ -60,10 +45,10 @@ class AgentTurns:
         self._rendering: Rendering = context.setting.renderings.chat
         self._watch, self._trains = watch, trains
         self._history = History()
-        self._recorded = _recorded(life)
+        self._recorded = recorded_turns(life)
         self._unasked = list(self._recorded)
         """Recorded turns of an earlier holder that no request has asked for yet."""
-        self._pending: _Taken | None = None
+        self._pending: TakenTurn | None = None
         """The newest turn, which is not recorded yet."""
         self._tasks: dict[str, asyncio.Task[tuple[AgentAnswer, Asked]]] = {}
         """The newest answer to each body."""
@@ -119,7 +104,7 @@ class AgentTurns:
                 taken.append(self._pending)
             self._pending.note.sample.CopyFrom(self._text(taken, reward, ending, detail))
             rows = self._rows(taken)
-            self._pending.note.left_out.extend(_left_out(taken, rows))
+            self._pending.note.left_out.extend(left_out_of(taken, rows))
             await self._add(self._pending, last=True)
         return self._life.finished()
 
@@ -144,7 +129,7 @@ class AgentTurns:
         conversation = Conversation(
             read_messages(request.messages), list(request.tools), request.template_kwargs
         )
-        key = _digest_of(request)
+        key = digest_of(request)
         if recorded := self._find_recorded(key):
             return await self._answer_again(recorded, request, conversation)
         if self._num_turns >= self._setting.environment.max_turns:
@@ -172,7 +157,7 @@ class AgentTurns:
         asked = Asked(conversation, prompt_ids, turn, answer, request.messages, trains)
         async with self._record:
             await self._flush()
-            self._pending = _Taken(asked, note, prompt_ids, turn)
+            self._pending = TakenTurn(asked, note, prompt_ids, turn)
         self._history.add(asked)
         return AgentAnswer(prompt_ids, turn, openai_message(answer)), asked
 
@@ -218,14 +203,14 @@ class AgentTurns:
 
     # Records of an earlier holder
 
-    def _find_recorded(self, key: str) -> _Taken | None:
+    def _find_recorded(self, key: str) -> TakenTurn | None:
         found = next((each for each in self._unasked if each.note.request_digest == key), None)
         if found is not None:
             self._unasked.remove(found)
         return found
 
     async def _answer_again(
-        self, taken: _Taken, request: AgentRequest, conversation: Conversation
+        self, taken: TakenTurn, request: AgentRequest, conversation: Conversation
     ) -> tuple[AgentAnswer, Asked]:
         (answer,) = json.loads(taken.note.messages_json)
         trains = await self._trains(list(request.messages), list(request.tools))
@@ -244,23 +229,23 @@ class AgentTurns:
             await self._add(pending, last=False)
             self._recorded.append(pending)
 
-    async def _add(self, taken: _Taken, *, last: bool) -> None:
+    async def _add(self, taken: TakenTurn, *, last: bool) -> None:
         place = self._place(taken)
         await self._life.add(place, taken.turn, taken.note, last=last)
         if taken.asked is None or not taken.asked.trains:
             self._life.rows.close(place.row)
 
-    def _place(self, taken: _Taken) -> Place:
+    def _place(self, taken: TakenTurn) -> Place:
         if taken.asked is None or not taken.asked.trains:
             return Place(self._life.rows.count, taken.prompt_ids)
         return self._life.rows.place(taken.prompt_ids)
 
-    def _rows(self, taken: Sequence[_Taken]) -> list[int]:
+    def _rows(self, taken: Sequence[TakenTurn]) -> list[int]:
         """Return the row of each turn, with that of the last one, which is recorded next."""
         rows = [arrays.row for arrays, _ in self._life.turns]
         return [*rows, self._place(taken[-1]).row]
 
-    async def _closing_turn(self, last: _Taken) -> _Taken:
+    async def _closing_turn(self, last: TakenTurn) -> TakenTurn:
         """Return a turn of one token that no program asked for: the newest turn is recorded already, and a sample ends with a
         turn that says so. It is left out."""
         params = self._context.params(1, 1)
@@ -269,9 +254,11 @@ class AgentTurns:
             TurnRequest(last.prompt_ids, params, seed, self._context.session(self._life.sample))
         )
         note = pb.TurnNote(messages_json="[]", text=clean(turn.text), finish_reason=turn.finish_reason)
-        return _Taken(None, note, last.prompt_ids, turn)
+        return TakenTurn(None, note, last.prompt_ids, turn)
 
-    def _text(self, taken: Sequence[_Taken], reward: float | None, ending: str, detail: str) -> pb.SampleText:
+    def _text(
+        self, taken: Sequence[TakenTurn], reward: float | None, ending: str, detail: str
+    ) -> pb.SampleText:
         """Return the texts of the sample: the longest conversation that trains, the newest of equal ones."""
         asked = [each.asked for each in taken if each.asked is not None and each.counts]
         main = max(asked, key=lambda each: len(each.conversation.messages))
@@ -290,37 +277,6 @@ class AgentTurns:
             prompt=messages[:begins],
             tools=main.conversation.tools,
         )
-
-
-def _recorded(life: Life) -> list[_Taken]:
-    """Return the recorded turns of a life with their prompts."""
-    rows, taken = RowTokens(), []
-    for arrays, note in life.turns:
-        prompt_ids = rows.prompt_of(arrays)
-        rows.add(arrays)
-        turn = SampledTurn(arrays.token_ids, arrays.logprobs, arrays.spans, note.finish_reason, note.text)
-        taken.append(_Taken(None, note, prompt_ids, turn))
-    return taken
-
-
-def _left_out(taken: Sequence[_Taken], rows: Sequence[int]) -> list[int]:
-    """Return the turns that are no part of the sample's rows: those that do not count, unless a later turn of their row does,
-    because what a model has read is in its row."""
-    left_out: list[int] = []
-    kept: set[int] = set()
-    for index in range(len(taken) - 1, -1, -1):
-        if taken[index].counts:
-            kept.add(rows[index])
-        elif rows[index] not in kept:
-            left_out.append(index)
-    return sorted(left_out)
-
-
-def _digest_of(request: AgentRequest) -> str:
-    ids = None if request.prompt_ids is None else request.prompt_ids.tolist()
-    said: list[Any] = [list(request.messages), list(request.tools), dict(request.template_kwargs), ids]
-    stops = [list(request.stop_token_ids)] if request.stop_token_ids else []
-    return digest([*said, request.max_new_tokens, *stops])
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
