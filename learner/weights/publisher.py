@@ -31,6 +31,8 @@ from paceline.weights.offers import LinkOffer
 __all__ = ["PublishResult", "Publisher"]
 
 CLOSE_WAIT_S = 2.0
+LEAVE_S = 0.5
+"""Of it for threads that wait for no member."""
 MAX_HISTORIES = 4096
 """Histories of members that left and may come back; the oldest is dropped first."""
 
@@ -156,9 +158,15 @@ class Publisher:
             for member_id in list(self._links):
                 self._drop(member_id)
             left, self._left = self._left, []
+        now_s = time.monotonic()
+        deadline = now_s + CLOSE_WAIT_S
+        # A thread that is about to connect to the rendezvous would try for CONNECT_TIMEOUT if it were gone, and abort a
+        # process that ends meanwhile. With it, those that wait for a peer end at once.
+        for link in left:
+            link.join(now_s + LEAVE_S)
+        with self._lock:
             # Without its server every wait of a link that is being formed ends now.
             self._rendezvous = None
-        deadline = time.monotonic() + CLOSE_WAIT_S
         for link in left:
             link.join(deadline)
 

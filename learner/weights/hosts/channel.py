@@ -4,7 +4,8 @@ Rank 0 adds the manifest, with the digests that the agents of all the learner's 
 tells each host where to read. Members without an agent, and those that agents failed to reach several times, get their weights
 over links and from the object store (`learner.weights.collective`), out of a copy that is made for them alone.
 
-Threads of rank 0: one completes manifests (`_complete_forever`), one copies for links (`_copy_forever`); neither is waited for.
+Threads of rank 0: one completes manifests (`_complete_forever`), one copies for links (`_copy_forever`). `close` alone waits for
+them, for a moment.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +39,8 @@ from paceline.weights.packing import empty_flat, views
 from protos.paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
 
 COPY_RETRY_S = 0.5
+CLOSE_WAIT_S = 2.0
+"""Longest wait for threads that end; one that copies a large version is left behind."""
 NO_AGENT = b"0" * 16
 log = logging.getLogger(__name__)
 
@@ -159,8 +163,12 @@ class Rank0HostChannel(HostChannel):
         self._notes: dict[str, dict[str, list[str]]] = {}
         """Notes of the other hosts about the newest version, by key."""
         super().__init__(client, hosts, board, writer)
-        for run in (self._complete_forever, self._copy_forever):
-            threading.Thread(target=run, name=f"weights{run.__name__}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=run, name=f"weights{run.__name__}", daemon=True)
+            for run in (self._complete_forever, self._copy_forever)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def publish(self, version: Version, model: nn.Module) -> None:
         """See `WeightChannel.publish`."""
@@ -203,6 +211,10 @@ class Rank0HostChannel(HostChannel):
         self._overtaken.set()
         with self._changed:
             self._changed.notify_all()
+        # The interpreter must not end under a thread that is in native code: the process would abort.
+        deadline_s = time.monotonic() + CLOSE_WAIT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         self._members.close()
         self._catch_up.close()
         self._publisher.close()

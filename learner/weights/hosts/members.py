@@ -22,6 +22,7 @@ from paceline.rate_limited_log import unforeseen
 from paceline.weights.manifest import longest_s
 
 PATIENCE = 3
+CLOSE_WAIT_S = 2.0
 
 
 @dataclass
@@ -67,7 +68,8 @@ class HostMembers:
         self._results: list[PublishResult] = []
         self._closed = False
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="weights-members", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="weights-members", daemon=True)
+        self._thread.start()
 
     def set_members(self, epoch: int, member_ids: Iterable[str]) -> None:
         """Make exactly these the members that get weights by host."""
@@ -155,10 +157,12 @@ class HostMembers:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; wait a moment for it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_WAIT_S)
 
     def _begin(self, member: _Member) -> None:
         """Begin the deadline for the newest version, unless the member holds it."""

@@ -31,6 +31,7 @@ ASK_S = 1.0
 START_S = 15.0
 POLL_S = 0.02
 CONNECT_S = 2.0
+CLOSE_WAIT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 MODULE = "services.host_agent.main"
 
@@ -81,12 +82,14 @@ class AgentClient:
         connection.send(request)
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection; wait a moment for the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if (connection := self._connection) is not None:
             connection.close()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_WAIT_S)
 
     def _run(self) -> None:
         failures = 0
