@@ -9,17 +9,24 @@ open files. Printed, seconds and the coordinator's processor time of each phase:
   joins    all members and ranks join; until the learner has heard of an epoch with all of them
   offers   the learner offers a version to every member and each acknowledges; until it has heard of all
   parked   every member's request for leases waits; the coordinator's processor time for a second of it
+  back     the coordinator is killed (SIGKILL) and started again; from then until every member is one again, and the
+           learner has heard of an epoch with all of them
+  goes_on  until a lease was given in the new term, and a version offered to every member and acknowledged
   drains   half of the members leave in good order; until the learner has heard of an epoch without them
   breaks   the connections of the other half break; until the learner has heard of an epoch of nobody
 
-With --json the last line is one object; `served` is the number of members that were named in an epoch.
+With --json the last line is one object; `served` is the number of members that were named in an epoch, `back_after_s` the
+seconds of `back`, `coordinator_mb` the most resident memory of the coordinator's processes in any phase, in 10⁶ bytes. The
+load is this process, with a core of its own where there are two: `load_cpu_s` is its processor time in `back`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import random
 import resource
 import tempfile
 import time
@@ -32,6 +39,7 @@ import psutil
 import zmq
 import zmq.asyncio
 
+from paceline.backoff import ExponentialBackoff
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
@@ -39,6 +47,7 @@ from paceline.token import metadata, read_token, token_path
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.membership import FIRST_BACKOFF_S, MAX_BACKOFF_S
 from services.local.cluster import LocalCluster
 
 DEADLINE_S = 300.0
@@ -68,7 +77,16 @@ class Thin:
         self._run = worker_pb2.RunAssignment()
         self._welcome = worker_pb2.Welcome()
         self._socket: zmq.asyncio.Socket | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self.leases = 0
+        """Leases since it last connected."""
+        self._listening: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._belong())
+
+    @property
+    def term(self) -> int:
+        """The coordinator's life that it belongs to; 0 while it belongs to none."""
+        return self._welcome.term
 
     @property
     def session(self) -> int:
@@ -86,7 +104,9 @@ class Thin:
         self.say(weight_offer=offer)
 
     async def park(self, context: zmq.asyncio.Context) -> None:
-        """Send a request for leases that waits."""
+        """Send a request for leases that waits; with every later Welcome again, as a worker does."""
+        self._context = context
+        self._close_socket()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(self._welcome.exchange_endpoint)
@@ -97,33 +117,64 @@ class Thin:
             member_id=self.member_id,
             run_id=self._run.run_id,
             secret=self._welcome.secret,
-            lease=pb.LeaseRequest(room=8, wait_s=60.0),
+            lease=pb.LeaseRequest(room=8, wait_s=60.0, held=pb.Held()),
         )
         await self._socket.send(request.SerializeToString())
+        self._listening = asyncio.create_task(self._listen(self._socket))
+
+    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            self.leases += len(pb.ExchangeReply.FromString(frames[0]).lease.leases)
+
+    def _close_socket(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+        if self._socket is not None:
+            self._socket.close()
+        self._listening = self._socket = None
 
     async def end(self) -> None:
         """Breaks the connections."""
         self._task.cancel()
         await asyncio.wait((self._task,))
         await self._channel.close()
-        if self._socket is not None:
-            self._socket.close()
+        self._close_socket()
 
     async def _belong(self) -> None:
+        """Keep a stream, with a worker's pauses between two attempts."""
+        backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await self._stream(backoff)
+            self._welcome.Clear()
+            self.named = frozenset()
+            await asyncio.sleep(backoff.next_s() * random.uniform(0.5, 1.0))
+
+    async def _stream(self, backoff: ExponentialBackoff) -> None:
         stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
-        async for directive in stub.Connect(self._speak(), metadata=metadata(read_token(token_path()))):
+        self._reports = asyncio.Queue()  # what reads the one of the stream before may still wait for a report
+        speaking = self._speak(self._reports)
+        async for directive in stub.Connect(speaking, metadata=metadata(read_token(token_path()))):
             self.directives += 1
             match directive.WhichOneof("directive"):
                 case "welcome":
-                    self._welcome = directive.welcome
+                    backoff.reset()
+                    self._welcome.CopyFrom(directive.welcome)
+                    self._hello.secret, self.leases = directive.welcome.secret, 0
                     self.welcomed.set()
+                    if self._run.run_id:  # as a worker does that is back
+                        self._report_ready()
+                    if self._context is not None:
+                        await self.park(self._context)
                 case "run":
                     self._run = directive.run
-                    report = worker_pb2.RunReport(run_id=self._run.run_id, session=self._run.session)
-                    self.say(run_report=report)
+                    self._hello.run_id, self._hello.session = self._run.run_id, self._run.session
+                    self._report_ready()
                 case "weight_offer":
                     ack = worker_pb2.WeightAck(run_id=self._run.run_id, member_id=self.member_id, ok=True)
                     ack.version.CopyFrom(directive.weight_offer.version)
+                    self._hello.version.CopyFrom(ack.version)
                     self.say(weight_ack=ack)
                 case "epoch":
                     self.named = frozenset(directive.epoch.member_ids)
@@ -132,11 +183,16 @@ class Thin:
                     self.acks |= {(ack.member_id, ack.version.step) for ack in directive.weight_acks.acks}
                     self.changed.set()
 
-    async def _speak(self) -> AsyncIterator[worker_pb2.ConnectRequest]:
+    def _report_ready(self) -> None:
+        self.say(run_report=worker_pb2.RunReport(run_id=self._run.run_id, session=self._run.session))
+
+    async def _speak(
+        self, reports: asyncio.Queue[worker_pb2.ConnectRequest | None]
+    ) -> AsyncIterator[worker_pb2.ConnectRequest]:
         yield worker_pb2.ConnectRequest(hello=self._hello)
         while True:
             try:
-                report = await asyncio.wait_for(self._reports.get(), BEAT_S)
+                report = await asyncio.wait_for(reports.get(), BEAT_S)
             except TimeoutError:
                 report = worker_pb2.ConnectRequest(heartbeat=worker_pb2.Heartbeat())
             if report is None:
@@ -147,26 +203,46 @@ class Thin:
 class Phases:
     """Measurements by phase."""
 
-    def __init__(self, coordinator: psutil.Process):
+    def __init__(self, cluster: LocalCluster):
         self.figures: dict[str, float] = {}
-        self._coordinator = coordinator
+        self.coordinator = psutil.Process(cluster.pids("coordinator")[0])
+        self.largest_bytes = 0
+        """Most resident memory of the coordinator's processes, sampled every half second."""
 
     async def measure(self, name: str, work: Awaitable[None]) -> None:
         """Seconds of `work`, and the coordinator's processor time meanwhile."""
         started_s, before_s = time.perf_counter(), self._cpu_s()
+        sampling = asyncio.create_task(self._sample())
         async with asyncio.timeout(DEADLINE_S):
             await work
+        sampling.cancel()
         self.figures[f"{name}_s"] = round(time.perf_counter() - started_s, 2)
         self.figures[f"{name}_cpu_s"] = round(self._cpu_s() - before_s, 2)
 
+    async def _sample(self) -> None:
+        while True:
+            with contextlib.suppress(psutil.Error):
+                processes = [self.coordinator, *self.coordinator.children(recursive=True)]
+                self.largest_bytes = max(self.largest_bytes, sum(p.memory_info().rss for p in processes))
+            await asyncio.sleep(0.5)
+
     def _cpu_s(self) -> float:
-        times = self._coordinator.cpu_times()
+        times = self.coordinator.cpu_times()
         return float(times.user + times.system)
 
 
-async def measure(address: str, coordinator: psutil.Process, members: int, ranks: int) -> dict[str, Any]:
+async def restarted(cluster: LocalCluster) -> tuple[psutil.Process, float]:
+    """Kill the coordinator; return its next process and the time at which that was seen."""
+    before = cluster.pids("coordinator")[0]
+    cluster.kill("coordinator")
+    while (pid := cluster.pids("coordinator").get(0)) in (None, before):  # noqa: ASYNC110 - a process has no event
+        await asyncio.sleep(0.02)
+    return psutil.Process(pid), time.perf_counter()
+
+
+async def measure(address: str, cluster: LocalCluster, members: int, ranks: int) -> dict[str, Any]:
     """All phases on a coordinator that has a run."""
-    phases, context = Phases(coordinator), zmq.asyncio.Context()
+    phases, context = Phases(cluster), zmq.asyncio.Context()
     context.set(zmq.MAX_SOCKETS, members + 16)
     learner = Thin(address, common_pb2.ROLE_LEARNER, "learner-rank0", world_size=ranks)
     await learner.welcomed.wait()
@@ -201,6 +277,19 @@ async def measure(address: str, coordinator: psutil.Process, members: int, ranks
         await asyncio.gather(*(one.park(context) for one in thin))
         await asyncio.sleep(PARKED_S)
 
+    async def come_back(term: int) -> None:
+        while min(one.term for one in (learner, *others, *thin)) <= term:  # noqa: ASYNC110 - of a thousand
+            await asyncio.sleep(0.05)
+        await heard(lambda: len(learner.named) == members)
+
+    async def go_on() -> None:
+        learner.acks.clear()
+        for one in thin:
+            learner.offer(one.member_id, 1)
+        await heard(lambda: len(learner.acks) == members)
+        while not any(one.leases for one in thin):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
     async def drain() -> None:
         for one in thin[: members // 2]:
             one.say(leave=worker_pb2.Leave())
@@ -216,11 +305,18 @@ async def measure(address: str, coordinator: psutil.Process, members: int, ranks
     await phases.measure("offers", offer())
     told = learner.directives - before + sum(one.directives for one in others)
     await phases.measure("parked", park())
+    term, load_s = learner.term, time.process_time()
+    phases.coordinator, started_s = await restarted(cluster)
+    await phases.measure("back", come_back(term))
+    phases.figures["back_after_s"] = round(time.perf_counter() - started_s, 2)
+    phases.figures["load_cpu_s"] = round(time.process_time() - load_s, 2)
+    await phases.measure("goes_on", go_on())
     await phases.measure("drains", drain())
     await phases.measure("breaks", part())
     await asyncio.gather(*(one.end() for one in [learner, *others, *thin[: members // 2]]))
     context.destroy(linger=0)
     figures = {"members": members, "ranks": ranks, "served": served, "directives_to_ranks": told}
+    figures["coordinator_mb"] = round(phases.largest_bytes / 1e6)
     return figures | phases.figures | {"session": learner.session}
 
 
@@ -261,8 +357,7 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             with Client(address) as client:
                 client.submit(make_spec(folder))
-            coordinator = psutil.Process(cluster.pids("coordinator")[0])
-            figures = asyncio.run(measure(address, coordinator, options.members, options.ranks))
+            figures = asyncio.run(measure(address, cluster, options.members, options.ranks))
         finally:
             cluster.stop()
     for label, value in figures.items():

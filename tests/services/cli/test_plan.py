@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import CliRunner
+from model_shapes import HALF_BILLION
 from public_configs import PUBLIC_CONFIGS
 
 from paceline.errors import SpecError
@@ -15,6 +17,8 @@ from paceline.spec.reading import load_spec
 from services.cli.main import main
 from services.local import room
 
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES, RECIPES = ROOT / "examples", ROOT / "recipes"
 CONFIG = PUBLIC_CONFIGS["meta-llama/Llama-3.1-8B-Instruct"]
 GB = 10**9
 
@@ -114,3 +118,78 @@ def test_up_refuses_what_the_gpus_here_cannot_hold(spec: Path, monkeypatch: pyte
     planned, chosen = room.planned_here(wanted)
     assert planned.policy.activation_checkpointing != "auto"
     assert len(chosen) == 2
+
+
+def test_gpus_elsewhere_are_split_and_priced(spec: Path, tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text("{h100: 2.5}")
+    arguments = ["plan", str(spec), "--gpus", "h100:64", "--prices", str(tmp_path / "prices.yaml")]
+    result = CliRunner().invoke(main, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    table = json.loads(result.output)
+    assert table["learner_ranks"] + table["engines"] * table["gpus_per_engine"] <= 64
+    assert table["cost_per_hour"] == 160.0
+    assert table["cost_per_million_tokens"] > 0
+    assert table["rates"] == "unmeasured"
+    lines = CliRunner().invoke(main, arguments).output.splitlines()
+    assert lines[0].startswith(
+        f"64 h100 GPUs: {table['learner_ranks']} learner ranks, {table['engines']} engines"
+    )
+    assert any(line.startswith("limited by ") for line in lines)
+    assert any(line.startswith("cost ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("prices", "text"),
+    [
+        ("{a100: 1}", "the price of h100 is None; it has to be a number, as in {h100: 2.5}"),
+        ("{h100: cheap}", "the price of h100 is 'cheap'"),
+        ("{h100: -1}", "the price of h100 is -1"),
+        ("[", "cannot be read as YAML"),
+    ],
+)
+def test_prices_that_are_none_are_refused(prices: str, text: str, spec: Path, tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text(prices)
+    arguments = ["plan", str(spec), "--gpus", "h100:8", "--prices", str(tmp_path / "prices.yaml")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert text in str(result.output) + str(result.exception)
+
+
+def test_a_model_that_is_not_here_is_planned_by_its_config(spec: Path, tmp_path: Path) -> None:
+    arguments = ["plan", str(spec), "policy.model_name=some/where", "--gpus", "h100:16"]
+    assert CliRunner().invoke(main, arguments).exit_code != 0
+    config = str(tmp_path / "config.json")
+    assert CliRunner().invoke(main, [*arguments, "--model-config", config]).exit_code == 0
+    (tmp_path / "other.json").write_text("{}")
+    refused = CliRunner().invoke(main, [*arguments, "--model-config", str(tmp_path / "other.json")])
+    assert "has not the usual keys" in str(refused.output) + str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    sorted([*EXAMPLES.rglob("*.yaml"), *RECIPES.glob("*.yaml")]),
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)
+def test_every_recipe_plans_without_refusal(recipe: Path, tmp_path: Path) -> None:
+    """With the sizes of the model that it names; examples on one GPU, recipes on as many as their names say."""
+    tree = yaml.safe_load(recipe.read_text())
+    if not isinstance(tree, dict) or "policy" not in tree:
+        pytest.skip("no spec of a run")
+    name = tree["policy"]["model_name"]
+    (tmp_path / "config.json").write_text(json.dumps(PUBLIC_CONFIGS.get(name, HALF_BILLION)))
+    number = re.search(r"(\d+)gpu", recipe.stem)
+    gpus = f"h100:{number[1] if number else 1}"
+    arguments = [
+        "plan",
+        str(recipe),
+        "--gpus",
+        gpus,
+        "--model-config",
+        str(tmp_path / "config.json"),
+        "--json",
+    ]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    table = json.loads(result.output)
+    assert table["step_s"] > 0
+    assert table["limit"]
