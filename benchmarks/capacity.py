@@ -235,7 +235,6 @@ def work_of(shape: Shape, kind: Any, completion_tokens: float) -> Any:
 def fitted(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Return the rates of one core that explain the measured seconds best."""
     import numpy as np
-    from scipy.optimize import nnls
 
     from paceline.models.shape import shape_of
     from paceline.planning.rates import generation_terms, training_terms
@@ -256,15 +255,26 @@ def fitted(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]
             )
             rows.append(counts)
             seconds.append(values[f"{kind}_s"])
-        names = list(rows[0])
+        names = [name for name in rows[0] if name != "bytes"]  # the weights of such models stay in the caches
         matrix = np.array([[row[name] / s for name in names] for row, s in zip(rows, seconds, strict=True)])
-        weights, _ = nnls(matrix / matrix.max(axis=0), np.ones(len(seconds)))
-        weights = weights / matrix.max(axis=0)
+        weights = non_negative(matrix / matrix.max(axis=0)) / matrix.max(axis=0)
         found[kind] = {name: float(weight) for name, weight in zip(names, weights, strict=True)}
         found[f"{kind}_ratio"] = {
             name: float(ratio) for name, ratio in zip(measured, matrix @ weights, strict=True)
         }
     return found
+
+
+def non_negative(matrix: Any) -> Any:
+    """Return the weights that are not negative and make each row of the matrix sum to one best: least squares by coordinates."""
+    import numpy as np
+
+    weights = np.zeros(matrix.shape[1])
+    for _ in range(20_000):
+        for column in range(matrix.shape[1]):
+            rest = 1.0 - matrix @ weights + matrix[:, column] * weights[column]
+            weights[column] = max(0.0, matrix[:, column] @ rest / (matrix[:, column] @ matrix[:, column]))
+    return weights
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import contextlib
 import json
 import random
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -56,6 +57,7 @@ DEADLINE_S = 300.0
 PARKED_S = 5.0
 JOINING_AT_ONCE = 64
 BEAT_S = 1.0
+OFFER_AGAIN_S = 5.0
 
 
 class Thin:
@@ -81,6 +83,7 @@ class Thin:
         self.leases = 0
         """Leases since it last connected."""
         self._listening: asyncio.Task[None] | None = None
+        self._ended = False
         self._task = asyncio.create_task(self._belong())
 
     @property
@@ -136,6 +139,7 @@ class Thin:
 
     async def end(self) -> None:
         """Breaks the connections."""
+        self._ended = True  # gRPC may turn the cancellation of a call into its status
         self._task.cancel()
         await asyncio.wait((self._task,))
         await self._channel.close()
@@ -144,11 +148,13 @@ class Thin:
     async def _belong(self) -> None:
         """Keep a stream, with a worker's pauses between two attempts."""
         backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        while True:
+        while not self._ended:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await self._stream(backoff)
             self._welcome.Clear()
             self.named = frozenset()
+            if self._ended:
+                return
             await asyncio.sleep(backoff.next_s() * random.uniform(0.5, 1.0))
 
     async def _stream(self, backoff: ExponentialBackoff) -> None:
@@ -218,6 +224,7 @@ class Phases:
         sampling.cancel()
         self.figures[f"{name}_s"] = round(time.perf_counter() - started_s, 2)
         self.figures[f"{name}_cpu_s"] = round(self._cpu_s() - before_s, 2)
+        print(f"{name}: {self.figures[f'{name}_s']} s", file=sys.stderr, flush=True)
 
     async def _sample(self) -> None:
         while True:
@@ -243,7 +250,7 @@ async def restarted(cluster: LocalCluster) -> tuple[psutil.Process, float]:
 async def measure(address: str, cluster: LocalCluster, members: int, ranks: int) -> dict[str, Any]:
     """All phases on a coordinator that has a run."""
     phases, context = Phases(cluster), zmq.asyncio.Context()
-    context.set(zmq.MAX_SOCKETS, members + 16)
+    context.set(zmq.MAX_SOCKETS, 4 * members + 64)  # those of the term before close in the background
     learner = Thin(address, common_pb2.ROLE_LEARNER, "learner-rank0", world_size=ranks)
     await learner.welcomed.wait()
     others: list[Thin] = []
@@ -284,9 +291,12 @@ async def measure(address: str, cluster: LocalCluster, members: int, ranks: int)
 
     async def go_on() -> None:
         learner.acks.clear()
-        for one in thin:
-            learner.offer(one.member_id, 1)
-        await heard(lambda: len(learner.acks) == members)
+        while missing := [one for one in thin if (one.member_id, 0) not in learner.acks]:
+            for one in missing:  # a learner offers again what nobody acknowledges
+                learner.offer(one.member_id, 0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(OFFER_AGAIN_S):
+                    await heard(lambda: len(learner.acks) == members)
         while not any(one.leases for one in thin):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 

@@ -67,6 +67,7 @@ COVERED_BY = {
     "paceline/models/mesh_shape.py": "tests/learner/model/test_mesh.py",
     "paceline/models/auto_settings.py": "test_memory_plan.py",
     "paceline/models/memory_remedies.py": "test_memory_plan.py",
+    "paceline/planning/work.py": "test_rates.py",
     "paceline/rpc_errors.py": "test_client.py",
     "paceline/spec/with_keys.py": "tests/paceline/models/test_memory_plan.py",
     "services/coordinator/scaling/meter.py": "test_scaler.py",

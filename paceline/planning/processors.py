@@ -61,13 +61,22 @@ def _gpu(name: str, memory_gb: float, teraflops: float, terabytes_per_s: float) 
 CPU_CORE = Processor(
     "cpu",
     None,
-    Rates(5e10, each_s={"layer_steps": 1e-4, "token_layers": 1e-6, "tokens": 1e-5, "logits": 1e-9}, width=4),
     Rates(
-        5e10,
-        each_s={"layer_batches": 1e-3, "logits": 1e-9, "parameters": 1e-9, "token_layers": 1e-6},
+        1 / 1.207e-11,
+        each_s={"layer_steps": 6.53e-4, "tokens": 2.26e-5, "logits": 4.88e-9, "cache": 2.73e-9},
         width=4,
     ),
-    "",
+    Rates(
+        1 / 1.340e-11,
+        each_s={
+            "layer_batches": 5.48e-3,
+            "logits": 1.164e-8,
+            "parameters": 8.84e-9,
+            "token_layers": 5.98e-6,
+        },
+        width=4,
+    ),
+    "measured by benchmarks/capacity.py on a core of an AMD EPYC (virtual) beside other work, 2026-11-25",
 )
 """One core, for models of up to some million parameters in float32: fitted by `benchmarks/capacity.py --calibrate`."""
 

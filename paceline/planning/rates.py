@@ -56,9 +56,9 @@ def generation_terms(shape: ModelShape, work: Work, slots: float, width: int = 2
         "flops": work.sampled_tokens * (2 * active + attention) + prefill,
         "bytes": width * (steps * read + work.sampled_tokens * context * 2 * shape.layers * shape.key_value),
         "layer_steps": steps * shape.layers,
-        "token_layers": work.sampled_tokens * shape.layers,
         "tokens": work.sampled_tokens,
         "logits": work.sampled_tokens * shape.vocabulary,
+        "cache": work.sampled_tokens * context * 2 * shape.layers * shape.key_value,
     }
 
 

@@ -6,13 +6,16 @@ It names the workers that are ready and not pinned by an evaluation, suspected o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.members.registry import Member, Members
 from services.coordinator.pool.host_plans import HostPlans
+
+NAMED = 16
+"""Most members that a line of the log names: with thousands, each of which joins, the lines would fill the disk."""
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class Roster:
             if (newcomer := self._members.get(member_id)) is not None:
                 newcomer.named_in = self.number
                 newcomer.host_plan = None  # the learner waits for its answer, also where it holds the version
-        log.info("epoch %d of run %s: %s", self.number, run.run_id, ", ".join(member_ids) or "nobody")
+        log.info("epoch %d of run %s: %s", self.number, run.run_id, _named(member_ids))
         directive = worker_pb2.Epoch(
             run_id=run.run_id, number=self.number, member_ids=member_ids, host_member_ids=host_ids
         )
@@ -71,3 +74,11 @@ class Roster:
             and not member.expelled
             and member.member_id != pinned
         ]
+
+
+def _named(member_ids: Sequence[str]) -> str:
+    """Return the members of a roster for a line of the log."""
+    if not member_ids:
+        return "nobody"
+    more = len(member_ids) - NAMED
+    return ", ".join(member_ids[:NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -8,7 +8,7 @@ from exchange_drivers import World
 
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.members.registry import Member, Members
-from services.coordinator.pool.roster import Roster
+from services.coordinator.pool.roster import Roster, _named
 
 
 def member(role: common_pb2.Role.ValueType, member_id: str, ready_run: str = "") -> Member:
@@ -91,3 +91,11 @@ async def plans_of(worker: Member) -> list[int]:
         assert directive is not None
         epochs.append(directive.host_plan.epoch)
     return epochs
+
+
+def test_a_line_of_the_log_names_some_of_thousands() -> None:
+    assert _named([]) == "nobody"
+    assert _named(["a", "b"]) == "a, b"
+    line = _named([f"rollout-{number}" for number in range(1000)])
+    assert line.startswith("rollout-0, rollout-1, ")
+    assert line.endswith("rollout-15 and 984 more")
