@@ -129,7 +129,7 @@ def work_of(
             f"policy.max_total_sequence_length {longest}"
         )
     groups, completions = spec.grpo.num_prompts_per_step, spec.grpo.num_generations_per_prompt
-    if not spec.samples:
+    if spec.examples is not None:
         groups, completions = spec.examples.num_examples_per_step, 1
     recomputed = RECOMPUTED.get(str(policy.activation_checkpointing), 0.0)
     return Work(groups, completions, prompt, completion, max(policy.row_tokens, longest), recomputed)
