@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import InvalidInput, NotFound
+from paceline.errors import InvalidInput, NotFound, WireError
 from paceline.spec import RunSpec
 from protos.paceline.v1 import records_pb2 as pb
 from services.common.logged_extra import EXTRA_NAME, read_extra
@@ -181,10 +181,10 @@ def _content(
         if payload is None:
             return None, 0
         texts, arrays = payload.read()
-    except DamagedRecord:
+        step = row["step"] if version is None else version
+        content = group_content(row, arrays, texts, spec.rewards, step or 0, extra.get(row["digest"], {}))
+    except (DamagedRecord, WireError):  # `verify` reports it; the other groups can be read
         return None, 0
-    step = row["step"] if version is None else version
-    content = group_content(row, arrays, texts, spec.rewards, step or 0, extra.get(row["digest"], {}))
     if version is not None:
         content["step"] = version
     if spec.environment.is_used:

@@ -269,3 +269,15 @@ def test_samples_of_hostile_text_are_whole(tmp_path: Path) -> None:
     assert json.loads(full.json)["prompt"] == row["prompt"]
     reader.close()
     writer.ledger.close()
+
+
+def test_a_group_that_cannot_be_decoded_is_shown_without_completions(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, str(tmp_path / "model"))
+    writer.train_a_step()
+    with writer.ledger.transaction():
+        writer.ledger.db.execute("UPDATE payloads SET segment = NULL, header = x'ff', arrays = x'ff'")
+    reader = RecordsReader.opened(writer.ledger.path)
+    (group,) = reader.ListSamples(pb.ListSamplesRequest(run_id=RUN_ID)).groups
+    assert (group.group_id, group.num_completions, len(group.completions)) == (0, 0, 0)
+    reader.close()
+    writer.ledger.close()
