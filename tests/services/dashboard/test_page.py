@@ -48,6 +48,7 @@ class Browser:
         self.page.goto(f"{self.base}/#/{view}")
         self.page.wait_for_selector("main h1", timeout=WAIT_MS)
         self.page.wait_for_load_state("networkidle")
+        self.page.locator("main", has_not_text="Loading …").wait_for(timeout=WAIT_MS)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ def _opened(context: Any, link: str) -> Browser:
     found.page.on("console", lambda m: found.said.append(m.text) if m.type in ("error", "warning") else None)
     found.page.on("pageerror", lambda error: found.said.append(str(error)))
     found.page.goto(link)
-    found.page.wait_for_selector("main h1", timeout=WAIT_MS)
+    found.page.wait_for_selector("main article", timeout=WAIT_MS)
     return found
 
 
@@ -209,7 +210,7 @@ def test_zoom_is_shared_by_all_charts(browser: Browser) -> None:
 def test_keys_choose_views(browser: Browser) -> None:
     browser.open(f"run/{RUN_ID}")
     browser.page.keyboard.press("8")
-    browser.page.get_by_role("heading", name=f"Spec of {RUN_ID}").wait_for(timeout=WAIT_MS)
+    browser.page.locator("dl.spec dt").first.wait_for(timeout=WAIT_MS)
     browser.page.keyboard.press("/")
     browser.page.keyboard.type("max_num_steps")
     assert "grpo.max_num_steps" in browser.page.inner_text("main")
@@ -257,6 +258,6 @@ def test_without_a_key_the_page_asks_for_one(chromium: Any, cluster: tuple[Local
     page.goto(link.partition("#")[0])
     page.get_by_label("Key or token").fill(running.token_file.read_text().strip())
     page.get_by_role("button", name="Enter").click()
-    page.get_by_role("heading", name="Runs").wait_for(timeout=WAIT_MS)
+    page.locator("main article").first.wait_for(timeout=WAIT_MS)
     assert RUN_ID in page.inner_text("main")
     context.close()

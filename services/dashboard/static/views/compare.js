@@ -9,6 +9,7 @@ const MAX_RUNS = 8;
 
 export async function show(context) {
   const { run: runId, main, signal, query } = context;
+  replace(main, el("h1", {}, `Compare ${runId}`), el("p", { class: "hint" }, "Loading …"));
   const all = await api.listRuns(signal);
   const others = (query.get("with") || "").split(",").filter((id) => all.some((run) => run.runId === id));
   if (!query.has("with")) { const next = all.find((run) => run.runId !== runId); if (next) others.push(next.runId); }

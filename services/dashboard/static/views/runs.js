@@ -6,6 +6,7 @@ import * as api from "../api.js";
 const MEASURES = ["reward", "loss"], NAMES = ["reward", "loss", "age", "rollout/tokens_per_s", "step_s", "endpoint_cost/*"];
 
 export async function show(context) {
+  replace(context.main, el("h1", {}, "Runs"), el("p", { class: "hint" }, "Loading …"));
   const cache = new Map();
   const draw = async () => {
     const found = await api.listRuns(context.signal);

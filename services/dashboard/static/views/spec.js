@@ -5,6 +5,7 @@ import * as api from "../api.js";
 
 export async function show(context) {
   const { run: runId, main, signal } = context;
+  replace(main, el("h1", {}, `Spec of ${runId}`), el("p", { class: "hint" }, "Loading …"));
   const answer = await api.records("GetSpec", { runId }, signal);
   const list = el("div"), search = el("input", { type: "search", placeholder: "key or text", "aria-label": "Search keys", oninput: () => draw() });
   const only = el("input", { type: "checkbox", checked: true, onchange: () => draw() });
