@@ -26,12 +26,18 @@ COPY environment environment
 FROM source AS control-build
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends binutils \
+    && rm -rf /var/lib/apt/lists/*
 COPY deploy/docker/locks/build.txt deploy/docker/locks/control.txt deploy/docker/trim.py /locks/
 RUN python3 -m venv /opt/paceline \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes -r /locks/build.txt \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/control.txt \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
-    && /opt/paceline/bin/python /locks/trim.py
+    && /opt/paceline/bin/python /locks/trim.py control \
+    && /opt/paceline/bin/python -c "import datasets, hf_xet, pyarrow.parquet, s3fs, tokenizers, transformers, zstandard" \
+    && /opt/paceline/bin/python -c "import services.cli.main, services.coordinator.main"
 
 FROM source AS worker-build
 ARG PIP_INDEX_URL
@@ -42,7 +48,9 @@ RUN python3 -m venv /opt/paceline \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/torch-cpu.txt \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/worker.txt \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
-    && /opt/paceline/bin/python /locks/trim.py
+    && /opt/paceline/bin/python /locks/trim.py \
+    && /opt/paceline/bin/python -c "import datasets, math_verify, peft, pyarrow.parquet, s3fs, torch, transformers" \
+    && /opt/paceline/bin/python -c "import services.environment.main, services.learner.rank, services.rollout.main"
 
 FROM ${GPU_BASE} AS gpu-build
 ARG PIP_INDEX_URL

@@ -22,6 +22,8 @@ ROOT = DOCKER.parents[1]
 LOCKS = DOCKER / "locks"
 ONLY_WORKERS = ("torch", "peft", "math-verify")
 """Requirements of pyproject.toml that neither coordinator nor command line imports before they read weights."""
+UNUSED_IN_CONTROL = ("pillow", "tensorboard-data-server")
+"""Packages that others ask for, and use for pictures and for TensorBoard's own server alone."""
 CUDA = ("nvidia-", "triton", "cuda-", "torch")
 """Beginnings of names that belong to torch's build; its CPU build needs none of them."""
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
@@ -62,7 +64,8 @@ def make(name: str, wanted: list[str]) -> None:
         command = ["uv", "pip", "compile", file.name, *constraints, *PLATFORM]
         options = ["--generate-hashes", "--no-header", "--no-annotate", "--quiet"]
         lock = subprocess.run([*command, *options], check=True, capture_output=True, text=True).stdout
-    kept = [b for b in blocks(lock) if name != "worker" or not name_of(b).startswith(CUDA)]
+    left_out = {"control": UNUSED_IN_CONTROL, "worker": CUDA}.get(name, ("#",))
+    kept = [b for b in blocks(lock) if not name_of(b).startswith(left_out)]
     (LOCKS / f"{name}.txt").write_text(HEAD + "\n".join(kept) + "\n")
 
 

@@ -32,7 +32,7 @@ def lock() -> object:
 
 def without(module: str, *arguments: str) -> list[str]:
     """A command that runs a module where the packages that only workers have cannot be imported."""
-    names = [name.replace("-", "_") for name in lock().ONLY_WORKERS]  # type: ignore[attr-defined]
+    names = [*(name.replace("-", "_") for name in lock().ONLY_WORKERS), "PIL", "tensorboard_data_server"]  # type: ignore[attr-defined]
     code = f"import sys; sys.modules.update(dict.fromkeys({names})); from {module} import main; main()"
     return [sys.executable, "-c", code, *arguments]
 
