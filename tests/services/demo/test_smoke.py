@@ -33,8 +33,8 @@ def test_the_run_succeeds(tmp_path: Path) -> None:
     spec = write_run(tmp_path / "files", str(tmp_path / "store"), 2)
     command = [
         sys.executable,
-        "-m",
-        "services.cli.main",
+        "-c",
+        "from services.cli.main import main; main()",
         "up",
         str(spec),
         "--directory",
