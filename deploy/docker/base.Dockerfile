@@ -22,32 +22,38 @@ COPY reward reward
 COPY learner learner
 COPY environment environment
 
-# Coordinator and command line: no torch, no compiler.
-FROM source AS control-build
+# Coordinator and command line: no torch, no compiler. Packages come first, because the source changes more often.
+FROM ${BASE} AS control-build
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends binutils \
     && rm -rf /var/lib/apt/lists/*
-COPY deploy/docker/locks/build.txt deploy/docker/locks/control.txt deploy/docker/trim.py /locks/
+COPY deploy/docker/locks/build.txt deploy/docker/locks/control.txt /locks/
 RUN python3 -m venv /opt/paceline \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes -r /locks/build.txt \
-    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/control.txt \
-    && /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/control.txt
+WORKDIR /src
+COPY --from=source /src /src
+COPY deploy/docker/trim.py /locks/
+RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py control \
     && /opt/paceline/bin/python -c "import datasets, hf_xet, pyarrow.parquet, s3fs, tokenizers, transformers, zstandard" \
     && /opt/paceline/bin/python -c "import services.cli.main, services.coordinator.main"
 
-FROM source AS worker-build
+FROM ${BASE} AS worker-build
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-COPY deploy/docker/locks/build.txt deploy/docker/locks/worker.txt deploy/docker/locks/torch-cpu.txt deploy/docker/trim.py /locks/
+COPY deploy/docker/locks/build.txt deploy/docker/locks/worker.txt deploy/docker/locks/torch-cpu.txt /locks/
 RUN python3 -m venv /opt/paceline \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes -r /locks/build.txt \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/torch-cpu.txt \
-    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/worker.txt \
-    && /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/worker.txt
+WORKDIR /src
+COPY --from=source /src /src
+COPY deploy/docker/trim.py /locks/
+RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py \
     && /opt/paceline/bin/python -c "import datasets, math_verify, peft, pyarrow.parquet, s3fs, torch, transformers" \
     && /opt/paceline/bin/python -c "import services.environment.main, services.learner.rank, services.rollout.main"
@@ -59,13 +65,13 @@ ARG PIP_EXTRA_INDEX_URL
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
-WORKDIR /src
-COPY --from=source /src /src
 COPY deploy/docker/locks/build.txt deploy/docker/locks/vllm.txt /locks/
 RUN python3 -m venv /opt/paceline \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes -r /locks/build.txt \
-    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/vllm.txt \
-    && /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation .
+    && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/vllm.txt
+WORKDIR /src
+COPY --from=source /src /src
+RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation .
 
 FROM ${BASE} AS control
 ARG VERSION=0.1.0

@@ -24,6 +24,8 @@ ONLY_WORKERS = ("torch", "peft", "math-verify")
 """Requirements of pyproject.toml that neither coordinator nor command line imports before they read weights."""
 UNUSED_IN_CONTROL = ("pillow", "tensorboard-data-server")
 """Packages that others ask for, and use for pictures and for TensorBoard's own server alone."""
+VLLM = "vllm==0.32.0"
+"""The release that `make test-vllm` runs, of the build for GPUs; its own pins go before the ranges of pyproject.toml."""
 CUDA = ("nvidia-", "triton", "cuda-", "torch")
 """Beginnings of names that belong to torch's build; its CPU build needs none of them."""
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
@@ -37,6 +39,12 @@ def name_of(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", found[0]).lower()
 
 
+def _extras(requirement: str) -> str:
+    """Return the marker of a requirement with its semicolon; empty without one."""
+    _, found, marker = requirement.partition(";")
+    return found + marker
+
+
 def requirements() -> dict[str, list[str]]:
     """Return what each lock begins from."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -45,7 +53,7 @@ def requirements() -> dict[str, list[str]]:
     return {
         "control": [r for r in [*needed, *optional["s3"]] if name_of(r) not in ONLY_WORKERS],
         "worker": workers,
-        "vllm": [*workers, *optional["vllm"]],
+        "vllm": [*(name_of(r) + _extras(r) for r in workers), VLLM],
         "build": [*project["build-system"]["requires"], "wheel"],
     }
 

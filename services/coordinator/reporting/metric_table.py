@@ -262,6 +262,7 @@ STATE = Part("coordinator", "State of the coordinator", "Gauges for a collector 
              "metrics.jsonl has them.", (
     Metric("members", "members", "members whose stream is open, by `pool` (`rollout`, `reward`, `environment`, `learner`)",
            "above 0 for each pool that the run needs"),
+    Metric("needed", "", "1 for each `pool` without which the active run makes no steps"),
     Metric("suspected", "members", "of the pool: silent for half the heartbeat time-out", "0"),
     Metric("unable", "members", "of the pool: cannot work on the active run, for a reason that `paceline watch` shows", "0"),
     Metric("runs", "runs", "runs of the ledger, by `state`", "`failed` and `paused` do not rise"),

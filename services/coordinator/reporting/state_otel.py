@@ -25,6 +25,7 @@ OBSERVE_S = 5.0
 RUN_STATES = ("queued", "running", "paused", "succeeded", "failed", "cancelled")
 GAUGES = (
     "members",
+    "needed",
     "suspected",
     "unable",
     "runs",
@@ -67,14 +68,30 @@ class StateMeters:
         self._snapshot = self._pools() | self._runs(now_s) | self._process()
 
     def _pools(self) -> Snapshot:
-        found: Snapshot = {"members": [], "suspected": [], "unable": []}
+        found: Snapshot = {"members": [], "needed": [], "suspected": [], "unable": []}
+        needed = self._needed()
         for role, pool in ROLE_NAMES.items():
             about = {"pool": pool}
             present = self._members.of_role(role)
             found["members"].append(Observation(sum(m.connected for m in present), about))
+            found["needed"].append(Observation(int(pool in needed), about))
             found["suspected"].append(Observation(sum(m.suspected for m in present), about))
             found["unable"].append(Observation(sum(m.fault is not None for m in present), about))
         return found
+
+    def _needed(self) -> set[str]:
+        """Return the pools without which the active run makes no steps."""
+        run = self._exchange.active
+        if run is None:
+            return set()
+        if run.prompts is None:  # it trains on examples
+            return {"learner"}
+        needed = {"learner", "rollout"}
+        if run.spec.rewards:
+            needed.add("reward")
+        if run.spec.environment is not None:
+            needed.add("environment")
+        return needed
 
     def _runs(self, now_s: float) -> Snapshot:
         counts = self._ledger.runs_by_state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
@@ -71,6 +72,25 @@ def test_pools_are_counted_by_role(world: World) -> None:
     assert read["unable", "reward"] == 1
     assert read["members", "rollout"] == 0
     assert read["disk_free_bytes", ""] > 0
+
+
+def needed(world: World, active: object) -> set[str]:
+    world.exchange.active = active  # type: ignore[assignment]
+    world.meters._observed_s = None
+    world.meters.observe(0.0)
+    return {pool for (name, pool), value in world.read().items() if name == "needed" and value}
+
+
+def test_pools_are_needed_by_what_the_run_does(world: World) -> None:
+    def run(prompts: object, rewards: list[str], environment: object) -> object:
+        return SimpleNamespace(
+            prompts=prompts, spec=SimpleNamespace(rewards=rewards, environment=environment)
+        )
+
+    assert needed(world, None) == set()
+    assert needed(world, run(None, [], None)) == {"learner"}
+    assert needed(world, run("prompts", ["exact_match"], None)) == {"learner", "rollout", "reward"}
+    assert needed(world, run("prompts", [], "environment")) == {"learner", "rollout", "environment"}
 
 
 def test_the_age_of_a_step_counts_from_its_change_and_goes_with_the_run(world: World, tmp_path: Path) -> None:
