@@ -7,6 +7,7 @@ ranks exchange when they save or load. Both are decoded by a list of the classes
 from __future__ import annotations
 
 import builtins
+import enum
 import pickle
 from typing import Any, ClassVar
 
@@ -62,10 +63,19 @@ class ListedUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class of that name, if it is on the list."""
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles an enum's member so
+            return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name in self.allowed.get(module, ()) or is_dtype:
             return super().find_class(module, name)
         raise Conflict(f"it names {module}.{name}, which is no part of a checkpoint")
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    """Return a member of a listed enum, for pickles that name it as an attribute. Raises Conflict for anything else."""
+    if isinstance(kind, enum.EnumType) and name in kind.__members__:
+        return kind[name]
+    raise Conflict("it reads an attribute of what is no enum, which is no part of a checkpoint")
 
 
 class _PlanUnpickler(ListedUnpickler):

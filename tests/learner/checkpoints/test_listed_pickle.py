@@ -11,9 +11,20 @@ import torch
 import torch.distributed.distributed_c10d as collectives
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from learner.checkpoints import checkpoint
 from paceline.errors import Conflict
+
+
+class Attribute:
+    """Reads an attribute when it is unpickled, as Python 3.11.2 writes members of enums."""
+
+    def __init__(self, thing: Any, name: str):
+        self.thing, self.name = thing, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.thing, self.name)
 
 
 class Command:
@@ -49,3 +60,10 @@ def test_plans_and_errors_pass() -> None:
     failed = exchanged(CheckpointException("rank 1", {1: (OSError("disk"), Conflict("damaged"))}))  # type: ignore[dict-item]
     assert isinstance(failed, CheckpointException)
     assert [type(error) for error in failed.failures[1]] == [OSError, Conflict]
+
+
+def test_a_listed_enum_may_be_named_by_its_attribute_and_nothing_else() -> None:
+    assert exchanged(Attribute(LoadItemType, "TENSOR")) is LoadItemType.TENSOR
+    for thing, name in ((LoadItemType, "__class__"), (LoadPlan, "__init__"), ("text", "format")):
+        with pytest.raises(Conflict, match="attribute of what is no enum"):
+            exchanged(Attribute(thing, name))
