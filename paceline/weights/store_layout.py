@@ -99,7 +99,7 @@ class RankLayout:
                     fits = max(1, room // block.row_elements)
                 last = min(block.rows, first + fits)
                 pieces.append(Piece(index, first, last))
-                room -= (last - first) * block.row_elements
+                room = max(0, room - (last - first) * block.row_elements)  # one row may be larger than a chunk
                 first = last
         if pieces:
             chunks.append(tuple(pieces))

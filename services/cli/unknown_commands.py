@@ -37,7 +37,6 @@ MEANT = {
     "tail": "watch",
     "follow": "watch",
     "progress": "watch",
-    "status": "runs",
     "list": "runs",
     "ls": "runs",
     "jobs": "runs",

@@ -16,7 +16,6 @@ from services.cli.unknown_commands import MEANT, remedy, setting_for
         ("train", "did you mean `paceline up`?"),
         ("verify", "did you mean `paceline ledger verify`?"),
         ("logs", "did you mean `paceline watch`?"),
-        ("status", "did you mean `paceline runs`?"),
         ("eval", "there is none, because an evaluation belongs to a run"),
         ("run_eval.py", "there is none, because an evaluation belongs to a run"),
         ("examples/run_grpo_math.py", "did you mean `paceline grpo`?"),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from process_ends import has_ended
 
@@ -98,7 +99,12 @@ def test_one_rank_that_fails_ends_the_others_and_its_status_is_the_launchers(
         "while not pathlib.Path('ended').exists(): time.sleep(0.01)\n"  # as a collective that notices
         "sys.exit(1)\n"
     )
-    await_gone(pid_of(tmp_path, 1))
+    first = pid_of(tmp_path, 1)
+    await_gone(first)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while psutil.pid_exists(first):  # until the launcher has seen its end
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
     (tmp_path / "ended").touch()
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 7

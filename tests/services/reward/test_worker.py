@@ -104,6 +104,7 @@ async def drained(directory: Path) -> None:
         await working
     gauges = worker._gauges()
     assert gauges.pop("fn/seconds/slow") > 0
+    assert gauges.pop("occupied") >= 0
     assert gauges == {
         "groups_since_report": 1.0,
         "logged_sum/step": 7.0,

@@ -103,7 +103,7 @@ def test_scaled_pools_have_the_bounds_of_the_command(
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr("services.cli.running.up.LocalScaler", Scaler)
+    monkeypatch.setattr("services.local.scaling.LocalScaler", Scaler)
     assert up().exit_code == 0
     assert not pools
     result = up("--scale", "--bounds", "rollout=1:7")
