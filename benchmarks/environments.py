@@ -6,10 +6,10 @@ Coordinator, one rollout worker and one environment worker of this project on lo
 learner only publishes its first version, because no reward worker is there and so no batch comes to be. Every turn goes the
 whole way: over gRPC to the engine, over ZeroMQ to the ledger, synced, and to a user's class in a process of its own.
 
-`tokens_ratio_with_slow_tools`: journaled tokens per second while each turn's tool takes `--tool-s` seconds on average
-(exponentially distributed), by those of the same episodes with tools that answer at once. Four batches of episodes are in
-flight, of which one fills the engine. Both arms run one after the other on the same services, each from its own run; only
-the `--seconds` after a warm-up count.
+`tokens_ratio_with_slow_tools`: tokens per second by the run's books, which count a turn when it is journaled, while each
+turn's tool takes `--tool-s` seconds on average (exponentially distributed), by those of the same episodes with tools that
+answer at once. Four batches of episodes are in flight, of which one fills the engine. Both arms run one after the other on the
+same services, each from its own run; only the `--seconds` after a warm-up count.
 
 `turns_per_s`: journaled turns of one token each per second, of a model whose time does not count.
 """
@@ -17,7 +17,6 @@ the `--seconds` after a warm-up count.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -36,7 +35,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from paceline.client import Client
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
-from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 BATCH_GROUPS, GROUP_SIZE, BATCHES = 4, 4, 4
@@ -132,30 +130,24 @@ def make_spec(
     )
 
 
-def counted(cluster: LocalCluster, run_id: str) -> tuple[int, int]:
-    """Return journaled turns and tokens."""
-    with contextlib.closing(Ledger(cluster.directory / "ledger.sqlite", read_only=True)) as ledger:
-        row = ledger.db.execute(
-            "SELECT COUNT(*) AS turns, COALESCE(SUM(tokens), 0) AS tokens FROM episodes WHERE run_id = ?",
-            (run_id,),
-        ).fetchone()
-        return int(row["turns"]), int(row["tokens"])
-
-
 def measure(
     cluster: LocalCluster, client: Client, spec: RunSpec, warm_turns: int, seconds: float
 ) -> dict[str, float]:
-    """Run a spec until `seconds` after its first `warm_turns` turns; return turns and tokens per second of that time."""
-    run_id = client.submit(spec).run_id
-    while (before := counted(cluster, run_id))[0] < warm_turns:
+    """Run a spec until `seconds` after its first `warm_turns` turns; return turns and tokens per second of that time.
+
+    The books count a group's tokens from its first turn to its end, while its journal goes when the group is whole. All turns
+    of a spec have the same number of tokens.
+    """
+    run_id, tokens_per_turn = client.submit(spec).run_id, spec.policy.generation.max_new_tokens
+    while (before := client.get(run_id).tokens["generated"]) < warm_turns * tokens_per_turn:
         cluster.check()
         time.sleep(0.2)
     began_s = time.monotonic()
     time.sleep(seconds)
-    after, elapsed_s = counted(cluster, run_id), time.monotonic() - began_s
+    after, elapsed_s = client.get(run_id).tokens["generated"], time.monotonic() - began_s
     client.cancel(run_id)
-    turns, tokens = (after[index] - before[index] for index in (0, 1))
-    return {"turns_per_s": turns / elapsed_s, "tokens_per_s": tokens / elapsed_s}
+    tokens_per_s = (after - before) / elapsed_s
+    return {"turns_per_s": tokens_per_s / tokens_per_turn, "tokens_per_s": tokens_per_s}
 
 
 def main() -> None:
