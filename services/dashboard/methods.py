@@ -15,14 +15,6 @@ from google.protobuf.descriptor_pb2 import MethodOptions
 from protos.paceline.v1 import bundle_pb2, records_pb2, run_pb2, status_pb2, worker_pb2
 
 MODULES = (run_pb2, records_pb2, status_pb2, worker_pb2, bundle_pb2)
-READS_WITHOUT_OPTION = (
-    "paceline.v1.WorkerService/ListMembers",
-    "paceline.v1.StatusService/Status",
-    "paceline.v1.BundleService/Fetch",
-)
-"""Calls that change nothing and do not say so in their proto."""
-
-
 @dataclass(frozen=True)
 class Method:
     """One call."""
@@ -51,6 +43,6 @@ def methods() -> Mapping[str, Method]:
                     message_factory.GetMessageClass(method.input_type),
                     message_factory.GetMessageClass(method.output_type),
                     bool(method.server_streaming),
-                    level == MethodOptions.NO_SIDE_EFFECTS or path in READS_WITHOUT_OPTION,
+                    level == MethodOptions.NO_SIDE_EFFECTS,
                 )
     return found

@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/bundle.proto\x12\x0bpaceline.v1\"(\n\x08\x42lobSize\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\"-\n\x0bMissingBlob\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"6\n\x0eMissingRequest\x12$\n\x05\x62lobs\x18\x01 \x03(\x0b\x32\x15.paceline.v1.BlobSize\"<\n\x0fMissingResponse\x12)\n\x07missing\x18\x01 \x03(\x0b\x32\x18.paceline.v1.MissingBlob\"H\n\nPutRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\" \n\x0bPutResponse\x12\x11\n\tnum_blobs\x18\x01 \x01(\r\">\n\x0c\x46\x65tchRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"\x1d\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xd3\x01\n\rBundleService\x12\x44\n\x07Missing\x12\x1b.paceline.v1.MissingRequest\x1a\x1c.paceline.v1.MissingResponse\x12:\n\x03Put\x12\x17.paceline.v1.PutRequest\x1a\x18.paceline.v1.PutResponse(\x01\x12@\n\x05\x46\x65tch\x12\x19.paceline.v1.FetchRequest\x1a\x1a.paceline.v1.FetchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/bundle.proto\x12\x0bpaceline.v1\"(\n\x08\x42lobSize\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\"-\n\x0bMissingBlob\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"6\n\x0eMissingRequest\x12$\n\x05\x62lobs\x18\x01 \x03(\x0b\x32\x15.paceline.v1.BlobSize\"<\n\x0fMissingResponse\x12)\n\x07missing\x18\x01 \x03(\x0b\x32\x18.paceline.v1.MissingBlob\"H\n\nPutRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\" \n\x0bPutResponse\x12\x11\n\tnum_blobs\x18\x01 \x01(\r\">\n\x0c\x46\x65tchRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\"\x1d\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xd8\x01\n\rBundleService\x12\x44\n\x07Missing\x12\x1b.paceline.v1.MissingRequest\x1a\x1c.paceline.v1.MissingResponse\x12:\n\x03Put\x12\x17.paceline.v1.PutRequest\x1a\x18.paceline.v1.PutResponse(\x01\x12\x45\n\x05\x46\x65tch\x12\x19.paceline.v1.FetchRequest\x1a\x1a.paceline.v1.FetchResponse\"\x03\x90\x02\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.paceline.v1.bundle_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_BUNDLESERVICE'].methods_by_name['Fetch']._loaded_options = None
+  _globals['_BUNDLESERVICE'].methods_by_name['Fetch']._serialized_options = b'\220\002\001'
   _globals['_BLOBSIZE']._serialized_start=41
   _globals['_BLOBSIZE']._serialized_end=81
   _globals['_MISSINGBLOB']._serialized_start=83
@@ -48,5 +50,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FETCHRESPONSE']._serialized_start=420
   _globals['_FETCHRESPONSE']._serialized_end=449
   _globals['_BUNDLESERVICE']._serialized_start=452
-  _globals['_BUNDLESERVICE']._serialized_end=663
+  _globals['_BUNDLESERVICE']._serialized_end=668
 # @@protoc_insertion_point(module_scope)
