@@ -99,7 +99,8 @@ class RankLayout:
                     fits = max(1, room // block.row_elements)
                 last = min(block.rows, first + fits)
                 pieces.append(Piece(index, first, last))
-                room = max(0, room - (last - first) * block.row_elements)  # one row may be larger than a chunk
+                used = (last - first) * block.row_elements
+                room = max(0, room - used)  # one row may be larger than a chunk
                 first = last
         if pieces:
             chunks.append(tuple(pieces))
