@@ -18,7 +18,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +26,9 @@ from paceline.backoff import ExponentialBackoff
 from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
 from paceline.records import Columns, Records
 from paceline.rpc_errors import LASTING, status_name, translated
+from paceline.run_states import ENDED_STATES as ENDED_STATES
+from paceline.run_states import RunState as RunState
+from paceline.run_states import state_name as state_name
 from paceline.token import open_channel
 
 if TYPE_CHECKING:
@@ -42,25 +44,6 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 
 
-class RunState(StrEnum):
-    """State of a run; each equals its name as text (`"running"`)."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    PAUSED = "paused"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @classmethod
-    def of(cls, run: Run) -> RunState:
-        """Return the state of a run's message."""
-        from protos.paceline.v1 import run_pb2
-
-        return cls(run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower())
-
-
-ENDED_STATES = (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED)
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 OPENING_S = 3600.0
 """Seconds in which a submitted run's data set has to be opened."""
@@ -499,8 +482,3 @@ class Client:
         if self._closed.is_set():
             return Unavailable(f"the client of {self.address} is closed")
         return translated(error, self.address, other)
-
-
-def state_name(run: Run) -> str:
-    """Return a run's state in lower case: queued, running, paused, succeeded, failed or cancelled."""
-    return RunState.of(run).value

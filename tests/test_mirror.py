@@ -69,6 +69,7 @@ COVERED_BY = {
     "paceline/models/memory_remedies.py": "test_memory_plan.py",
     "paceline/planning/work.py": "test_rates.py",
     "paceline/rpc_errors.py": "test_client.py",
+    "paceline/run_states.py": "test_client.py",
     "paceline/spec/with_keys.py": "tests/paceline/models/test_memory_plan.py",
     "services/coordinator/scaling/meter.py": "test_scaler.py",
     "services/local/room.py": "tests/services/cli/test_plan.py",

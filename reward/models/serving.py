@@ -89,6 +89,7 @@ class ModelServer:
         self._scorer: Any = open_scorer(self._settings)
         self._newer: Any = None
         """The newest weights that the thread has loaded."""
+        self._stopped = threading.Event()
 
     @property
     def version(self) -> str:
@@ -139,12 +140,15 @@ class ModelServer:
         if self._settings.refresh_s:
             threading.Thread(target=self._refresh, daemon=True, name="refresh").start()
 
+    def stop_refreshing(self) -> None:
+        """Look no further."""
+        self._stopped.set()
+
     def _refresh(self) -> None:
         from reward.models.source import fetched
 
-        seen, refused, pause = self.version, "", threading.Event()
-        while True:
-            pause.wait(self._settings.refresh_s)
+        seen, refused = self.version, ""
+        while not self._stopped.wait(self._settings.refresh_s):
             version = ""
             try:
                 version = fetched(self._settings.path)[1]

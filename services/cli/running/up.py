@@ -19,7 +19,7 @@ from paceline.files.names import LEDGER_NAME
 from paceline.host.memory import available_bytes
 from paceline.models.memory_estimate import shortage
 from paceline.spec import ClusterSection, RunSpec
-from services.cli.running.left_runs import left_runs
+from services.cli.running.left_runs import LeftRuns, left_runs
 from services.cli.running.progress import Shown, shown_options
 from services.cli.running.watching import follow
 from services.common.gpus import divide, named_in, torch_is_for_cpus, visible_gpus
@@ -191,10 +191,7 @@ def run_here(
         say(line)
     going_on = left.open | {run_id: left.chosen(run_id) for run_id in resumed}
     if spec is None and not going_on:
-        raise click.UsageError(
-            f"no run is open in {directory}{' that this version can read' if left.unreadable else ''}; name a SPEC to start "
-            f"one{', or a failed run with --resume' if left.failed else ''}"
-        )
+        raise _nothing_to_run(directory, left)
     specs = [*([spec] if spec else []), *going_on.values()]
     gpus = visible_gpus()
     spec, sizes = _placed(spec, specs, len(gpus), say)
@@ -220,12 +217,7 @@ def run_here(
         say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
         client = stack.enter_context(Client(cluster.address, wait_s=math.inf, reconnect_s=math.inf))
         cluster.on_failure = client.close
-        for run_id in resumed:
-            client.resume(run_id)
-        run_ids = [client.submit(spec).run_id] if spec else list(going_on)
-        if spec and going_on:
-            first = next(iter(going_on))
-            say(f"{first} is still open and goes first; `paceline cancel {first}` ends it")
+        run_ids = _begun(client, spec, resumed, list(going_on), say)
         cluster.start_workers()
         if scaled is not None:
             from services.local.scaling import LocalScaler, scaled_pools  # imports grpc
@@ -246,6 +238,31 @@ def run_here(
         cluster.check()
         if not all(succeeded):
             raise click.exceptions.Exit(1)
+
+
+def _nothing_to_run(directory: Path, left: LeftRuns) -> click.UsageError:
+    return click.UsageError(
+        f"no run is open in {directory}{' that this version can read' if left.unreadable else ''}; name a SPEC to start "
+        f"one{', or a failed run with --resume' if left.failed else ''}"
+    )
+
+
+def _begun(
+    client: Client,
+    spec: RunSpec | None,
+    resumed: Sequence[str],
+    going_on: Sequence[str],
+    say: Callable[[str], None],
+) -> list[str]:
+    """Resume and submit what was asked for; return the runs to follow: the new one, else all that go on."""
+    for run_id in resumed:
+        client.resume(run_id)
+    if spec is None:
+        return list(going_on)
+    run_id = client.submit(spec).run_id
+    if going_on:
+        say(f"{going_on[0]} is still open and goes first; `paceline cancel {going_on[0]}` ends it")
+    return [run_id]
 
 
 def _placed(

@@ -71,5 +71,6 @@ def test_other_weights_are_taken_between_two_batches(tmp_path: Path) -> None:
         if after["version"] != before["version"]:
             break
         deadline.wait(0.1)
+    server.stop_refreshing()
     assert after["version"] != before["version"]
     assert after["scores"] != before["scores"]
