@@ -8,10 +8,6 @@ current members are read on the event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,19 +16,18 @@ from typing import Any, TypeVar
 
 import grpc
 
-from paceline.errors import Busy, PacelineError
+from paceline.errors import Busy
 from protos.paceline.v1 import records_pb2 as pb
 from protos.paceline.v1 import records_pb2_grpc
 from services.common.grpc_server import with_status
-from services.common.processes.parent_death import STARTER_VARIABLE
 from services.coordinator.audit.reading.reader import RecordsReader
+from services.coordinator.audit.reading.verify_process import verify_apart
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Member, Members
 
 MAX_WAITING = 32
 """Requests that wait for the reading thread; a further one is refused."""
 
-VERIFY_S = 3600.0
 Context = grpc.aio.ServicerContext[Any, Any]
 ResponseT = TypeVar("ResponseT")
 
@@ -120,35 +115,9 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
             raise Busy("the records of a run are being compared; try again when that has ended")
         self._is_verifying = True
         try:
-            return await self._verify(request)
+            return await verify_apart(self._path, request)
         finally:
             self._is_verifying = False
-
-    async def _verify(self, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
-        module = "services.coordinator.audit.reading.verify_process"
-        command = [sys.executable, "-m", module, str(self._path), request.run_id]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            *(["--deep"] if request.deep else []),
-            env=os.environ | {STARTER_VARIABLE: str(os.getpid())},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            async with asyncio.timeout(VERIFY_S):
-                output, errors = await process.communicate()
-        except TimeoutError:
-            raise PacelineError(f"the records were compared for {VERIFY_S:g} s without an end") from None
-        finally:
-            if process.returncode is None:  # the caller has gone
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        if process.returncode:
-            raise PacelineError(f"the comparison has failed: {errors.decode(errors='replace')[-1000:]}")
-        found = json.loads(output)
-        return pb.VerifyRunResponse(problems=found["problems"], facts_json=json.dumps(found["facts"]))
 
     async def _read(self, call: Callable[[RecordsReader], ResponseT]) -> ResponseT:
         """Return the reader's answer. Raises Busy when too many requests wait."""

@@ -15,6 +15,7 @@ from paceline.token import metadata, read_token
 from protos.paceline.v1 import records_pb2, run_pb2
 from services.common.grpc_server import CHANNEL_OPTIONS
 from services.coordinator.audit.reading.reader import RecordsReader
+from services.coordinator.audit.reading.verify_process import verify_apart
 from services.coordinator.reporting.run_messages import page, run_message
 from services.dashboard.methods import Method
 
@@ -73,6 +74,9 @@ class LedgerBackend:
 
     async def call(self, method: Method, request: Any) -> Any:
         """Return the response. Raises Unavailable for a call that needs a coordinator."""
+        if isinstance(request, records_pb2.VerifyRunRequest):
+            await self._on_thread(lambda: self._opened().ledger.run(request.run_id))  # raises NotFound
+            return await verify_apart(self._path, request)
         return await self._on_thread(self._answer, method, request)
 
     async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:

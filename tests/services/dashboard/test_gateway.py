@@ -206,3 +206,18 @@ def test_every_call_that_reads_says_so() -> None:
         assert f"{RUNS}/{name}" not in reads
     assert "paceline.v1.WorkerService/Drain" not in reads
     assert "paceline.v1.BundleService/Missing" not in reads
+
+
+async def test_records_are_compared_while_others_are_read(ledger_path: Path, tmp_path: Path) -> None:
+    """The comparison takes minutes for a large run, so it has a process of its own."""
+    async with asking(LedgerBackend(ledger_path), tmp_path) as dashboard:
+        comparing = asyncio.create_task(
+            dashboard.call(f"{RECORDS}/VerifyRun", {"runId": RUN_ID}, Role.READER)
+        )
+        status, books = await dashboard.call(f"{RECORDS}/GetBooks", {"runId": RUN_ID}, Role.READER)
+        assert (status, bool(books)) == (200, True)
+        assert not comparing.done(), "a process takes longer to start than a request to be answered"
+        status, report = await comparing
+        assert (status, report["problems"]) == (200, [])
+        status, error = await dashboard.call(f"{RECORDS}/VerifyRun", {"runId": "nosuch"}, Role.READER)
+        assert (status, error["code"]) == (404, "not_found")

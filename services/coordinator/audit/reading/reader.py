@@ -106,7 +106,7 @@ class RecordsReader:
         return pb.ListGaugesResponse()
 
     def VerifyRun(self, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
-        """Compare all records of a run, without a limit of time."""
+        """Compare all records of a run, in this thread and without a limit of time."""
         report = verify(self.ledger, request.run_id, deep=request.deep)
         return pb.VerifyRunResponse(problems=report.problems, facts_json=json.dumps(report.facts))
 

@@ -1,23 +1,54 @@
 """`python -m services.coordinator.audit.reading.verify_process LEDGER RUN [--deep]`: `verify` in a process of its own.
 
 The comparison reads every array of a run and takes minutes of a processor, which the coordinator's process needs. It runs at the
-lowest priority and ends with its parent.
+lowest priority and ends with its parent. `verify_apart` starts it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import click
 
 from paceline.errors import PacelineError
-from services.common.processes.parent_death import die_with_starter
+from protos.paceline.v1 import records_pb2 as pb
+from services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
 from services.coordinator.audit.verify import verify
 from services.coordinator.ledger.ledger import Ledger
 
 NICENESS = 19
+VERIFY_S = 3600.0
+
+
+async def verify_apart(ledger: Path, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
+    """Return the report of a run from a process of its own, which ends when the caller is cancelled. Raises PacelineError."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", __name__, str(ledger), request.run_id),
+        *(["--deep"] if request.deep else []),
+        env=os.environ | {STARTER_VARIABLE: str(os.getpid())},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(VERIFY_S):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        raise PacelineError(f"the records were compared for {VERIFY_S:g} s without an end") from None
+    finally:
+        if process.returncode is None:  # the caller has gone
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if process.returncode:
+        raise PacelineError(f"the comparison has failed: {errors.decode(errors='replace')[-1000:]}")
+    found = json.loads(output)
+    return pb.VerifyRunResponse(problems=found["problems"], facts_json=json.dumps(found["facts"]))
 
 
 @click.command()
