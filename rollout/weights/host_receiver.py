@@ -73,7 +73,10 @@ class HostReceiver:
         self._held: Version | None = None
         self._refused: Version | None = None
         self._loading: Version | None = None
-        self._verified_bytes = 0
+        self._size_bytes = 0
+        """Bytes of that version."""
+        self._arriving: WeightProgress | None = None
+        """The version that the agent receives, which may be older than the plan."""
         self._must_answer = False
         self._closed = False
         client.on_connected, client.on_reply = self._connected, self._reply
@@ -89,10 +92,12 @@ class HostReceiver:
         """Return the version that is loaded now, or the one that arrives."""
         with self._changed:
             if self._loading is not None:
-                return [WeightProgress(self._loading, "loading", self._verified_bytes)]
+                return [WeightProgress(self._loading, "loading", self._size_bytes)]
             if self._plan is None or self._is_old(_version(self._plan)):
                 return []
-            return [WeightProgress(_version(self._plan), "receiving", self._verified_bytes)]
+            if self._arriving is not None and not self._is_old(self._arriving.version):
+                return [self._arriving]
+            return [WeightProgress(_version(self._plan), "receiving", 0)]
 
     def take_plan(self, plan: worker_pb2.HostPlan, serving: Version | None) -> None:
         """Take the coordinator's plan; `serving` is the engine's version. Return at once."""
@@ -106,8 +111,6 @@ class HostReceiver:
             while len(self._digests) > PLANS_KEPT:
                 del self._digests[next(iter(self._digests))]
             if self._plan is None or version >= _version(self._plan):
-                if self._plan is None or version > _version(self._plan):
-                    self._verified_bytes = 0
                 self._plan = plan
             self._must_answer = self._must_answer or version == self._held
             self._refused = None if self._refused == version else self._refused
@@ -142,8 +145,8 @@ class HostReceiver:
         if not held.complete or fd is None:
             _close_fd(reply, fd)
             with self._changed:
-                if self._plan is not None and version == _version(self._plan):
-                    self._verified_bytes = max(self._verified_bytes, held.verified_bytes)
+                if version in self._digests:
+                    self._arriving = WeightProgress(version, "receiving", held.verified_bytes)
             return
         try:
             with self._changed:
@@ -161,7 +164,6 @@ class HostReceiver:
                 del self._segments[next(iter(self._segments))]
             if self._complete is None or version >= self._complete.version:
                 self._complete = _Complete(version, segment, held.generation, manifest, held.transfer)
-                self._verified_bytes = held.verified_bytes
             self._changed.notify_all()
 
     def _load_forever(self) -> None:
@@ -174,6 +176,7 @@ class HostReceiver:
                 again, self._must_answer = self._must_answer and self._held is not None, False
                 held, complete = self._held, self._next()
                 self._loading = complete.version if complete is not None else None
+                self._size_bytes = complete.manifest.size_bytes if complete is not None else 0
             if again and held is not None:
                 self._answer(held, True, "already held", None)
             if complete is not None:

@@ -146,6 +146,7 @@ def plan(
         upstreams=[worker_pb2.Upstream(addresses=one) for one in (*upstreams, version.sources)],
         token=version.token,
         position=position,
+        max_wait_s=WAIT_S,
     )
 
 

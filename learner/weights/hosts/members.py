@@ -117,8 +117,9 @@ class HostMembers:
             now = self._clock()
             if version != member.working_on or (loading and not member.loading_s):
                 member.received_bytes = 0
-                member.last_s = now + longest_s(self._max_wait_s, self._size_bytes)
                 member.loading_s = now if loading else 0.0
+                if loading or member.last_s == math.inf:  # another version alone is no progress
+                    member.last_s = now + longest_s(self._max_wait_s, self._size_bytes)
             if received_bytes > member.received_bytes and not loading:
                 member.received_bytes = received_bytes
                 member.last_s = now + longest_s(self._max_wait_s, self._size_bytes)

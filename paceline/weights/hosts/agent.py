@@ -129,7 +129,7 @@ class Agent:
                     self._reading.close()
                 self._tokens = {plan.run_id: plan.token}
                 self.store.use_run(plan.run_id)
-                self._plan = plan
+                self._plan, self.store.wanted = plan, version
                 if self._reading is not None and self._reading.version == version:
                     self._reading.redirect(plan.upstreams)
             self.store.changed.notify_all()
@@ -312,8 +312,9 @@ class _Client:
         message.complete, message.generation, message.manifest = True, held.generation, held.manifest_bytes
         message.inode = held.segment.identity[1]
         message.transfer.CopyFrom(self._agent.transfer_of(held.version))
-        self._send(host_agent_pb2.AgentReply(held=message), held.segment.fd)
+        # Noted first: a plan that comes while this is sent is to be answered too.
         self._told = held.version, held.generation
+        self._send(host_agent_pb2.AgentReply(held=message), held.segment.fd)
 
     def tell_progress(self, version: Version, held: HeldVersion | None) -> None:
         verified_bytes = held.verified_bytes if held is not None else 0

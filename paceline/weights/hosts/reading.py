@@ -3,10 +3,11 @@
 Several streams share the pieces by their index. Each reads from the first upstream that has the version; when that one is
 silent for `silence_s`, cannot be reached, or sends bytes with another digest, the stream goes on with the next upstream,
 from the piece where it was. So a dead host is skipped within a second, and the hosts after it notice nothing, because the
-one that skipped it keeps sending signs of life. Upstreams may change at any time.
+one that skipped it keeps sending signs of life. Upstreams may change at any time: a stream that only waits goes to the new
+ones at once, or two hosts that changed places would wait for each other, and one that receives goes on.
 
 The promise: only bytes with the digest that the control plane vouches for are noted in the store, and `run` ends: with the
-version, or when it is gone everywhere and a newer one is wanted, or after `close`.
+version, or when a newer one is wanted and this one is gone everywhere or stands still, or after `close`.
 
 `run` is called by one thread, and has one for each stream.
 """
@@ -45,6 +46,10 @@ class Gone(PacelineError):
     """The upstream does not have the version any more."""
 
 
+class _Redirected(PacelineError):
+    """There are other upstreams now."""
+
+
 class ReadStatistics:
     """Measurements of one version on its way to this host."""
 
@@ -73,17 +78,20 @@ class Reading:
         self.version = Version(plan.version.session, plan.version.step)
         self.statistics = ReadStatistics()
         self._store, self._plan, self._transport = store, plan, transport
-        self._upstreams: Sequence[worker_pb2.Upstream] = plan.upstreams
+        self._upstreams: Sequence[worker_pb2.Upstream] = list(plan.upstreams)
         self._is_overtaken = is_overtaken
+        self._last_piece_s = time.monotonic()
         self._streams, self._silence_s = streams, silence_s
         self._lock = threading.Lock()
-        self._channels: set[Channel] = set()
+        self._channels: dict[Channel, Sequence[worker_pb2.Upstream]] = {}
+        """Each with the upstreams among which it was chosen."""
         self._ended = threading.Event()
 
     def redirect(self, upstreams: Sequence[worker_pb2.Upstream]) -> None:
         """Read from these upstreams from now on; streams that receive from one of the earlier ones go on with it."""
         with self._lock:
-            self._upstreams = upstreams
+            if list(upstreams) != self._upstreams:
+                self._upstreams = list(upstreams)
 
     def close(self) -> None:
         """End `run`."""
@@ -218,10 +226,11 @@ class Reading:
             )
         with self._lock:
             self.statistics.received_bytes += piece.size_bytes
+            self._last_piece_s = time.monotonic()
         self._store.add(held, index, manifest.digests[index])
 
     def _head(self, channel: Channel) -> tuple[Kind, int, int]:
-        """Return the next frame's head that is no sign of life. Raises Gone."""
+        """Return the next frame's head that is no sign of life. Raises Gone, _Redirected."""
         started_s = time.monotonic()
         while True:
             kind, index, length = frames.receive_head(channel)
@@ -235,7 +244,17 @@ class Reading:
                 waited_s = time.monotonic() - started_s
                 self.statistics.waited_s += waited_s / self._streams
             started_s = time.monotonic()
+            self._check_wait(channel)
         return kind, index, length
+
+    def _check_wait(self, channel: Channel) -> None:
+        """Raise where the upstream is not the one to wait for any more, or the version is not."""
+        with self._lock:
+            if self._channels.get(channel) is not self._upstreams:
+                raise _Redirected("there are other upstreams")
+            idle_s = time.monotonic() - self._last_piece_s
+        if idle_s > self._plan.max_wait_s and self._is_overtaken():
+            raise Gone("it stands still")
 
     def _request(self) -> host_agent_pb2.ReadRequest:
         request = host_agent_pb2.ReadRequest(protocol=frames.PROTOCOL, run_id=self._plan.run_id)
@@ -253,7 +272,7 @@ class Reading:
         place = 0
         while not self._ended.is_set():
             with self._lock:
-                upstreams = list(self._upstreams)
+                upstreams = self._upstreams
             if place >= len(upstreams):
                 # A whole round without it.
                 place = 0
@@ -264,7 +283,11 @@ class Reading:
             address = address_of(upstreams[place])
             self.statistics.upstream = address
             try:
-                return self._ask(address, request() if callable(request) else request, receive)
+                made = request() if callable(request) else request
+                return self._ask(address, upstreams, made, receive)
+            except _Redirected:
+                place = 0
+                continue
             except Gone:
                 pass
             except (Unavailable, WireError) as error:
@@ -276,18 +299,22 @@ class Reading:
         return None
 
     def _ask(
-        self, address: str, request: host_agent_pb2.ReadRequest, receive: Callable[[Channel], AnswerT]
+        self,
+        address: str,
+        upstreams: Sequence[worker_pb2.Upstream],
+        request: host_agent_pb2.ReadRequest,
+        receive: Callable[[Channel], AnswerT],
     ) -> AnswerT:
         channel = self._transport.connect(address, self._silence_s)
         with self._lock:
-            self._channels.add(channel)
+            self._channels[channel] = upstreams
         try:
             request.proof = frames.proof(self._plan.token, frames.receive(channel, frames.NONCE_BYTES))
             frames.send_request(channel, request)
             return receive(channel)
         finally:
             with self._lock:
-                self._channels.discard(channel)
+                self._channels.pop(channel, None)
             channel.close()
 
 

@@ -99,8 +99,7 @@ class Sender:
                 held = store.find(request.run_id, version)
                 if held is not None and held.is_current:
                     return held
-                overtaken = any(other.version > version for other in store.versions() if other.complete)
-                if store.closed or store.run_id != request.run_id or overtaken:
+                if store.closed or store.run_id != request.run_id or not store.will_come(version):
                     return None
                 store.changed.wait(WAIT_S)
             alive.sign(channel)

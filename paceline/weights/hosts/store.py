@@ -78,6 +78,8 @@ class HostStore:
         """By age, the oldest first; at most one for each segment."""
         self._segments: list[HostSegment] = []
         self.run_id = ""
+        self.wanted: Version | None = None
+        """The newest version that this host is to bring; an older one will not begin to arrive any more."""
         self.closed = False
 
     def use_run(self, run_id: str) -> None:
@@ -85,7 +87,7 @@ class HostStore:
         with self.changed:
             if run_id == self.run_id:
                 return
-            self.run_id = run_id
+            self.run_id, self.wanted = run_id, None
             for held in self._held:
                 held.gone = True
             self._held, self._segments = [], []
@@ -101,6 +103,13 @@ class HostStore:
         with self.changed:
             complete = [held for held in self._held if held.complete]
             return max(complete, key=lambda held: held.version, default=None)
+
+    def will_come(self, version: Version) -> bool:
+        """Return whether a version that is not here may still begin to arrive: nothing newer is here or wanted."""
+        with self.changed:
+            newest = self.newest_complete()
+            is_older = newest is not None and version < newest.version
+            return not (is_older or (self.wanted is not None and version < self.wanted))
 
     def versions(self) -> list[HeldVersion]:
         """Return all versions that are here or arrive, the oldest first."""

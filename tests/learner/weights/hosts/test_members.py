@@ -104,6 +104,20 @@ def test_a_member_that_reports_and_gets_no_bytes_is_given_up_in_the_end(bench: B
     assert "no new bytes" in bench.result().error
 
 
+def test_newer_versions_alone_are_no_progress_of_a_member_that_gets_no_bytes(bench: Bench) -> None:
+    bench.members.set_members(1, ["a"])
+    for step in range(1, 200):
+        version = Version(1, step)
+        bench.members.publish(version, SIZE)
+        bench.members.progress("a", version, 0, False)
+        bench.after(0.25 * MAX_WAIT_S)
+        if not bench.results.empty():
+            break
+    result = bench.result()
+    assert (result.ok, result.failure) == (False, "link")
+    assert "no new bytes" in result.error
+
+
 def test_a_member_that_fails_often_is_to_get_a_link_until_it_succeeds(bench: Bench) -> None:
     bench.members.set_members(1, ["a"])
     bench.members.publish(V1, SIZE)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
-from host_agents import TOKEN, LearnerHost, LocalClient, address, content, layout, plan
+from host_agents import TOKEN, WAIT_S, LearnerHost, LocalClient, address, content, layout, plan
 
 from paceline.errors import Unavailable
 from paceline.groups import Version
@@ -162,6 +164,84 @@ def test_a_plan_with_other_upstreams_redirects_a_version_under_way(site: Site) -
     client.reply(lambda reply: reply.WhichOneof("reply") == "held")  # it is under way, and finds nobody
     client.send(plan=plan(announced))
     assert has_content(learner, client, V1)
+
+
+def until_read(agent: Agent) -> None:
+    """Wait until another host asks this one for something."""
+    end_s = time.monotonic() + WAIT_S
+    while not agent.sender._channels:
+        assert time.monotonic() < end_s, "nobody asks"
+        time.sleep(0.01)
+
+
+def hosts_of_a_run(site: Site) -> tuple[LearnerHost, list[tuple[Agent, LocalClient]]]:
+    """Return two hosts that hold a version, so that they answer each other."""
+    learner, members = site.learner(), [site.host(), site.host()]
+    announced = learner.stage(V1)
+    for _, client in members:
+        client.send(plan=plan(announced))
+        client.complete(V1)
+    return learner, members
+
+
+def test_two_hosts_that_change_places_do_not_wait_for_each_other(site: Site) -> None:
+    learner, ((first, client), (second, other)) = hosts_of_a_run(site)
+    announced = learner.stage(V2)
+    client.send(plan=plan(announced, [address(second)], position=1))
+    until_read(second)
+    other.send(plan=plan(announced, [address(first)], position=1))  # it comes before the first host's
+    until_read(first)
+    client.send(plan=plan(announced))
+    assert has_content(learner, client, V2)
+    assert has_content(learner, other, V2)
+
+
+def test_a_host_that_goes_for_the_next_version_says_that_the_one_before_will_not_come(site: Site) -> None:
+    learner, ((first, client), (second, other)) = hosts_of_a_run(site)
+    announced = learner.stage(V2)
+    client.send(plan=plan(announced, [address(second)], position=1))
+    until_read(second)
+    newest = learner.stage(V3)
+    other.send(plan=plan(newest, [address(first)], position=1))
+    client.send(plan=plan(newest))
+    assert has_content(learner, client, V3)
+    assert has_content(learner, other, V3)
+
+
+def test_a_version_that_has_begun_and_stands_still_is_left_for_a_newer_one(site: Site) -> None:
+    learner, (_, client) = site.learner(), site.host()
+    announced, ended = learner.stage(V1), threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+
+    def stand_still(connection: socket.socket) -> None:
+        """Send the manifest, and then signs of life for ever."""
+        channel = TcpChannel(connection, "waits", 5.0)
+        channel.send(bytes(frames.NONCE_BYTES))
+        if frames.receive_request(channel).manifest:
+            data = learner.agents[0].store.versions()[0].manifest_bytes
+            frames.send_frame(channel, Kind.MANIFEST, data=data)
+        with contextlib.suppress(Unavailable):
+            while not ended.wait(0.05):
+                frames.send_frame(channel, Kind.WAIT)
+        channel.close()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=stand_still, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    stuck = plan(announced)
+    del stuck.upstreams[:]
+    stuck.upstreams.add(addresses=[f"127.0.0.1:{listener.getsockname()[1]}"])
+    stuck.max_wait_s = 0.5
+    client.send(plan=stuck)
+    client.reply(lambda reply: reply.WhichOneof("reply") == "held")
+    client.send(plan=plan(learner.stage(V2)))
+    assert has_content(learner, client, V2)
+    ended.set()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 @pytest.mark.parametrize("token", [b"", b"x" * 32])
