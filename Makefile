@@ -31,7 +31,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-vllm test-vllm-slow chaos bitflips hosts meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks pages clean
+.PHONY: help demo test test-slow trackers test-vllm test-vllm-slow chaos bitflips hosts meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks pages clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,13 @@ test: $(STAMP) ## Run the tests but for the long ones (TESTS="tests/reward -k ma
 
 test-slow: $(STAMP) ## Run the long tests: short forms of the campaigns, every order of an end, every backup (TESTS=tests/e2e)
 	@$(call timed,$(BIN)/python $(PYTEST) -m "slow and not vllm" $(TESTS))
+
+# trackio needs a Pillow below 13, which replaces the one of constraints.txt in $(VENV).
+trackers: $(STAMP) ## Install the trackers and run the tests at their real servers; without it, `make test` skips them
+	@if $(BIN)/python -c 'import pip' 2>/dev/null; then pip="$(BIN)/python -m pip"; else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
+	grep -vi '^pillow' constraints.txt >$(VENV)/trackers.txt; \
+	$$pip install --no-compile -c $(VENV)/trackers.txt -e '.[dev,trackers]' sqlalchemy alembic
+	@$(call timed,$(BIN)/python -m pytest tests/services/tracking)
 
 test-vllm: $(VLLM_STAMP) ## Run the tests of the real vLLM on CPUs, in an environment of their own
 	@$(call timed,$(VLLM_BIN)/python $(PYTEST) -m "vllm and not slow" $(VLLM_WARNINGS) $(or $(TESTS),$(VLLM_TESTS)))
@@ -92,6 +99,7 @@ lint-python: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python -m services.cli.reference --check
 	$(BIN)/python -m services.coordinator.reporting.metric_table --check
+	$(BIN)/python -m services.tracking.names --check
 
 # The contract is compared with main: the remote's where there is one, else the local branch. CI has npx and
 # therefore skips nothing.
@@ -132,6 +140,7 @@ pages: $(STAMP) ## Generate the pages of keys, commands, foreign names, metrics 
 	$(BIN)/python -m services.cli.reference
 	$(BIN)/python -m services.coordinator.reporting.metric_table
 	$(BIN)/python tests/support/models/models_page.py
+	$(BIN)/python -m services.tracking.names
 
 clean: ## Remove .venv, caches and build output; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,6 +14,10 @@ MAX_HOPS = 2
 COVERED_BY = {
     "services/cli/recorded/curve_file.py": "test_report.py",
     "services/cli/recorded/report_sections.py": "test_report.py",
+    "services/tracking/cursor.py": "test_follower.py",
+    "services/tracking/entries.py": "test_follower.py",
+    "services/tracking/opening.py": "test_follower.py",
+    "services/tracking/tracker.py": "test_follower.py",
     "services/local/page_link.py": "tests/services/dashboard/test_page.py",
     "services/dashboard/pieces.py": "test_gateway.py",
     "services/dashboard/app.py": "test_gateway.py",

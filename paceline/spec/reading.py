@@ -60,6 +60,7 @@ NEWER_KEYS: dict[str, Any] = {
     "policy.optimizer.offload": False,
     "value.optimizer.offload": False,
     "logger.profile_period": 0,
+    "logger.trackers": [],
     "cluster.gpu_gb": None,
     "cluster.environment_workers": None,
 }

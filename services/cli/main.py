@@ -64,6 +64,10 @@ COMMANDS = {
         "services.cli.recorded.report:report",
         "Write one HTML file about a run: outcome, curves, samples, books, spec.",
     ),
+    "track": (
+        "services.cli.recorded.track:track",
+        "Send runs to Weights & Biases, trackio, MLflow or TensorBoard.",
+    ),
     "ledger": ("services.cli.recorded.records:ledger", "Verify or back up the record of every group."),
     "export": (
         "services.cli.recorded.records:export",

@@ -55,7 +55,10 @@ LEARNER_ENDS = (
 )
 WORKERS = ("rollout", "reward", "environment", "learner")
 DASHBOARD = "dashboard"
-ROLES = (*WORKERS, "coordinator", DASHBOARD)
+TRACKERS = "trackers"
+READERS = (DASHBOARD, TRACKERS)
+"""Services that read the coordinator's records and that nothing waits for."""
+ROLES = (*WORKERS, "coordinator", *READERS)
 NOTHING_ELSE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
@@ -180,6 +183,11 @@ class LocalCluster:
         self._add(DASHBOARD, command, max_deaths=None)
         return ready_file
 
+    def start_trackers(self) -> None:
+        """Start the process that sends runs to the trackers that their specs name. Nothing waits for it."""
+        options = ["--directory", str(self.directory), "--coordinator", self.address]
+        self._add(TRACKERS, ["services.cli.recorded.track", *options], max_deaths=None)
+
     def add(self, role: str) -> str:
         """Start one more service of `role` and return its name: that of one that was removed, if any has ended. A rollout
         worker beyond `cluster.rollout_workers` shares the GPUs of the others in turn."""
@@ -254,7 +262,7 @@ class LocalCluster:
     def stop(self) -> None:
         """End all services in good order: SIGTERM to the workers and the learner, which return their leases and write a
         checkpoint, then to the coordinator, which takes both. A service that needs longer than its grace is killed."""
-        for roles in ((DASHBOARD, *WORKERS), ("coordinator",)):
+        for roles in ((*READERS, *WORKERS), ("coordinator",)):
             services = [service for role in roles for service in self._services[role]]
             for service in services:
                 service.terminate()
@@ -280,7 +288,7 @@ class LocalCluster:
 
     def _add(self, role: str, command: list[str], max_deaths: int | None) -> Service:
         services, index = self._services[role], self._free_index(role)
-        name = role if role in ("coordinator", DASHBOARD) else f"{role}-{index}"
+        name = role if role in ("coordinator", *READERS) else f"{role}-{index}"
         gpus = self._gpus.get(role) or [()]
         service = Service(
             name,

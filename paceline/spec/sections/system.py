@@ -90,6 +90,34 @@ class CheckpointingSection(Section):
         return _checked_folder("checkpoint_dir", checkpoint_dir, info)
 
 
+class TrackerSection(Section):
+    """A tracker that a run's metrics are sent to. Its key or password is in the environment of the process that sends, never here."""
+
+    kind: Literal["wandb", "trackio", "mlflow", "tensorboard"]
+    """Weights & Biases, trackio (this machine's database, or a server), MLflow (a server), or TensorBoard's files."""
+    project: Annotated[str, Field(min_length=1, max_length=128)] = "paceline"
+    """Project there; MLflow's experiment."""
+    url: str = ""
+    """Server. Empty: as the tracker's own variables say (WANDB_BASE_URL, TRACKIO_SERVER_URL, MLFLOW_TRACKING_URI)."""
+    offline: bool = False
+    """W&B: write files beside the cursor, for `wandb sync`."""
+    names: Literal["paceline", "trl", "nemo_rl"] = "paceline"
+    """Names of the metrics: Paceline's, or those that TRL or NeMo RL has for the same (docs/trackers.md)."""
+    samples_per_step: Annotated[int, Field(ge=0, le=64)] = 2
+    """Groups of each step whose completions are sent as a table."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrackerSection:
+        if self.offline and self.kind != "wandb":
+            raise ValueError(f"offline with kind {self.kind!r}: only wandb writes files for later; remove it")
+        if self.url and (not self.url.startswith(("http://", "https://")) or "@" in self.url.split("/")[2]):
+            raise ValueError(
+                f"url {self.url.split('@')[-1]!r} has to be http(s)://HOST[:PORT]/… without a password, which belongs into the "
+                "environment of the process that sends"
+            )
+        return self
+
+
 class LoggerSection(Section):
     """Records of a run."""
 
@@ -105,6 +133,18 @@ class LoggerSection(Section):
     slower by it. 0: never."""
     stall_warning_s: PositiveFloat = 60.0
     """Seconds that the learner waits before a warning names the reason; again at twice the time, and so on."""
+    trackers: Annotated[tuple[TrackerSection, ...], Field(max_length=8)] = ()
+    """Trackers that `paceline up` sends the run to, and `paceline track` elsewhere. One of each kind."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _check_trackers(cls, trackers: tuple[TrackerSection, ...]) -> tuple[TrackerSection, ...]:
+        kinds = [tracker.kind for tracker in trackers]
+        if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+            raise ValueError(
+                f"{twice[0]} is there {kinds.count(twice[0])} times; one tracker of each kind is possible"
+            )
+        return trackers
 
 
 class ClusterSection(Section):

@@ -225,6 +225,8 @@ def run_here(
             stack.enter_context(LocalScaler(cluster, scaled_pools(sizes, scaled), say))
         if page:
             start_page(cluster, host, say)
+        if any(each.logger.trackers for each in specs):
+            cluster.start_trackers()
         try:
             succeeded = [_follow(client, run_id, left.events.get(run_id, 0), shown) for run_id in run_ids]
         except KeyboardInterrupt:

@@ -307,17 +307,8 @@ The coordinator has them as OpenTelemetry gauges too, `paceline.train.reward` an
 (`services/coordinator/reporting/step_otel.py`). With OTEL_EXPORTER_OTLP_ENDPOINT set it exports them to a collector; with
 `--metrics-port` it serves them at `/metrics` for Prometheus, where every character of a name but letters and digits is an
 underscore: `paceline_train_reward{paceline_run="my-run-1"}`. Seconds and bytes of weights are histograms there
-(`paceline_weights_transfer_seconds`). [operate.md](operate.md) has alerts. No tracker of a vendor is called. To have a run there, send its lines, during the run or
-afterwards:
-
-```python
-import json, wandb
-
-run = wandb.init(project="mine", name="my-run-1")
-for line in map(json.loads, open("runs/my-run-1/metrics.jsonl")):
-    if line["kind"] == "train":
-        run.log({name: value for name, value in line.items() if name != "kind"}, step=line["step"])
-```
+(`paceline_weights_transfer_seconds`). [operate.md](operate.md) has alerts. [trackers.md](trackers.md) sends them to Weights & Biases,
+trackio and MLflow.
 
 A value that does not exist in a step (a reward where every function returned None) is `null`. A parameter of a name is in
 angle brackets. *Healthy* says what to expect, and what another value means.

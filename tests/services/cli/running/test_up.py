@@ -121,6 +121,20 @@ def test_bounds_that_are_none_are_refused(bounds: str, up: Callable[..., Result]
     assert f"--bounds {bounds}: has to be POOL=FEWEST:MOST, such as rollout=0:4" in result.output
 
 
+def test_trackers_start_where_the_spec_names_them(up: Callable[..., Result]) -> None:
+    started: list[object] = []
+
+    def start(cluster: object) -> None:
+        started.append(cluster)
+
+    assert up(start_trackers=start).exit_code == 0
+    assert not started
+    assert up("logger.trackers=[{kind: tensorboard}]", start_trackers=start).exit_code == 0
+    assert len(started) == 1
+    refused = up("logger.trackers=[{kind: wandb}, {kind: wandb, offline: true}]")
+    assert "wandb is there 2 times" in refused.stderr
+
+
 def test_bounds_need_scale(up: Callable[..., Result]) -> None:
     assert "--bounds needs --scale" in up("--bounds", "rollout=1:2").output
 

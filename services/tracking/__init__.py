@@ -1,0 +1,1 @@
+"""Sending a run's metrics, samples and warnings to experiment trackers, from a process that nothing waits for."""

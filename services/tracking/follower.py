@@ -1,0 +1,153 @@
+"""Sends one run to one tracker: all entries in order, once, until the run has ended.
+
+Whatever fails, the records or the tracker, is tried again later, for as long as it takes; the run knows nothing of it. An entry counts
+as sent when the tracker has taken it. The cursor is written after that, so a death in between leads to a repetition, which the tracker
+recognizes by the entry's sequence number.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.backoff import ExponentialBackoff
+from paceline.errors import Conflict, InvalidInput, NotFound
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.records import Records
+from paceline.run_states import ENDED_STATES
+from paceline.spec.sections.system import TrackerSection
+from services.tracking.cursor import Cursor
+from services.tracking.entries import Entry, entries
+from services.tracking.opening import open_tracker
+from services.tracking.tracker import Refused, TrackedRun, Tracker
+
+POLL_S = 2.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
+log = logging.getLogger(__name__)
+seldom = RateLimitedLog(log, interval_s=30.0)
+
+
+class Target(NamedTuple):
+    """What is sent where."""
+
+    run_id: str
+    setting: TrackerSection
+    folder: Path
+    """Folder of the run's cursors and of trackers' files."""
+    links: dict[str, str]
+    only_now: bool = False
+    """End when all that is on record was sent, also if the run goes on."""
+
+
+class Follower:
+    """One run at one tracker."""
+
+    def __init__(
+        self,
+        target: Target,
+        records: Callable[[], AbstractContextManager[Records]],
+        open_: Callable[[TrackerSection, TrackedRun, Path], Tracker] = open_tracker,
+    ):
+        """`records` opens the records in the calling thread."""
+        self._target, self._records, self._open = target, records, open_
+        self.stop = threading.Event()
+        """Set to end as soon as what is on record was sent, or a try has failed."""
+        self.sent = 0
+        """Entries that were sent since the start."""
+
+    def run(self) -> None:
+        """Send until the run has ended and all was sent, or `stop` is set. Raises NotFound (no such run, a library that is not
+        installed), Conflict and InvalidInput (the cursor)."""
+        name = self._target.setting.kind
+        cursor = Cursor(self._target.folder, name)
+        backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        try:
+            while not self.stop.is_set():
+                before = self.sent
+                try:
+                    if self._attempt(cursor):
+                        return
+                except (NotFound, Conflict, InvalidInput):
+                    raise
+                except (
+                    Exception
+                ) as error:  # of any library, the network or the coordinator: all of it may pass
+                    text = f"{type(error).__name__}: {error}"[:500]
+                    seldom.warning(name, "%s: %s waits: %s; trying again", self._target.run_id, name, text)
+                if self.sent > before:
+                    backoff.reset()
+                self.stop.wait(backoff.next_s())
+        finally:
+            cursor.close()
+
+    def _attempt(self, cursor: Cursor) -> bool:
+        """Open records and tracker and send; return whether all is done."""
+        target, alerted = self._target, cursor.sequence
+        with self._records() as records:
+            run = TrackedRun(target.run_id, cursor.identity, _config(records, target.run_id), target.links)
+            tracker = self._open(target.setting, run, target.folder)
+            ended = ""
+            try:
+                position = tracker.position()
+                if position is not None:
+                    alerted, cursor.sequence = max(alerted, position), position
+                if tracker.url != cursor.url:
+                    cursor.url = tracker.url
+                    cursor.save()
+                    log.info("%s is at %s", target.run_id, cursor.url)
+                while True:
+                    stopping = self.stop.is_set()
+                    self._send_recorded(records, tracker, cursor, alerted)
+                    ended = cursor.ended
+                    if ended or target.only_now or stopping:
+                        break
+                    self.stop.wait(POLL_S)
+            finally:
+                tracker.close(ended)
+        cursor.done = bool(ended)
+        cursor.save()
+        return True
+
+    def _send_recorded(self, records: Records, tracker: Tracker, cursor: Cursor, alerted: int) -> None:
+        """Send what is on record. The tracker has the warnings up to `alerted` already."""
+        setting = self._target.setting
+        found = entries(
+            records,
+            self._target.run_id,
+            after=cursor.sequence,
+            time_s=cursor.time_s,
+            names=setting.names,
+            samples=setting.samples_per_step,
+        )
+        for entry in found:
+            try:
+                if not entry.warning or entry.step.sequence > alerted:
+                    _send(tracker, entry)
+            except Refused as error:
+                cursor.refused += 1
+                log.warning(
+                    "%s: %s refuses an entry, which is left out: %s", self._target.run_id, setting.kind, error
+                )
+            cursor.sequence, cursor.time_s = entry.step.sequence, entry.step.time_s
+            if entry.state:
+                cursor.ended, cursor.done = entry.state if entry.state in ENDED_STATES else "", False
+            cursor.save()
+            self.sent += 1
+
+
+def _send(tracker: Tracker, entry: Entry) -> None:
+    if entry.warning:
+        tracker.alert(entry.step, "Paceline warning", entry.warning)
+    elif entry.metrics or entry.samples:
+        tracker.log(entry.step, entry.metrics, entry.samples)
+
+
+def _config(records: Records, run_id: str) -> dict[str, object]:
+    import yaml
+
+    found = yaml.safe_load(records.spec_yaml(run_id))
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,85 @@
+"""The seam between the records of a run and a tracker.
+
+A tracker gets the entries of a run in order. It is told the sequence number of each, which is that of the run's event, so that it can
+recognize what it already has: `position` says up to where, and a repeated `log` or `alert` of the same entry changes nothing there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+from paceline.errors import InvalidInput, NotFound
+
+Row = dict[str, Any]
+"""One completion: the row of a samples table."""
+
+
+class Refused(InvalidInput):
+    """The tracker refuses this entry and would refuse it again; it is left out."""
+
+
+class Step(NamedTuple):
+    """When an entry happened."""
+
+    number: int
+    """Step of the run; of an evaluation the version."""
+    sequence: int
+    """Sequence number of the event; grows from entry to entry."""
+    time_s: float
+    """Seconds since 1970; the same at each repetition."""
+
+
+class TrackedRun(NamedTuple):
+    """The run as its tracker presents it."""
+
+    run_id: str
+    identity: str
+    """Unique name, kept beside the cursor: the tracker's run is found again by it."""
+    config: dict[str, Any]
+    """The resolved spec."""
+    links: dict[str, str]
+    """Where the run is: the coordinator or the ledger, and the page."""
+
+
+class Tracker(Protocol):
+    """One run at one tracker. Methods raise Refused for an entry that can never be sent, and any other exception while the
+    tracker cannot be reached; the caller opens it again then."""
+
+    @property
+    def url(self) -> str:
+        """Where people see the run; empty if that is not known."""
+
+    def position(self) -> int | None:
+        """Return the sequence number up to which the tracker has all entries; None where it cannot say, and the caller's
+        record counts."""
+
+    def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
+        """Send metrics by name and a table of samples."""
+
+    def alert(self, step: Step, title: str, text: str) -> None:
+        """Send a warning."""
+
+    def close(self, state: str) -> None:
+        """End; `state` is that of the run if it has ended, else empty."""
+
+
+def library(name: str) -> ModuleType:
+    """Import a tracker's library. Raises NotFound with the way to install it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise NotFound(
+            f"the tracker needs {error.name}, which is not installed; run `pip install 'paceline[trackers]'`"
+        ) from None
+
+
+def finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the metrics that have a value."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if value is not None and value == value and abs(value) != float("inf")
+    }
