@@ -61,6 +61,9 @@ NEWER_KEYS: dict[str, Any] = {
     "value.optimizer.offload": False,
     "logger.profile_period": 0,
     "logger.trackers": [],
+    "logger.default_rules": True,
+    "logger.rules": [],
+    "logger.webhooks": [],
     "cluster.gpu_gb": None,
     "cluster.environment_workers": None,
 }

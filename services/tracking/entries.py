@@ -11,7 +11,7 @@ from paceline.errors import NotFound
 from paceline.records import RecordedEvent, Records
 from services.common.reporting.visible_text import visible
 from services.tracking.names import Style, renamed
-from services.tracking.tracker import Row, Step, finite
+from services.tracking.tracker import AlertKind, Row, Step, finite
 
 KINDS = ("step", "evaluation", "warning", "state")
 NOT_METRICS = {"step", "time", "sequence"}
@@ -23,7 +23,9 @@ class Entry(NamedTuple):
     step: Step
     metrics: dict[str, float]
     samples: tuple[Row, ...] = ()
-    warning: str = ""
+    text: str = ""
+    """A warning, or why the state changed."""
+    alert: AlertKind | None = None
     state: str = ""
     """New state of the run, if it changed here."""
 
@@ -45,9 +47,12 @@ def _entry(
     records: Records, run_id: str, event: RecordedEvent, step: Step, names: Style, samples: int
 ) -> Entry:
     if event.kind == "warning":
-        return Entry(step, {}, warning=visible(str(event.content.get("message", ""))))
+        alert: AlertKind = (
+            "stalled" if event.content.get("stalled") else "rule" if event.content.get("rule") else "warning"
+        )
+        return Entry(step, {}, text=_message(event), alert=alert)
     if event.kind == "state":
-        return Entry(step, {}, state=str(event.content.get("state", "")))
+        return Entry(step, {}, text=_message(event), state=str(event.content.get("state", "")))
     metrics = {
         renamed(event.kind, name, names): value
         for name, value in event.content.items()
@@ -55,6 +60,10 @@ def _entry(
     }
     rows = tuple(_rows(records, run_id, step.number, samples)) if event.kind == "step" and samples else ()
     return Entry(step, finite(metrics), rows)
+
+
+def _message(event: RecordedEvent) -> str:
+    return visible(str(event.content.get("message", "")))
 
 
 def _rows(records: Records, run_id: str, step: int, groups: int) -> Iterator[Row]:

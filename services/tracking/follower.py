@@ -22,7 +22,8 @@ from paceline.run_states import ENDED_STATES
 from paceline.spec.sections.system import TrackerSection
 from services.tracking.cursor import Cursor
 from services.tracking.entries import Entry, entries
-from services.tracking.opening import open_tracker
+from services.tracking.names import Style
+from services.tracking.opening import Setting, open_tracker
 from services.tracking.tracker import Refused, TrackedRun, Tracker
 
 POLL_S = 2.0
@@ -35,7 +36,9 @@ class Target(NamedTuple):
     """What is sent where."""
 
     run_id: str
-    setting: TrackerSection
+    name: str
+    """Name of the cursor: the kind of a tracker; of a webhook also its address."""
+    setting: Setting
     folder: Path
     """Folder of the run's cursors and of trackers' files."""
     links: dict[str, str]
@@ -50,7 +53,7 @@ class Follower:
         self,
         target: Target,
         records: Callable[[], AbstractContextManager[Records]],
-        open_: Callable[[TrackerSection, TrackedRun, Path], Tracker] = open_tracker,
+        open_: Callable[[Setting, TrackedRun, Path], Tracker] = open_tracker,
     ):
         """`records` opens the records in the calling thread."""
         self._target, self._records, self._open = target, records, open_
@@ -62,7 +65,7 @@ class Follower:
     def run(self) -> None:
         """Send until the run has ended and all was sent, or `stop` is set. Raises NotFound (no such run, a library that is not
         installed), Conflict and InvalidInput (the cursor)."""
-        name = self._target.setting.kind
+        name = self._target.name
         cursor = Cursor(self._target.folder, name)
         backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         try:
@@ -107,7 +110,7 @@ class Follower:
                         break
                     self.stop.wait(POLL_S)
             finally:
-                tracker.close(ended)
+                tracker.close()
         cursor.done = bool(ended)
         cursor.save()
         return True
@@ -115,22 +118,29 @@ class Follower:
     def _send_recorded(self, records: Records, tracker: Tracker, cursor: Cursor, alerted: int) -> None:
         """Send what is on record. The tracker has the warnings up to `alerted` already."""
         setting = self._target.setting
+        names: Style = "paceline"
+        samples = 0
+        if isinstance(setting, TrackerSection):
+            names, samples = setting.names, setting.samples_per_step
         found = entries(
             records,
             self._target.run_id,
             after=cursor.sequence,
             time_s=cursor.time_s,
-            names=setting.names,
-            samples=setting.samples_per_step,
+            names=names,
+            samples=samples,
         )
         for entry in found:
             try:
-                if not entry.warning or entry.step.sequence > alerted:
+                if not entry.alert or entry.step.sequence > alerted:
                     _send(tracker, entry)
             except Refused as error:
                 cursor.refused += 1
                 log.warning(
-                    "%s: %s refuses an entry, which is left out: %s", self._target.run_id, setting.kind, error
+                    "%s: %s refuses an entry, which is left out: %s",
+                    self._target.run_id,
+                    self._target.name,
+                    error,
                 )
             cursor.sequence, cursor.time_s = entry.step.sequence, entry.step.time_s
             if entry.state:
@@ -140,8 +150,10 @@ class Follower:
 
 
 def _send(tracker: Tracker, entry: Entry) -> None:
-    if entry.warning:
-        tracker.alert(entry.step, "Paceline warning", entry.warning)
+    if entry.alert:
+        tracker.alert(entry.step, entry.alert, entry.text)
+    elif entry.state:
+        tracker.change_state(entry.step, entry.state, entry.text)
     elif entry.metrics or entry.samples:
         tracker.log(entry.step, entry.metrics, entry.samples)
 
@@ -150,4 +162,9 @@ def _config(records: Records, run_id: str) -> dict[str, object]:
     import yaml
 
     found = yaml.safe_load(records.spec_yaml(run_id))
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    if isinstance(found.get("logger"), dict):  # addresses of trackers and webhooks are nobody else's business
+        for name in ("trackers", "webhooks"):
+            found["logger"].pop(name, None)
+    return found

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
-from paceline.spec.sections.system import TrackerSection
+from paceline.spec.sections.alerts import WebhookSection
+from paceline.spec.sections.system import LoggerSection, TrackerSection
 from services.tracking.tracker import TrackedRun, Tracker
 
+Setting = TrackerSection | WebhookSection
 
-def open_tracker(setting: TrackerSection, run: TrackedRun, folder: Path) -> Tracker:
+
+def named(logger: LoggerSection) -> dict[str, Setting]:
+    """Return the trackers and the webhooks of a spec by the names of their cursors."""
+    found: dict[str, Setting] = {tracker.kind: tracker for tracker in logger.trackers}
+    for webhook in logger.webhooks:
+        address = webhook.url or f"${webhook.url_variable}"
+        found[f"webhook-{hashlib.sha256(address.encode()).hexdigest()[:8]}"] = webhook
+    return found
+
+
+def open_tracker(setting: Setting, run: TrackedRun, folder: Path) -> Tracker:
     """Return the tracker of a run. `folder` is for its files. Raises NotFound when its library is not installed."""
+    if isinstance(setting, WebhookSection):
+        from services.tracking.backends.webhook import Webhook
+
+        return Webhook(setting, run)
     match setting.kind:
         case "wandb":
             from services.tracking.backends.wandb_run import WandbRun

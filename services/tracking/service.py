@@ -1,4 +1,4 @@
-"""Sends every run whose spec names trackers to these, new runs included, until it is told to stop. One thread for each run and tracker:
+"""Sends every run whose spec names trackers or webhooks to these, new runs included, until it is told to stop. One thread for each run and tracker:
 one that hangs keeps no other waiting."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from paceline.rate_limited_log import RateLimitedLog
 from paceline.records import Records
 from paceline.run_states import ENDED_STATES, state_name
 from paceline.spec.reading import spec_of_run
-from paceline.spec.sections.system import TrackerSection
 from services.tracking.cursor import is_done
 from services.tracking.follower import Follower, Target
+from services.tracking.opening import Setting, named
 
 if TYPE_CHECKING:
     from protos.paceline.v1.run_pb2 import Run
@@ -74,8 +74,8 @@ class Tracking:
 
     def __init__(self, opening: Opening, directory: Path, links: Mapping[str, str], stop: threading.Event):
         self._opening, self._directory, self._links, self._stop = opening, directory, dict(links), stop
-        self._settings: dict[str, tuple[TrackerSection, ...]] = {}
-        """Trackers by run, of runs that were looked at."""
+        self._settings: dict[str, dict[str, Setting]] = {}
+        """Trackers and webhooks by run, of runs that were looked at."""
         self._senders: dict[tuple[str, str], Sender] = {}
 
     def run(self) -> None:
@@ -94,28 +94,28 @@ class Tracking:
         """Start a sender for each run and tracker of which something may be missing."""
         for run in source.runs():
             has_ended = state_name(run) in ENDED_STATES
-            for setting in self._trackers(source, run.run_id):
-                key, folder = (run.run_id, setting.kind), folder_of(self._directory, run.run_id)
+            for name, setting in self._trackers(source, run.run_id).items():
+                key, folder = (run.run_id, name), folder_of(self._directory, run.run_id)
                 before = self._senders.get(key)
                 if before is not None and (before.thread.is_alive() or before.failure):
                     continue
-                if (has_ended and is_done(folder, setting.kind)) or len(self._alive()) >= MAX_SENDERS:
+                if (has_ended and is_done(folder, name)) or len(self._alive()) >= MAX_SENDERS:
                     continue
-                target = Target(run.run_id, setting, folder, self._links)
+                target = Target(run.run_id, name, setting, folder, self._links)
                 follower = Follower(target, records_opening(self._opening))
-                self._senders[key] = Sender(follower, f"{run.run_id} to {setting.kind}")
+                self._senders[key] = Sender(follower, f"{run.run_id} to {name}")
 
     def _alive(self) -> list[Sender]:
         return [sender for sender in self._senders.values() if sender.thread.is_alive()]
 
-    def _trackers(self, source: Source, run_id: str) -> tuple[TrackerSection, ...]:
+    def _trackers(self, source: Source, run_id: str) -> dict[str, Setting]:
         if run_id not in self._settings:
             try:
                 spec, _ = spec_of_run(run_id, source.records.spec_yaml(run_id))
-                self._settings[run_id] = spec.logger.trackers
+                self._settings[run_id] = named(spec.logger)
             except SpecError as error:
                 log.warning("%s", error)
-                self._settings[run_id] = ()
+                self._settings[run_id] = {}
         return self._settings[run_id]
 
 

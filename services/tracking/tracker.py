@@ -9,12 +9,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from paceline.errors import InvalidInput, NotFound
 
 Row = dict[str, Any]
 """One completion: the row of a samples table."""
+
+
+AlertKind = Literal["rule", "stalled", "warning"]
+"""A broken rule, a stall, or any other warning."""
+TITLES: dict[AlertKind, str] = {"rule": "Rule broken", "stalled": "Run stalls", "warning": "Warning"}
 
 
 class Refused(InvalidInput):
@@ -59,11 +64,14 @@ class Tracker(Protocol):
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
         """Send metrics by name and a table of samples."""
 
-    def alert(self, step: Step, title: str, text: str) -> None:
+    def alert(self, step: Step, kind: AlertKind, text: str) -> None:
         """Send a warning."""
 
-    def close(self, state: str) -> None:
-        """End; `state` is that of the run if it has ended, else empty."""
+    def change_state(self, step: Step, state: str, message: str) -> None:
+        """Take the run's new state, as `running` or `failed`, and why."""
+
+    def close(self) -> None:
+        """End; the run may go on in a further life."""
 
 
 def library(name: str) -> ModuleType:

@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from paceline.spec.sections.alerts import WebhookSection, parsed_rule
 from paceline.spec.sections.base import STORED, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+RuleText = Annotated[str, Field(max_length=300)]
 
 
 def _checked_folder(name: str, folder: str | None, info: ValidationInfo) -> str | None:
@@ -135,6 +138,21 @@ class LoggerSection(Section):
     """Seconds that the learner waits before a warning names the reason; again at twice the time, and so on."""
     trackers: Annotated[tuple[TrackerSection, ...], Field(max_length=8)] = ()
     """Trackers that `paceline up` sends the run to, and `paceline track` elsewhere. One of each kind."""
+
+    default_rules: bool = True
+    """Warn by the usual rules on metrics (docs/alerts.md)."""
+    rules: Annotated[tuple[RuleText, ...], Field(max_length=64)] = ()
+    """Further rules: `METRIC > NUMBER for N steps`, with <, <=, > or >=. `*` stands for any characters of a name; `change of`
+    before the metric means the difference to the step before."""
+    webhooks: Annotated[tuple[WebhookSection, ...], Field(max_length=8)] = ()
+    """Addresses that are told of the end of the run, of stalls and of broken rules, by the process that sends to trackers."""
+
+    @field_validator("rules")
+    @classmethod
+    def _check_rules(cls, rules: tuple[str, ...]) -> tuple[str, ...]:
+        for rule in rules:
+            parsed_rule(rule)
+        return rules
 
     @field_validator("trackers")
     @classmethod

@@ -24,6 +24,7 @@ from paceline.spec.reading import spec_of_run
 from paceline.spec.sections.system import TrackerSection
 from services.cli.recorded.source import Source, ledger_source, records_of, records_of_run, source_options
 from services.tracking.follower import Follower, Target
+from services.tracking.opening import Setting, named
 from services.tracking.service import Sender, Tracking, end, folder_of, records_opening
 
 KINDS = ("wandb", "trackio", "mlflow", "tensorboard")
@@ -60,7 +61,8 @@ def track(
     directory: Path,
     coordinator: str | None,
 ) -> None:
-    """Send RUN (its id or its folder) to trackers until it has ended; without RUN every run whose spec names trackers, until Ctrl-C.
+    """Send RUN (its id or its folder) to trackers until it has ended; without RUN every run whose spec names trackers or webhooks, until
+    Ctrl-C.
 
     What was sent is noted in trackers/ of --directory: a second start goes on there, and what a tracker missed is sent later, in order,
     once. Keys are read from the tracker's own variables (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN, TRACKIO_WRITE_TOKEN).
@@ -89,12 +91,12 @@ def track(
     senders = [
         Sender(
             Follower(
-                Target(run_id, setting, folder_of(directory, run_id), links, only_now),
+                Target(run_id, name, setting, folder_of(directory, run_id), links, only_now),
                 records_opening(where.opened),
             ),
-            f"{run_id} to {setting.kind}",
+            f"{run_id} to {name}",
         )
-        for setting in settings
+        for name, setting in settings.items()
     ]
     while any(sender.thread.is_alive() for sender in senders) and not stop.wait(0.1):
         pass
@@ -134,12 +136,14 @@ class _Where:
 
 def _settings(
     source: Source, run_id: str, kinds: tuple[str, ...], changes: Mapping[str, str | int]
-) -> list[TrackerSection]:
-    """Return the trackers to send to: those named, with the spec's settings of their kind. Raises NotFound, InvalidInput."""
+) -> dict[str, Setting]:
+    """Return what to send to, by name: the trackers that are named, with the spec's settings of their kind, else those of the spec
+    with its webhooks. Raises NotFound, InvalidInput."""
     spec, _ = spec_of_run(run_id, source.records.spec_yaml(run_id))
-    named = {setting.kind: setting for setting in spec.logger.trackers}
-    chosen: list[str] = list(kinds) or list(named)
-    if not chosen:
+    in_spec = named(spec.logger)
+    trackers = {tracker.kind: tracker.model_dump() for tracker in spec.logger.trackers}
+    chosen: list[str] = list(kinds) or list(trackers)
+    if not kinds and not in_spec:
         raise NotFound(
             f"the spec of {run_id} names no tracker (logger.trackers); name one with --to, as --to wandb"
         )
@@ -147,11 +151,11 @@ def _settings(
         raise InvalidInput(
             f"--url is for one tracker, and {' and '.join(chosen)} are meant; start one command for each"
         )
-    settings = []
+    settings = {} if kinds else {name: each for name, each in in_spec.items() if name not in trackers}
     for kind in dict.fromkeys(chosen):
-        before = named[kind].model_dump() if kind in named else {"kind": kind}
+        before = trackers.get(kind, {"kind": kind})  # type: ignore[call-overload]
         try:
-            settings.append(TrackerSection.model_validate({**before, **changes}))
+            settings[kind] = TrackerSection.model_validate({**before, **changes})
         except ValidationError as error:
             raise InvalidInput("; ".join(str(item["msg"]) for item in error.errors())) from None
     return settings

@@ -225,7 +225,7 @@ def run_here(
             stack.enter_context(LocalScaler(cluster, scaled_pools(sizes, scaled), say))
         if page:
             start_page(cluster, host, say)
-        if any(each.logger.trackers for each in specs):
+        if any(each.logger.trackers or each.logger.webhooks for each in specs):
             cluster.start_trackers()
         try:
             succeeded = [_follow(client, run_id, left.events.get(run_id, 0), shown) for run_id in run_ids]

@@ -242,6 +242,15 @@ class Ledger(LedgerFile):
             (run_id, after, limit),
         ).fetchall()
 
+    def step_metrics(self, run_id: str, before: int, number: int) -> list[dict[str, Any]]:
+        """Return the content of the events of the newest `number` steps before one, oldest first."""
+        rows = self.db.execute(
+            "SELECT json FROM events WHERE run_id = ? AND kind = 'step' AND json_extract(json, '$.step') < ?"
+            " ORDER BY sequence DESC LIMIT ?",
+            (run_id, before, number),
+        ).fetchall()
+        return [json.loads(row["json"]) for row in reversed(rows)]
+
     def metrics_of_step(self, run_id: str, step: int) -> dict[str, Any] | None:
         """Return the content of the event of a trained step; None without one."""
         row = self.db.execute(

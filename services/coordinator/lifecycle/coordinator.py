@@ -165,7 +165,8 @@ class Coordinator:
     async def _check(self) -> None:
         """Act on the members' faults and pass on the warnings of the watchdog and of the prompt check."""
         await self.faults.check(time.monotonic())
-        await self.warn([*self.watchdog.check(time.monotonic()), *self._prompts.take_warnings()])
+        messages = [*self.watchdog.check(time.monotonic()), *self._prompts.take_warnings()]
+        await self.watchers.warn(messages, stalls=self.watchdog.stalls)
         await self._finish_if_done()
 
     async def _tidy_up(self) -> None:

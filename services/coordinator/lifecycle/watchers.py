@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from services.coordinator.exchange.state import Exchange, Notice
 from services.coordinator.exchange.transport.server import ExchangeServer
@@ -26,13 +27,20 @@ class Watchers:
         async with self.changed:
             self.changed.notify_all()
 
-    async def warn(self, messages: list[str]) -> None:
-        """Add warnings to the events of the active run, if there is one."""
+    async def warn(self, messages: list[str], stalls: Sequence[str] = ()) -> None:
+        """Add warnings to the events of the active run, if there is one; those among `stalls` are marked."""
         run = self._exchange.active
         if run is None or not messages:
             return
         async with self._lock:
             with self._ledger.transaction():
-                self._run_log.write_down([Notice("warning", {"message": message}) for message in messages])
+                self._run_log.write_down(
+                    [
+                        Notice(
+                            "warning", {"message": message} | ({"stalled": True} if message in stalls else {})
+                        )
+                        for message in messages
+                    ]
+                )
         self._server.wake("lease")
         await self.notify()

@@ -27,6 +27,7 @@ from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Members
 from services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
 from services.coordinator.reporting.no_signal import no_signal
+from services.coordinator.reporting.rules import Rules, rules_of
 from services.coordinator.reporting.step_otel import StepMeters
 from services.coordinator.reporting.text_samples import evaluation_text
 from services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
@@ -58,6 +59,8 @@ class RunLog:
         self._weights: dict[str, float] = {}
         self._versions = WeightRecords()
         self._meters, self._step_meters = WeightMeters(), StepMeters()
+        self._rules: Rules | None = None
+        """Rules of the run, from its first step of this coordinator on."""
         self._run_id = ""
         self._counted_s = time.monotonic()
         """Time, by the monotonic clock, up to which the ledger has the run's active time."""
@@ -76,7 +79,7 @@ class RunLog:
             directory, tensorboard=tensorboard, next_step=next_step, is_ahead=is_ahead
         )
         self._run_id, self._counted_s = run_id, time.monotonic()
-        self._learner, self._weights, self._versions = {}, {}, WeightRecords()
+        self._learner, self._weights, self._versions, self._rules = {}, {}, WeightRecords(), None
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
         """Close the files, with a summary if the run has ended."""
@@ -216,6 +219,7 @@ class RunLog:
         self._ledger.add_event(run.run_id, "step", {"step": step, "time": time.time(), **_numbers(metrics)})
         self._record("train", step, metrics)
         self._warn_without_signal(run, step, metrics)
+        self._apply_rules(run, step, metrics)
         grpo, trained = run.spec.grpo, step + 1
         final = trained == self._exchange.num_steps(run)
         due = grpo.val_period and trained % grpo.val_period == 0
@@ -234,6 +238,22 @@ class RunLog:
             message = f"step {step}: {text}{so_far}"
             log.warning("run %s: %s", run.run_id, message)
             self._ledger.add_event(run.run_id, "warning", {"message": message})
+
+    def _apply_rules(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
+        """Warn of rules that this step breaks."""
+        if self._rules is None:
+            self._rules = Rules(rules_of(run.spec.logger))
+            self._rules.replay(self._ledger.step_metrics(run.run_id, step, self._rules.reach))
+        for broken in self._rules.check(metrics):
+            message = f"step {step}: {broken.message}"
+            log.warning("run %s: %s", run.run_id, one_line(message))
+            content = {
+                "message": message,
+                "rule": str(broken.rule),
+                "metric": broken.metric,
+                "value": broken.value,
+            }
+            self._ledger.add_event(run.run_id, "warning", content)
 
     def _write_versions(self, records: list[VersionRecord]) -> None:
         for record in records:

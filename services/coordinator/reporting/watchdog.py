@@ -36,15 +36,19 @@ class Watchdog:
         self._step = -1
         self._next_warning_s = 0.0
         """Seconds of waiting for `_step` after which to warn again."""
+        self.stalls: list[str] = []
+        """Those of the warnings of the last check that say that the run stalls."""
 
     def check(self, now_s: float) -> list[str]:
         """Return due warnings. Each stall is reported after `logger.stall_warning_s`, then after twice that time, four
         times and so on."""
-        run = self._exchange.active
+        run, self.stalls = self._exchange.active, []
         if run is None:
             self._moving_s = None
             return []
-        return [*self._check_disk(run), *self._check_data(), *self._check_stall(run, now_s)]
+        others = [*self._check_disk(run), *self._check_data()]
+        self.stalls = self._check_stall(run, now_s)
+        return [*others, *self.stalls]
 
     def _bytes_to_come(self, run: ActiveRun) -> int:
         """Return the bytes that admitted and leased groups will take, by the mean size of recent groups."""

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.errors import InvalidInput
 from paceline.spec.sections.system import TrackerSection
 from services.tracking.entries import as_table
-from services.tracking.tracker import Refused, Row, Step, TrackedRun, library
+from services.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, library
 
 TIMEOUT_S = 10
 METRICS_AT_ONCE = 1000
@@ -75,31 +75,34 @@ class MlflowRun:
             table = {"columns": columns, "data": lines}
             self._call(self._client.log_dict, self._run_id, table, f"samples/step-{step.number:08d}.json")
 
-    def alert(self, step: Step, title: str, text: str) -> None:
+    def alert(self, step: Step, kind: AlertKind, text: str) -> None:
         """Set a tag of the run, because MLflow has no alerts."""
         words = f"step {step.number}: {text}"[:MAX_TAG]
-        self._call(self._client.set_tag, self._run_id, f"paceline.warning.{step.sequence}", words)
+        self._call(self._client.set_tag, self._run_id, f"paceline.{kind}.{step.sequence}", words)
 
-    def close(self, state: str) -> None:
-        """End the run there, if it has ended."""
-        if state:
-            self._call(self._client.set_terminated, self._run_id, STATUS.get(state, "FINISHED"))
+    def change_state(self, step: Step, state: str, message: str) -> None:
+        """Set the run's status."""
+        end_ms = int(step.time_s * 1000)
+        if state in STATUS:
+            self._call(self._client.set_terminated, self._run_id, STATUS[state], end_ms)
+        else:
+            self._call(self._client.update_run, self._run_id, status="RUNNING")
+
+    def close(self) -> None:
+        """Do nothing: the server has all."""
 
     def _experiment(self, name: str) -> str:
         found = self._client.get_experiment_by_name(name)
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
     def _found(self, experiment_id: str, run: TrackedRun) -> str:
-        """Return the run of an earlier life, and let it go on."""
+        """Return the run of an earlier life."""
         found = self._client.search_runs(
             [experiment_id], f"tags.`{IDENTITY}` = '{run.identity}'", max_results=1
         )
         if not found:
             return ""
-        run_id = str(found[0].info.run_id)
-        if found[0].info.status != "RUNNING":
-            self._client.update_run(run_id, status="RUNNING")
-        return run_id
+        return str(found[0].info.run_id)
 
     def _made(self, experiment_id: str, run: TrackedRun) -> str:
         tags = {IDENTITY: run.identity, "paceline.run": run.run_id}

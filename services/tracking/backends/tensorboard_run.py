@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from services.tracking.entries import as_table
-from services.tracking.tracker import Row, Step, library
+from services.tracking.tracker import AlertKind, Row, Step, library
 
 SEQUENCE = "paceline/sequence"
 EVENT_FILES = "events.out.tfevents.*"
@@ -48,11 +48,14 @@ class TensorboardRun:
             values.append(self._text("train/samples", _markdown(*as_table(list(samples)))))
         self._write(step, values)
 
-    def alert(self, step: Step, title: str, text: str) -> None:
+    def alert(self, step: Step, kind: AlertKind, text: str) -> None:
         """Write the warning as a text."""
         self._write(step, [self._text(SEQUENCE, str(step.sequence)), self._text("warnings", _code(text))])
 
-    def close(self, state: str) -> None:
+    def change_state(self, step: Step, state: str, message: str) -> None:
+        """Do nothing: files have no state."""
+
+    def close(self) -> None:
         """Close the file."""
         self._writer.close()
 

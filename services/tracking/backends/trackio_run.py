@@ -13,10 +13,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from paceline.spec.sections.system import TrackerSection
-from services.tracking.tracker import Row, Step, TrackedRun, library
+from services.tracking.tracker import TITLES, AlertKind, Row, Step, TrackedRun, library
 
 TIMEOUT_S = 10
 TABLE = "samples"
+LEVELS = {"succeeded": "info", "cancelled": "info", "failed": "error"}
 
 
 class TrackioRun:
@@ -73,15 +74,18 @@ class TrackioRun:
             run_id=self._run.identity,
         )
 
-    def alert(self, step: Step, title: str, text: str) -> None:
+    def alert(self, step: Step, kind: AlertKind, text: str) -> None:
         """Store an alert."""
+        self._store_alert(step, TITLES[kind], text, "warn")
+
+    def _store_alert(self, step: Step, title: str, text: str, level: str) -> None:
         entry = {
             "project": self._project,
             "run": self._run.run_id,
             "run_id": self._run.identity,
             "title": title,
             "text": text,
-            "level": "warn",
+            "level": level,
             "step": step.number,
             "timestamp": _time(step),
             "alert_id": f"{self._run.identity}-{step.sequence}",
@@ -94,15 +98,20 @@ class TrackioRun:
             self._run.run_id,
             [title],
             [text],
-            ["warn"],
+            [level],
             [step.number],
             timestamps=[_time(step)],
             alert_ids=[entry["alert_id"]],
             run_id=self._run.identity,
         )
 
-    def close(self, state: str) -> None:
-        """Do nothing: all is stored, and a run there has no end."""
+    def change_state(self, step: Step, state: str, message: str) -> None:
+        """Store the end of a run as an alert, because a run there has no state."""
+        if state in LEVELS:
+            self._store_alert(step, f"Run {state}", message or f"step {step.number}", LEVELS[state])
+
+    def close(self) -> None:
+        """Do nothing: all is stored."""
 
 
 def _time(step: Step) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.spec.sections.system import TrackerSection
 from services.tracking.entries import as_table
-from services.tracking.tracker import Row, Step, TrackedRun, library
+from services.tracking.tracker import TITLES, AlertKind, Row, Step, TrackedRun, library
 
 INIT_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 120.0
@@ -59,6 +59,7 @@ class WandbRun:
             resume=None if setting.offline else "allow",
             settings=self._wandb.Settings(**settings),
         )
+        self._exit_code = 0
         self._run.define_metric(AXIS)
         self._run.define_metric("*", step_metric=AXIS)
 
@@ -81,14 +82,20 @@ class WandbRun:
             values[SAMPLES] = self._wandb.Table(columns=columns, data=lines, allow_mixed_types=True)
         self._run.log(values, step=step.sequence)
 
-    def alert(self, step: Step, title: str, text: str) -> None:
+    def alert(self, step: Step, kind: AlertKind, text: str) -> None:
         """Send an alert, which W&B delivers by mail or Slack, and a line of the history, which tells that it was sent."""
-        self._run.alert(title=title, text=f"step {step.number}: {text}", level=self._wandb.AlertLevel.WARN)
+        self._run.alert(
+            title=TITLES[kind], text=f"step {step.number}: {text}", level=self._wandb.AlertLevel.WARN
+        )
         self._run.log({AXIS: step.number, WARNED: 1}, step=step.sequence)
 
-    def close(self, state: str) -> None:
+    def change_state(self, step: Step, state: str, message: str) -> None:
+        """Keep what the run is finished with."""
+        self._exit_code = 1 if state == "failed" else 0
+
+    def close(self) -> None:
         """Finish what is under way; the run goes on under its id if it is opened again."""
-        self._run.finish(exit_code=1 if state == "failed" else 0)
+        self._run.finish(exit_code=self._exit_code)
 
 
 def offline_position(folder: Path) -> int:

@@ -15,7 +15,8 @@ from paceline.spec.sections.system import TrackerSection
 from services.tracking import follower as module
 from services.tracking.cursor import Cursor, is_done
 from services.tracking.follower import Follower, Target
-from services.tracking.tracker import Refused, Row, Step, TrackedRun, Tracker
+from services.tracking.opening import Setting
+from services.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, Tracker
 
 SETTING = TrackerSection(kind="trackio")
 
@@ -29,7 +30,7 @@ class Recording:
         self.got: list[tuple[int, dict[str, float]]] = []
         self.samples: list[Row] = []
         self.alerts: list[str] = []
-        self.closed: list[str] = []
+        self.states: list[str] = []
         self.runs: list[TrackedRun] = []
         self.fail_before: set[int] = set()
         self.fail_after: set[int] = set()
@@ -38,7 +39,7 @@ class Recording:
         self.reached = threading.Event()
         """Set once something was sent."""
 
-    def open(self, setting: TrackerSection, run: TrackedRun, folder: Path) -> Tracker:
+    def open(self, setting: Setting, run: TrackedRun, folder: Path) -> Tracker:
         self.runs.append(run)
         return self
 
@@ -60,11 +61,14 @@ class Recording:
             raise TimeoutError("it was taken, and the answer is lost")
         self.reached.set()
 
-    def alert(self, step: Step, title: str, text: str) -> None:
-        self.alerts.append(text)
+    def alert(self, step: Step, kind: AlertKind, text: str) -> None:
+        self.alerts.append(f"{kind}: {text}")
 
-    def close(self, state: str) -> None:
-        self.closed.append(state)
+    def change_state(self, step: Step, state: str, message: str) -> None:
+        self.states.append(f"{state} {message}".strip())
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -81,24 +85,26 @@ def run(tmp_path: Path) -> Iterator[RecordedRun]:
 
 
 def follower(run: RecordedRun, tracker: Recording, folder: Path, *, only_now: bool = False) -> Follower:
-    target = Target(RUN_ID, SETTING, folder, {"ledger": "here"}, only_now)
+    target = Target(RUN_ID, SETTING.kind, SETTING, folder, {"ledger": "here"}, only_now)
     return Follower(target, run.records(), tracker.open)
 
 
 def test_everything_is_sent_once_and_in_order(run: RecordedRun, tmp_path: Path) -> None:
     run.add_steps(3)
     run.add("warning", message="look \x1b[31m at this")
+    run.add("warning", message="low", rule="reward < 1", metric="reward", value=0.5)
+    run.add("warning", message="it waits", stalled=True)
     run.add("evaluation", step=3, reward=0.5, prompts=2)
-    run.add("state", state="succeeded")
+    run.add("state", state="succeeded", message="all steps")
     tracker = Recording()
     follower(run, tracker, tmp_path).run()
     assert [step for step, _ in tracker.got] == [0, 1, 2, 3]
     assert tracker.got[2][1] == {"train/reward": 0.25, "train/reward/exact_match": 0.5}
     assert tracker.got[3][1] == {"eval/reward": 0.5, "eval/prompts": 2.0}
-    assert tracker.alerts == ["look \\x1b[31m at this"]
+    assert tracker.alerts == ["warning: look \\x1b[31m at this", "rule: low", "stalled: it waits"]
     assert [row["completion"] for row in tracker.samples] == ["2", "three"]
     assert tracker.samples[0]["prompt"] == "<script>alert(1)</script>\\x1b[31m"
-    assert tracker.closed == ["succeeded"]
+    assert tracker.states == ["succeeded all steps"]
     assert tracker.runs[0].config["name"] == "sums"
     assert is_done(tmp_path, "trackio")
 
@@ -111,7 +117,7 @@ def test_a_second_start_sends_what_is_new(run: RecordedRun, tmp_path: Path) -> N
     run.add("state", state="failed")
     follower(run, tracker, tmp_path).run()
     assert [step for step, _ in tracker.got] == [0, 1, 2]
-    assert tracker.closed == ["", "failed"]
+    assert tracker.states == ["failed"]
     assert tracker.runs[0].identity == tracker.runs[1].identity
 
 
@@ -148,7 +154,7 @@ def test_a_tracker_that_lost_entries_gets_them_again_without_the_warnings(
     tracker.known, tracker.got = 0, []
     follower(run, tracker, tmp_path, only_now=True).run()
     assert [step for step, _ in tracker.got] == [0, 1]
-    assert tracker.alerts == ["one"]
+    assert tracker.alerts == ["warning: one"]
 
 
 def test_what_a_tracker_refuses_is_left_out_and_counted(run: RecordedRun, tmp_path: Path) -> None:
@@ -172,7 +178,7 @@ def test_it_follows_a_run_that_goes_on(run: RecordedRun, tmp_path: Path) -> None
     sending.join(30)
     assert not sending.is_alive()
     assert [step for step, _ in tracker.got] == [0, 1]
-    assert tracker.closed == ["cancelled"]
+    assert tracker.states == ["cancelled"]
 
 
 def test_a_resumed_run_goes_on_in_the_same_place(run: RecordedRun, tmp_path: Path) -> None:
@@ -187,7 +193,7 @@ def test_a_resumed_run_goes_on_in_the_same_place(run: RecordedRun, tmp_path: Pat
     run.add("state", state="succeeded")
     follower(run, tracker, tmp_path).run()
     assert [step for step, _ in tracker.got] == [0, 1]
-    assert tracker.closed == ["failed", "", "succeeded"]
+    assert tracker.states == ["failed", "running", "succeeded"]
 
 
 def test_one_process_at_a_time_and_a_damaged_cursor_is_named(run: RecordedRun, tmp_path: Path) -> None:
@@ -201,6 +207,6 @@ def test_one_process_at_a_time_and_a_damaged_cursor_is_named(run: RecordedRun, t
 
 
 def test_an_unknown_run_is_named(run: RecordedRun, tmp_path: Path) -> None:
-    target = Target("nosuch", SETTING, tmp_path, {})
+    target = Target("nosuch", "trackio", SETTING, tmp_path, {})
     with pytest.raises(NotFound, match="nosuch"):
         Follower(target, run.records(), Recording().open).run()

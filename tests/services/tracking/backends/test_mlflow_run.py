@@ -47,7 +47,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedRun
 
 def follower(run: RecordedRun, folder: Path, port: int, project: str) -> Follower:
     setting = TrackerSection(kind="mlflow", project=project, url=f"http://127.0.0.1:{port}")
-    return Follower(Target(RUN_ID, setting, folder, {"coordinator": "127.0.0.1:7070"}), run.records())
+    return Follower(
+        Target(RUN_ID, setting.kind, setting, folder, {"coordinator": "127.0.0.1:7070"}), run.records()
+    )
 
 
 def only_run(port: int, project: str) -> tuple[mlflow.MlflowClient, mlflow.entities.Run]:
@@ -129,4 +131,4 @@ def test_a_folder_of_files_is_refused(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     setting = TrackerSection(kind="mlflow")
     with pytest.raises(InvalidInput, match="give the URL of a server"):
-        Follower(Target(RUN_ID, setting, tmp_path, {}), run.records()).run()
+        Follower(Target(RUN_ID, setting.kind, setting, tmp_path, {}), run.records()).run()

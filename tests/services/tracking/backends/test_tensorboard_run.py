@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Iterator[RecordedRun]:
 
 
 def send(run: RecordedRun, folder: Path) -> None:
-    Follower(Target(RUN_ID, SETTING, folder, {}, only_now=True), run.records()).run()
+    Follower(Target(RUN_ID, SETTING.kind, SETTING, folder, {}, only_now=True), run.records()).run()
 
 
 def rewards(folder: Path) -> list[tuple[int, float]]:

@@ -47,7 +47,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedRun
 
 def follower(run: RecordedRun, folder: Path, url: str, project: str) -> Follower:
     setting = TrackerSection(kind="trackio", project=project, url=url)
-    return Follower(Target(RUN_ID, setting, folder, {"coordinator": "127.0.0.1:7070"}), run.records())
+    return Follower(
+        Target(RUN_ID, setting.kind, setting, folder, {"coordinator": "127.0.0.1:7070"}), run.records()
+    )
 
 
 def at_server(port: int, call: str, **arguments: Any) -> Any:
@@ -80,8 +82,8 @@ def test_the_database_here_takes_it(
     rows = logs[0]["samples"]["_value"]
     assert [row["completion"] for row in rows] == ["2", "three"]
     assert rows[0]["prompt"] == "&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[31m"
-    (alert,) = storage.get_alerts("here")
-    assert (alert["text"], alert["level"], alert["step"]) == ("look", "warn", 3)
+    alerts = sorted((alert["title"], alert["text"], alert["level"]) for alert in storage.get_alerts("here"))
+    assert alerts == [("Run succeeded", "step 3", "info"), ("Warning", "look", "warn")]
     config = storage.get_run_config("here", RUN_ID, run_id=content["identity"])
     assert config["grpo"]["num_generations_per_prompt"] == 2
     assert config["paceline_coordinator"] == "127.0.0.1:7070"
@@ -111,4 +113,8 @@ def test_a_server_that_is_away_gets_everything_once(
     assert not sending.is_alive()
     logs = at_server(port, "get_logs", project=fault, run=RUN_ID)
     assert rewards(logs) == [(step, step / 8) for step in range(7)]
-    assert [alert["text"] for alert in at_server(port, "get_alerts", project=fault)] == ["still here"]
+    alerts = at_server(port, "get_alerts", project=fault)
+    assert sorted((alert["title"], alert["text"]) for alert in alerts) == [
+        ("Run succeeded", "step 7"),
+        ("Warning", "still here"),
+    ]

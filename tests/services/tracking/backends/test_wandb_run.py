@@ -32,7 +32,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedRun
 
 def follower(run: RecordedRun, folder: Path, *, only_now: bool = False) -> Follower:
     return Follower(
-        Target(RUN_ID, SETTING, folder, {"page": "http://127.0.0.1:7080"}, only_now), run.records()
+        Target(RUN_ID, SETTING.kind, SETTING, folder, {"page": "http://127.0.0.1:7080"}, only_now),
+        run.records(),
     )
 
 
