@@ -31,6 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 from paceline.address import checked_address
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import Conflict, WireError
+from paceline.host import gpu_gauges
 from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.token import metadata, read_token, token_path
@@ -274,10 +275,10 @@ class Membership:
                     self._unwritten = None
 
     def _safe_gauges(self) -> dict[str, float]:
-        """Return the worker's gauges, its memory and its number of unforeseen errors; that number alone if the gauges fail,
+        """Return the worker's gauges, its memory, its GPUs and its number of unforeseen errors; that number alone if the gauges fail,
         because the heartbeat matters more than they do."""
         try:
-            gauges = self._gauges() | process_gauges()
+            gauges = self._gauges() | process_gauges() | gpu_gauges.SAMPLER.gauges()
         except Exception as error:
             unforeseen.note("a worker's gauges", error)
             gauges = {}

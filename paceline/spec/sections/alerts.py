@@ -65,6 +65,8 @@ DEFAULT_RULES = tuple(
             "skipped_updates > 0 for 3 steps",
             "change of dropped/poison > 0",
             "change of dropped/stale > 0 for 5 steps",
+            "change of */gpu_xid_errors > 0",
+            "*/gpu_throttled > 0 for 10 steps",
         ),
     )
 )

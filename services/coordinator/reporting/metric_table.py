@@ -195,6 +195,15 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last h
     Metric("<pool>/memory_gb", "GB", "memory of the host that the processes hold (`rollout`, `reward_workers`, "
            "`environment_workers`, `learner`, `coordinator`), without the processes of user code and of vLLM"),
     Metric("<pool>/gpu_memory_gb", "GB", "memory of GPUs that torch has reserved in them", "absent without GPUs"),
+    Metric("<pool>/gpu_use", "GPUs", "share of the time in which a kernel ran, added over the GPUs of the pool's processes; a GPU "
+           "that several use counts at each. This and the rows below need nvidia-ml-py", "near the number of GPUs; absent without GPUs"),
+    Metric("<pool>/gpu_memory_used_gb", "GB", "memory of these GPUs that any process holds"),
+    Metric("<pool>/gpu_power_w", "W", "their power"),
+    Metric("<pool>/gpu_throttled", "GPUs", "of them: run slower because of heat or supply (not for their power cap)", "0"),
+    Metric("<pool>/gpu_xid_errors", "errors", "Xid errors of the driver since the start of the processes; the member's log has the "
+           "code, and so has the page", "0"),
+    Metric("gpu_energy_j", "J", "energy of all GPUs of all members since the step before, each GPU once"),
+    Metric("joules_per_trained_token", "J/token", "`gpu_energy_j` by `trained_tokens`", "steady"),
     Metric("coordinator/unforeseen_errors", "errors", "unforeseen errors of the coordinator since its start", "0"),
 ))  # fmt: skip
 

@@ -25,6 +25,7 @@ from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Members
+from services.coordinator.reporting.energy import Energy, is_added_up
 from services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
 from services.coordinator.reporting.no_signal import no_signal
 from services.coordinator.reporting.rules import Rules, rules_of
@@ -59,6 +60,7 @@ class RunLog:
         self._weights: dict[str, float] = {}
         self._versions = WeightRecords()
         self._meters, self._step_meters = WeightMeters(), StepMeters()
+        self._energy = Energy()
         self._rules: Rules | None = None
         """Rules of the run, from its first step of this coordinator on."""
         self._run_id = ""
@@ -207,6 +209,9 @@ class RunLog:
         """Record the metrics of a trained step and begin the evaluation that is due."""
         self._count_time()
         metrics = metrics | self._learner | self._weights | self._pool_gauges() | self._logged()
+        metrics |= self._energy.metrics(
+            [member.gauges for member in self._members.all()], metrics.get("trained_tokens", 0.0)
+        )
         for state, number in self._ledger.groups_by_state(run.run_id).items():
             metrics[f"groups/{state}"] = number
         counters = self._ledger.counters(run.run_id)
@@ -279,6 +284,8 @@ class RunLog:
         for member in self._members.all():
             pool = POOL_NAMES.get(member.role_name, member.role_name)
             for name, value in member.gauges.items():
+                if not is_added_up(name):
+                    continue
                 totals[f"{pool}/{name}"] = totals.get(f"{pool}/{name}", 0.0) + value
         return totals
 

@@ -3,6 +3,15 @@
 import { el, replace, card, number, table } from "../dom.js";
 import * as api from "../api.js";
 
+// Use, memory and power of a member's GPUs; slowdowns and errors in colour.
+function gpu(gauges) {
+  if (gauges.gpu_use === undefined && gauges.gpu_power_w === undefined) return "–";
+  const facts = [gauges.gpu_use === undefined ? "" : `${number(100 * gauges.gpu_use, 3)} %`, gauges.gpu_memory_used_gb === undefined ? "" : `${number(gauges.gpu_memory_used_gb, 3)} GB`,
+    gauges.gpu_power_w === undefined ? "" : `${number(gauges.gpu_power_w, 3)} W`].filter(Boolean).join(", ");
+  const faults = [gauges.gpu_throttled ? `${number(gauges.gpu_throttled)} slowed down` : "", gauges.gpu_xid_errors ? `Xid ${gauges.gpu_xid}, ${number(gauges.gpu_xid_errors)} errors` : ""].filter(Boolean).join(", ");
+  return el("span", {}, facts, faults && el("span", { class: "warn" }, ` ${faults}`));
+}
+
 export async function show(context) {
   const { main, signal } = context;
   const list = el("div"), log = el("div");
@@ -11,11 +20,11 @@ export async function show(context) {
   const draw = async () => {
     const [{ members }, found] = await Promise.all([api.records("ListGauges", {}, signal), api.listRuns(signal)]);
     const running = found.find((run) => ["running", "paused"].includes(api.state(run))), step = Number(running?.step || 0);
-    replace(list, card("", table("Members", ["member", "role", "state", "version", "age", "roster", "holds", "memory", "tok/s", "silent", "address"], members.map((m) => [
+    replace(list, card("", table("Members", ["member", "role", "state", "version", "age", "roster", "holds", "memory", "GPU", "tok/s", "silent", "address"], members.map((m) => [
       m.memberId, m.role.replace("ROLE_", "").toLowerCase(),
       el("span", { class: m.fault ? "message" : m.suspected || !m.connected ? "warn" : "good" }, m.fault || (m.draining ? "leaves" : m.suspected ? "suspected" : m.connected ? "connected" : "expected")),
       m.version ? `${m.version.step}` : "–", m.version && running ? number(step - Number(m.version.step)) : "–", m.epoch, Number(m.held),
-      m.gauges.memory_gb === undefined ? "–" : `${number(m.gauges.memory_gb, 3)} GB`, m.gauges.tokens_per_s === undefined ? "–" : number(m.gauges.tokens_per_s), `${number(m.silentS, 2)} s`, m.address || "–"]),
+      m.gauges.memory_gb === undefined ? "–" : `${number(m.gauges.memory_gb, 3)} GB`, gpu(m.gauges), m.gauges.tokens_per_s === undefined ? "–" : number(m.gauges.tokens_per_s), `${number(m.silentS, 2)} s`, m.address || "–"]),
       "No member is connected. `paceline serve rollout|reward|learner` start some; a page that reads files sees none.")));
     if (running) {
       const { events } = await api.records("ListEvents", { runId: running.runId, kinds: ["member", "session", "warning"], newest: true, pageSize: 30 }, signal);
