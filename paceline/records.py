@@ -261,6 +261,27 @@ class Records:
 
         return list(self._call("ListGauges", ListGaugesRequest()).members)
 
+    def gauge_history(
+        self,
+        *,
+        from_time: float = 0.0,
+        to_time: float = 0.0,
+        max_points: int = 0,
+        members: Sequence[str] = (),
+    ) -> Columns:
+        """Return what pools, or the `members` that are named, did over time, as columns: `time` and `<pool>/<gauge>` or
+        `<member>/<gauge>`; None where there is no reading. Raises InvalidInput."""
+        from protos.paceline.v1.records_pb2 import GetGaugeHistoryRequest
+
+        request = GetGaugeHistoryRequest(
+            from_time=from_time, to_time=to_time, max_points=max_points, member_ids=members
+        )
+        answer = self._call("GetGaugeHistory", request)
+        columns: Columns = {"time": list(answer.times)}
+        for series in answer.series:
+            columns[f"{series.member_id or series.pool}/{series.name}"] = [_known(v) for v in series.values]
+        return columns
+
     def _pages(self, method: str, request: Any) -> Iterator[Any]:
         while True:
             page = self._call(method, request)

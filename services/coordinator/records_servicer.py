@@ -109,6 +109,12 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
         )
 
     @with_status
+    async def GetGaugeHistory(
+        self, request: pb.GetGaugeHistoryRequest, context: Context
+    ) -> pb.GetGaugeHistoryResponse:
+        return await self._read(lambda reader: reader.GetGaugeHistory(request))
+
+    @with_status
     async def VerifyRun(self, request: pb.VerifyRunRequest, context: Context) -> pb.VerifyRunResponse:
         self._committed.run(request.run_id)  # raises NotFound
         if self._is_verifying:

@@ -1463,3 +1463,111 @@ class MemberGauges(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MemberGauges: _TypeAlias = MemberGauges  # noqa: Y015
+
+@_typing.final
+class GetGaugeHistoryRequest(_message.Message):
+    """Asks for gauges over time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_TIME_FIELD_NUMBER: _builtins.int
+    TO_TIME_FIELD_NUMBER: _builtins.int
+    MAX_POINTS_FIELD_NUMBER: _builtins.int
+    MEMBER_IDS_FIELD_NUMBER: _builtins.int
+    from_time: _builtins.float
+    """Begin, in seconds since 1970; 0: the oldest reading."""
+    to_time: _builtins.float
+    """End, in seconds since 1970; 0: the newest reading."""
+    max_points: _builtins.int
+    """Most points; 0: 300. Readings of a point are averaged."""
+    @_builtins.property
+    def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Members to answer about one by one. Empty: pools, as means over their members."""
+
+    def __init__(
+        self,
+        *,
+        from_time: _builtins.float = ...,
+        to_time: _builtins.float = ...,
+        max_points: _builtins.int = ...,
+        member_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_time", b"from_time", "max_points", b"max_points", "member_ids", b"member_ids", "to_time", b"to_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGaugeHistoryRequest: _TypeAlias = GetGaugeHistoryRequest  # noqa: Y015
+
+@_typing.final
+class GetGaugeHistoryResponse(_message.Message):
+    """Gauges by column: the arrays of all series are as long as `times`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIMES_FIELD_NUMBER: _builtins.int
+    SERIES_FIELD_NUMBER: _builtins.int
+    SECONDS_PER_POINT_FIELD_NUMBER: _builtins.int
+    seconds_per_point: _builtins.float
+    """Seconds that a point stands for."""
+    @_builtins.property
+    def times(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Begin of each point, in seconds since 1970. Points without a reading are left out."""
+
+    @_builtins.property
+    def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___GaugeSeries]:
+        """One for each pool or member and gauge."""
+
+    def __init__(
+        self,
+        *,
+        times: _abc.Iterable[_builtins.float] | None = ...,
+        series: _abc.Iterable[Global___GaugeSeries] | None = ...,
+        seconds_per_point: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds_per_point", b"seconds_per_point", "series", b"series", "times", b"times"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGaugeHistoryResponse: _TypeAlias = GetGaugeHistoryResponse  # noqa: Y015
+
+@_typing.final
+class GaugeSeries(_message.Message):
+    """One gauge over time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """`rollout`, `reward`, `environment` or `learner`."""
+    member_id: _builtins.str
+    """The member, where the request named members."""
+    name: _builtins.str
+    """`working` (for rollout: generating), `waiting` (without work), `updating` (weights) or `away`: shares of the time that add up to
+    1. Further: `tokens_per_s`, `memory_gb`, `gpu_use`, `gpu_power_w`.
+    """
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Means; NaN where there is none."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        member_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_id", b"member_id", "name", b"name", "pool", b"pool", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GaugeSeries: _TypeAlias = GaugeSeries  # noqa: Y015

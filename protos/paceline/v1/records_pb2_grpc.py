@@ -98,6 +98,11 @@ class RecordsServiceStub:
                 request_serializer=paceline_dot_v1_dot_records__pb2.ListGaugesRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_records__pb2.ListGaugesResponse.FromString,
                 _registered_method=True)
+        self.GetGaugeHistory = channel.unary_unary(
+                '/paceline.v1.RecordsService/GetGaugeHistory',
+                request_serializer=paceline_dot_v1_dot_records__pb2.GetGaugeHistoryRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_records__pb2.GetGaugeHistoryResponse.FromString,
+                _registered_method=True)
 
 
 class RecordsServiceServicer:
@@ -191,6 +196,13 @@ class RecordsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetGaugeHistory(self, request, context):
+        """What pools and members did over time, from a reading of all members every five seconds. Older readings are removed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RecordsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -253,6 +265,11 @@ def add_RecordsServiceServicer_to_server(servicer, server):
                     servicer.ListGauges,
                     request_deserializer=paceline_dot_v1_dot_records__pb2.ListGaugesRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_records__pb2.ListGaugesResponse.SerializeToString,
+            ),
+            'GetGaugeHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetGaugeHistory,
+                    request_deserializer=paceline_dot_v1_dot_records__pb2.GetGaugeHistoryRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_records__pb2.GetGaugeHistoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -583,6 +600,33 @@ class RecordsService:
             '/paceline.v1.RecordsService/ListGauges',
             paceline_dot_v1_dot_records__pb2.ListGaugesRequest.SerializeToString,
             paceline_dot_v1_dot_records__pb2.ListGaugesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetGaugeHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RecordsService/GetGaugeHistory',
+            paceline_dot_v1_dot_records__pb2.GetGaugeHistoryRequest.SerializeToString,
+            paceline_dot_v1_dot_records__pb2.GetGaugeHistoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

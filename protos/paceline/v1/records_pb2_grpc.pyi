@@ -61,6 +61,8 @@ class RecordsServiceStub:
     """Names of the services' logs beside the ledger, and the end of one. Only `paceline up` and the demo keep logs there."""
     ListGauges: _grpc.UnaryUnaryMultiCallable[_records_pb2.ListGaugesRequest, _records_pb2.ListGaugesResponse]
     """Current members with the gauges of their newest heartbeat. Empty where no coordinator runs."""
+    GetGaugeHistory: _grpc.UnaryUnaryMultiCallable[_records_pb2.GetGaugeHistoryRequest, _records_pb2.GetGaugeHistoryResponse]
+    """What pools and members did over time, from a reading of all members every five seconds. Older readings are removed."""
 
 @_typing.type_check_only
 class RecordsServiceAsyncStub(RecordsServiceStub):
@@ -95,6 +97,8 @@ class RecordsServiceAsyncStub(RecordsServiceStub):
     """Names of the services' logs beside the ledger, and the end of one. Only `paceline up` and the demo keep logs there."""
     ListGauges: _aio.UnaryUnaryMultiCallable[_records_pb2.ListGaugesRequest, _records_pb2.ListGaugesResponse]  # type: ignore[assignment]
     """Current members with the gauges of their newest heartbeat. Empty where no coordinator runs."""
+    GetGaugeHistory: _aio.UnaryUnaryMultiCallable[_records_pb2.GetGaugeHistoryRequest, _records_pb2.GetGaugeHistoryResponse]  # type: ignore[assignment]
+    """What pools and members did over time, from a reading of all members every five seconds. Older readings are removed."""
 
 class RecordsServiceServicer(metaclass=_abc_1.ABCMeta):
     """What the coordinator has on record of a run, for people and their tools. Nothing here changes anything. Every answer
@@ -198,5 +202,13 @@ class RecordsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_records_pb2.ListGaugesResponse, _abc.Awaitable[_records_pb2.ListGaugesResponse]]:
         """Current members with the gauges of their newest heartbeat. Empty where no coordinator runs."""
+
+    @_abc_1.abstractmethod
+    def GetGaugeHistory(
+        self,
+        request: _records_pb2.GetGaugeHistoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_records_pb2.GetGaugeHistoryResponse, _abc.Awaitable[_records_pb2.GetGaugeHistoryResponse]]:
+        """What pools and members did over time, from a reading of all members every five seconds. Older readings are removed."""
 
 def add_RecordsServiceServicer_to_server(servicer: RecordsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

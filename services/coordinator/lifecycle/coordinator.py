@@ -46,6 +46,7 @@ from services.coordinator.lifecycle.watchers import Watchers
 from services.coordinator.lifecycle.worker_faults import Faults
 from services.coordinator.members.registry import Members
 from services.coordinator.pool.pool import Pool
+from services.coordinator.reporting.gauge_history import GaugeHistory
 from services.coordinator.reporting.run_log import RunLog
 from services.coordinator.reporting.state_otel import StateMeters
 from services.coordinator.reporting.watchdog import Watchdog
@@ -109,6 +110,7 @@ class Coordinator:
         self._preemption = Preemption(self.context, self.states, self.pool.assignments)
         self._hours = Hours(self.context)
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
+        self._gauge_history = GaugeHistory(ledger.path.parent, members)
         self._state_meters = StateMeters(ledger, self.exchange, members, ledger.path.parent)
         self._finished: tuple[ActiveRun | None, int] = (None, 0)
         """Run and session whose learner has exported."""
@@ -176,6 +178,7 @@ class Coordinator:
 
     async def _observe(self) -> None:
         self._state_meters.observe(time.monotonic())
+        self._gauge_history.observe(time.monotonic())
 
     async def _prune(self) -> None:
         """Delete some of the records that the active run does not need any more."""

@@ -86,6 +86,8 @@ class Member:
     stream_error: Exception | None = None
     """Error of one of its reports; its stream ends with it."""
     gauges: dict[str, float] = field(default_factory=dict)
+    paused_s: float = 0.0
+    """Seconds in all for which its sampler stood still for new weights."""
     logged: LoggedMetrics = field(default_factory=LoggedMetrics)
     """Values that its reward functions logged since the last step."""
     functions: FunctionSums = field(default_factory=FunctionSums)

@@ -24,7 +24,7 @@ from services.coordinator.pool.assignments import Assignments
 from services.coordinator.pool.authority import Authority, cut_texts
 from services.coordinator.pool.run_events import RunEvents
 from services.coordinator.sessions import retention, starting_point
-from services.coordinator.text_limits import finite_gauges, one_line
+from services.coordinator.text_limits import finite_gauges, one_line, seconds
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)
@@ -100,6 +100,7 @@ class Reports:
             member.version = _version(ack.version)
             self._exchange.versions[member.member_id] = member.version
             self._run_log.note_pause(ack)
+            member.paused_s += seconds(ack.pause_s)
             if slow := self._assignments.roster.plans.note(member, ack.host_transfer):
                 await self._runs.warn([slow])
             async with self._lock:

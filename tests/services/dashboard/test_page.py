@@ -5,6 +5,7 @@ cancelled, hostile text, accessibility, the content security policy. Skipped whe
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClu
         writer.ledger.add_run(ENDED, spec_yaml, str(directory / "runs" / ENDED), 2)
         writer.ledger.update_run(ENDED, state="failed", message=HOSTILE[:200])
     writer.ledger.close()
+    _add_readings(directory / "runs" / "gauges")
     links: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PACELINE_TOKEN_FILE", raising=False)
@@ -79,6 +81,31 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClu
             yield found, links[0].removeprefix("page at ")
         finally:
             found.stop()
+
+
+def _add_readings(folder: Path) -> None:
+    """Write what members did while the run trained: two rollout workers that take weights now and then, one of which goes away."""
+    folder.mkdir()
+    with (folder / f"gauges-{int(1.7e18):020d}.jsonl").open("w") as file:
+        for number in range(12):
+            updating, away = 0.1 if number % 3 == 0 else 0.0, float(number > 7)
+            shares = {
+                "pool": "rollout",
+                "working": 0.7 - updating,
+                "waiting": 0.3,
+                "updating": updating,
+                "away": 0.0,
+            }
+            gone = {
+                "pool": "rollout",
+                "working": 0.6 * (1 - away),
+                "waiting": 0.4 * (1 - away),
+                "updating": 0.0,
+                "away": away,
+            }
+            reward = {"pool": "reward", "working": 0.2, "waiting": 0.8, "updating": 0.0, "away": 0.0}
+            members = {"rollout-0": shares, "rollout-1": gone, "reward-0": reward}
+            file.write(json.dumps({"time": 1.7e9 + 5 * number, "members": members}) + "\n")
 
 
 class _Said:
@@ -135,6 +162,19 @@ VIEWS = [
 ]
 VIEWS += [f"compare/{RUN_ID}", "members", f"spec/{RUN_ID}"]
 VIEWS += [f"{view}/{ENDED}" for view in ("run", "flow", "samples", "books", "compare", "spec")]
+
+
+def test_flow_shows_what_the_pools_did_over_time(browser: Browser) -> None:
+    browser.open(f"flow/{RUN_ID}")
+    browser.page.wait_for_selector("figure .uplot", timeout=WAIT_MS)
+    labels = browser.page.eval_on_selector_all(
+        "figure [role=img]", "found => found.map(one => one.getAttribute('aria-label'))"
+    )
+    (rollout,) = [label for label in labels if label.startswith("Rollout workers [share of the time]")]
+    assert "generate: last 0.35, from 0.3 to 0.65" in rollout
+    assert "update weights: last 0, from 0 to 0.05" in rollout
+    assert "away: last 0.5, from 0 to 0.5" in rollout
+    assert any(label.startswith("Reward workers [share of the time]. score: last 0.2") for label in labels)
 
 
 def test_every_view_is_shown_fits_and_is_accessible(browser: Browser) -> None:

@@ -20,6 +20,7 @@ from paceline.spec.reading import spec_of_run
 from protos.paceline.v1 import records_pb2 as pb
 from services.coordinator.audit.reading import (
     event_pages,
+    gauge_points,
     group_life,
     lists,
     log_tails,
@@ -104,6 +105,10 @@ class RecordsReader:
     def ListGauges(self, request: pb.ListGaugesRequest) -> pb.ListGaugesResponse:
         """Return no member: the ledger has none."""
         return pb.ListGaugesResponse()
+
+    def GetGaugeHistory(self, request: pb.GetGaugeHistoryRequest) -> pb.GetGaugeHistoryResponse:
+        """Return points of pools or members."""
+        return gauge_points.get_gauge_history(self.ledger.path.parent, request)
 
     def VerifyRun(self, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
         """Compare all records of a run, in this thread and without a limit of time."""

@@ -9,13 +9,13 @@ const NAMES = ["rollout/*", "reward_workers/*", "environment_workers/*", "learne
 
 export async function show(context) {
   const { run: runId, main, signal } = context;
-  const group = new ChartGroup();
-  context.onstop(() => group.destroy());
-  const picture = el("div"), rest = el("div", { class: "charts" });
-  replace(main, el("h1", {}, `Flow of ${runId}`), picture, rest);
+  const group = new ChartGroup(), pools = new ChartGroup();
+  context.onstop(() => { group.destroy(); pools.destroy(); });
+  const picture = el("div"), rest = el("div", { class: "charts" }), use = el("div", { class: "charts" });
+  replace(main, el("h1", {}, `Flow of ${runId}`), picture, use, rest);
   const { keys } = await api.records("GetSpec", { runId }, signal);
   const named = Number(keys.find((key) => key.path === "cluster.rollout_workers")?.valueJson || 0); // where no member is seen
-  let newest = -1;
+  let newest = -1, drawn = 0;
   const draw = async () => {
     const [{ run }, { members }, books] = await Promise.all([
       api.runs("Get", { runId }, signal), api.records("ListGauges", {}, signal), api.records("GetBooks", { runId }, signal)]);
@@ -23,6 +23,10 @@ export async function show(context) {
       newest = Number(run.step);
       draw.series = await api.series(runId, NAMES, { maxPoints: 300 }, signal);
       charts(group, rest, draw.series, members);
+    }
+    if (Date.now() - drawn > 10000) {
+      drawn = Date.now();
+      utilisation(pools, use, await history(draw.series, run, signal));
     }
     const status = members.length && api.state(run) === "running" ? await api.status(signal) : null;
     replace(picture, flow(run, members, books, draw.series, named, status?.runId === runId ? status.advice : ""));
@@ -50,6 +54,29 @@ export function limit(series, workers) {
   }
   if (idle !== undefined && idle > 0.25) return `The learner limits the run: rollout workers wait ${Math.round(idle * 100)} % of their time, because further groups would become too old.`;
   return `Pools are balanced: the learner waits ${Math.round(share * 100)} % of its time${idle === undefined ? "" : `, rollout workers ${Math.round(idle * 100)} %`}.`;
+}
+
+/** Return what the pools did while the run trained. */
+async function history(series, run, signal) {
+  const known = series.times.filter((t) => Number.isFinite(t));
+  if (!known.length) return null;
+  const begin = known[0] - 60, end = api.ended(run) ? known[known.length - 1] + 10 : 0;
+  return api.records("GetGaugeHistory", { fromTime: begin, toTime: end, maxPoints: 300 }, signal);
+}
+
+/** Draw for each pool the shares of the time in which it worked, waited, took weights and was away. */
+function utilisation(group, into, answer) {
+  group.destroy();
+  const shares = { ROLLOUT: ["Rollout workers [share of the time]", [["working", "generate"], ["waiting", "wait for admission"], ["updating", "update weights"], ["away", "away"]]],
+    REWARD: ["Reward workers [share of the time]", [["working", "score"], ["waiting", "wait"], ["away", "away"]]],
+    ENVIRONMENT: ["Environment workers [share of the time]", [["working", "run episodes"], ["waiting", "wait"], ["away", "away"]]] };
+  const series = answer?.series || [], xs = (answer?.times || []).map(Number);
+  const values = (one) => (one?.values || []).map((v) => (Number.isNaN(Number(v)) ? null : Number(v)));
+  const figures = Object.entries(shares).filter(([pool]) => series.some((one) => one.pool === pool.toLowerCase())).map(([pool, [title, names]]) => {
+    const lines = names.map(([name, label], colour) => ({ label, colour, xs, ys: values(series.find((one) => one.pool === pool.toLowerCase() && one.name === name)) }));
+    return group.figure(title, lines.filter((line) => line.ys.length), { times: true, meaning: "read every five seconds, mean over the pool's workers; the four add up to 1" });
+  });
+  replace(into, figures);
 }
 
 function flow(run, members, books, series, named, advice) {
