@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         SampleGroup,
         SpecDifference,
         SpecKey,
+        TokenNumbers,
     )
 
 Columns = dict[str, list[Any]]
@@ -281,6 +282,14 @@ class Records:
         for series in answer.series:
             columns[f"{series.member_id or series.pool}/{series.name}"] = [_known(v) for v in series.values]
         return columns
+
+    def token_statistics(self, run_id: str, step: int, group_id: int | None = None) -> list[TokenNumbers]:
+        """Return the learner's log-probabilities and entropies of the tokens of a few groups of a step (`logger.keep_token_stats`);
+        empty where none are kept. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import GetTokenStatisticsRequest
+
+        request = GetTokenStatisticsRequest(run_id=run_id, step=step, group_id=group_id)
+        return list(self._call("GetTokenStatistics", request).completions)
 
     def _pages(self, method: str, request: Any) -> Iterator[Any]:
         while True:

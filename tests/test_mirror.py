@@ -30,6 +30,7 @@ COVERED_BY = {
     "services/cli/recorded/remote_samples.py": "test_source.py",
     "services/cli/recorded/sample_choice.py": "test_source.py",
     "services/coordinator/audit/sample_sources.py": "tests/services/cli/recorded/test_source.py",
+    "services/coordinator/audit/reading/token_numbers.py": "tests/services/coordinator/pool/test_authority.py",
     "services/coordinator/audit/reading/verify_process.py": "tests/services/coordinator/test_records_servicer.py",
     "services/coordinator/audit/reading/completion_filter.py": "test_reader.py",
     "services/coordinator/audit/reading/event_pages.py": "test_reader.py",

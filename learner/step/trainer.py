@@ -36,6 +36,7 @@ from learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
 from learner.step.plan import batch_metrics, plan_updates
 from learner.step.reference import LocalReference, reference_of
 from learner.step.stopwatch import Stopwatch
+from learner.step.token_statistics import TokenStatistics
 from learner.step.update import MicroBatch, Update
 from paceline.errors import NonFiniteLoss
 from paceline.models.shape import shape_of
@@ -64,6 +65,8 @@ class Trainer:
         self.critic = Critic(spec, device) if spec.uses_value_model else None
         self.skipped: list[NonFiniteLoss] = []
         """Updates of the last step that were left out."""
+        self.token_statistics: TokenStatistics | None = None
+        """Takes what the next steps compute of single tokens, where the caller has set it."""
 
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks.
@@ -224,7 +227,7 @@ class Trainer:
             is_last = i == len(update.micro_batches) - 1
             set_gradient_sync(self.model, self.device, is_last)
             with watch.measure("forward_s"):
-                result = self._loss(micro, update)
+                result = self._loss(micro, update, self.token_statistics)
             with watch.measure("backward_s"):
                 (result.loss * scale).backward()  # type: ignore[no-untyped-call]
             results.append(replace(result, loss=result.loss.detach()))
@@ -233,10 +236,14 @@ class Trainer:
                     self.critic.accumulate(update, micro, scale, is_last=is_last)
         return results
 
-    def _loss(self, micro: MicroBatch, update: Update) -> LossResult:
+    def _loss(
+        self, micro: MicroBatch, update: Update, statistics: TokenStatistics | None = None
+    ) -> LossResult:
         logprobs_N, entropy_N = self._logprobs(
             micro.packed, entropy_gradient=self.objective.with_entropy_gradient
         )
+        if statistics is not None and not micro.is_dummy:
+            statistics.note(micro.packed, logprobs_N, entropy_N)
         tokens = TokenArrays(
             current_N=logprobs_N,
             entropy_N=entropy_N,

@@ -60,6 +60,7 @@ NEWER_KEYS: dict[str, Any] = {
     "policy.optimizer.offload": False,
     "value.optimizer.offload": False,
     "logger.profile_period": 0,
+    "logger.keep_token_stats": 2,
     "logger.trackers": [],
     "logger.default_rules": True,
     "logger.rules": [],

@@ -115,6 +115,12 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
         return await self._read(lambda reader: reader.GetGaugeHistory(request))
 
     @with_status
+    async def GetTokenStatistics(
+        self, request: pb.GetTokenStatisticsRequest, context: Context
+    ) -> pb.GetTokenStatisticsResponse:
+        return await self._read(lambda reader: reader.GetTokenStatistics(request))
+
+    @with_status
     async def VerifyRun(self, request: pb.VerifyRunRequest, context: Context) -> pb.VerifyRunResponse:
         self._committed.run(request.run_id)  # raises NotFound
         if self._is_verifying:

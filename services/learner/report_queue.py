@@ -1,6 +1,6 @@
 """Reports that wait to be sent to the coordinator: bounded, however long it is away.
 
-For some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged version. Such
+For some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged version, token statistics. Such
 a report replaces its waiting predecessor. All others (checkpoints, set-up, the end of a run) wait in order and are never
 dropped; a session has a few of them.
 
@@ -18,6 +18,9 @@ from protos.paceline.v1 import worker_pb2
 
 MAX_REPLACEABLE = 1024
 """Replaceable reports that may wait; beyond this number the oldest is dropped."""
+
+TOKEN_STATISTICS = 8
+"""Steps whose token statistics may wait; those of an older one are replaced."""
 
 Key = tuple[str, str | int]
 
@@ -87,6 +90,8 @@ def _replaces(report: worker_pb2.ConnectRequest) -> Key | None:
             return "staged", report.staged.run_id
         case "host_version":
             return "host_version", report.host_version.run_id
+        case "token_statistics":
+            return "token_statistics", report.token_statistics.step % TOKEN_STATISTICS
         case "run_report" if report.run_report.warning:
             return "warning", report.run_report.warning
     return None

@@ -131,6 +131,9 @@ class LoggerSection(Section):
     keep_evaluations: NonNegativeInt = 8
     """Newest evaluations whose completions are kept beside those of the first (`paceline samples RUN --eval`); 0, or
     `keep_samples: false`, keeps none."""
+    keep_token_stats: Annotated[int, Field(ge=0, le=64)] = 2
+    """Groups of a step, of those that rank 0 trains, of which the learner's log-probability and entropy of each token are kept for the
+    page; 0 keeps none."""
     profile_period: NonNegativeInt = 0
     """Every so many steps rank 0 of the learner runs torch's profiler, for the metrics of the time in collectives; the step is
     slower by it. 0: never."""

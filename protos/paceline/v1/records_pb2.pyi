@@ -1571,3 +1571,97 @@ class GaugeSeries(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GaugeSeries: _TypeAlias = GaugeSeries  # noqa: Y015
+
+@_typing.final
+class GetTokenStatisticsRequest(_message.Message):
+    """Asks for what the learner computed of tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    step: _builtins.int
+    """Step."""
+    group_id: _builtins.int
+    """This group alone."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+        group_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "group_id", b"group_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "group_id", b"group_id", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
+    _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_id) -> _WhichOneofReturnType__group_id | None: ...
+
+Global___GetTokenStatisticsRequest: _TypeAlias = GetTokenStatisticsRequest  # noqa: Y015
+
+@_typing.final
+class GetTokenStatisticsResponse(_message.Message):
+    """What the learner computed of tokens; without completions where nothing is kept of the step or the group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPLETIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def completions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenNumbers]:
+        """By group and index."""
+
+    def __init__(
+        self,
+        *,
+        completions: _abc.Iterable[Global___TokenNumbers] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions", b"completions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenStatisticsResponse: _TypeAlias = GetTokenStatisticsResponse  # noqa: Y015
+
+@_typing.final
+class TokenNumbers(_message.Message):
+    """Numbers by token of one completion, or of one row of an episode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    ENTROPIES_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.int
+    """Its group."""
+    index: _builtins.int
+    """Index in the group."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probability of each token by the learner when it trained the step, in nats; NaN for tokens that did not train."""
+
+    @_builtins.property
+    def entropies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Entropy of the learner's distribution of each token, in nats; NaN likewise."""
+
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.int = ...,
+        index: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        entropies: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropies", b"entropies", "group_id", b"group_id", "index", b"index", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenNumbers: _TypeAlias = TokenNumbers  # noqa: Y015

@@ -103,6 +103,11 @@ class RecordsServiceStub:
                 request_serializer=paceline_dot_v1_dot_records__pb2.GetGaugeHistoryRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_records__pb2.GetGaugeHistoryResponse.FromString,
                 _registered_method=True)
+        self.GetTokenStatistics = channel.unary_unary(
+                '/paceline.v1.RecordsService/GetTokenStatistics',
+                request_serializer=paceline_dot_v1_dot_records__pb2.GetTokenStatisticsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_records__pb2.GetTokenStatisticsResponse.FromString,
+                _registered_method=True)
 
 
 class RecordsServiceServicer:
@@ -203,6 +208,13 @@ class RecordsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenStatistics(self, request, context):
+        """What the learner computed of the tokens of a few groups of a step. Those of older steps are removed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RecordsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -270,6 +282,11 @@ def add_RecordsServiceServicer_to_server(servicer, server):
                     servicer.GetGaugeHistory,
                     request_deserializer=paceline_dot_v1_dot_records__pb2.GetGaugeHistoryRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_records__pb2.GetGaugeHistoryResponse.SerializeToString,
+            ),
+            'GetTokenStatistics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenStatistics,
+                    request_deserializer=paceline_dot_v1_dot_records__pb2.GetTokenStatisticsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_records__pb2.GetTokenStatisticsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -627,6 +644,33 @@ class RecordsService:
             '/paceline.v1.RecordsService/GetGaugeHistory',
             paceline_dot_v1_dot_records__pb2.GetGaugeHistoryRequest.SerializeToString,
             paceline_dot_v1_dot_records__pb2.GetGaugeHistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenStatistics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RecordsService/GetTokenStatistics',
+            paceline_dot_v1_dot_records__pb2.GetTokenStatisticsRequest.SerializeToString,
+            paceline_dot_v1_dot_records__pb2.GetTokenStatisticsResponse.FromString,
             options,
             channel_credentials,
             insecure,

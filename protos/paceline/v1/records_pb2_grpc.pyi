@@ -63,6 +63,8 @@ class RecordsServiceStub:
     """Current members with the gauges of their newest heartbeat. Empty where no coordinator runs."""
     GetGaugeHistory: _grpc.UnaryUnaryMultiCallable[_records_pb2.GetGaugeHistoryRequest, _records_pb2.GetGaugeHistoryResponse]
     """What pools and members did over time, from a reading of all members every five seconds. Older readings are removed."""
+    GetTokenStatistics: _grpc.UnaryUnaryMultiCallable[_records_pb2.GetTokenStatisticsRequest, _records_pb2.GetTokenStatisticsResponse]
+    """What the learner computed of the tokens of a few groups of a step. Those of older steps are removed."""
 
 @_typing.type_check_only
 class RecordsServiceAsyncStub(RecordsServiceStub):
@@ -99,6 +101,8 @@ class RecordsServiceAsyncStub(RecordsServiceStub):
     """Current members with the gauges of their newest heartbeat. Empty where no coordinator runs."""
     GetGaugeHistory: _aio.UnaryUnaryMultiCallable[_records_pb2.GetGaugeHistoryRequest, _records_pb2.GetGaugeHistoryResponse]  # type: ignore[assignment]
     """What pools and members did over time, from a reading of all members every five seconds. Older readings are removed."""
+    GetTokenStatistics: _aio.UnaryUnaryMultiCallable[_records_pb2.GetTokenStatisticsRequest, _records_pb2.GetTokenStatisticsResponse]  # type: ignore[assignment]
+    """What the learner computed of the tokens of a few groups of a step. Those of older steps are removed."""
 
 class RecordsServiceServicer(metaclass=_abc_1.ABCMeta):
     """What the coordinator has on record of a run, for people and their tools. Nothing here changes anything. Every answer
@@ -210,5 +214,13 @@ class RecordsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_records_pb2.GetGaugeHistoryResponse, _abc.Awaitable[_records_pb2.GetGaugeHistoryResponse]]:
         """What pools and members did over time, from a reading of all members every five seconds. Older readings are removed."""
+
+    @_abc_1.abstractmethod
+    def GetTokenStatistics(
+        self,
+        request: _records_pb2.GetTokenStatisticsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_records_pb2.GetTokenStatisticsResponse, _abc.Awaitable[_records_pb2.GetTokenStatisticsResponse]]:
+        """What the learner computed of the tokens of a few groups of a step. Those of older steps are removed."""
 
 def add_RecordsServiceServicer_to_server(servicer: RecordsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

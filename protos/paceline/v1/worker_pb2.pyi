@@ -134,6 +134,7 @@ class ConnectRequest(_message.Message):
     WEIGHT_PROGRESS_FIELD_NUMBER: _builtins.int
     HOST_VERSION_FIELD_NUMBER: _builtins.int
     HOST_AGENT_FIELD_NUMBER: _builtins.int
+    TOKEN_STATISTICS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of every stream."""
@@ -182,6 +183,10 @@ class ConnectRequest(_message.Message):
     def host_agent(self) -> Global___HostAgent:
         """The agent of the worker's host, when it is another one than in Hello: it was started again."""
 
+    @_builtins.property
+    def token_statistics(self) -> Global___TokenStatistics:
+        """From the learner: what it computed of the tokens of a few groups of a step, for people to look at."""
+
     def __init__(
         self,
         *,
@@ -197,12 +202,13 @@ class ConnectRequest(_message.Message):
         weight_progress: Global___WeightProgress | None = ...,
         host_version: Global___HostVersion | None = ...,
         host_agent: Global___HostAgent | None = ...,
+        token_statistics: Global___TokenStatistics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "token_statistics", b"token_statistics", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "token_statistics", b"token_statistics", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave", "staged", "weight_progress", "host_version", "host_agent"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave", "staged", "weight_progress", "host_version", "host_agent", "token_statistics"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -1413,6 +1419,80 @@ class StagedReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StagedReport: _TypeAlias = StagedReport  # noqa: Y015
+
+@_typing.final
+class TokenStatistics(_message.Message):
+    """What the learner computed of the tokens of a few groups of a step (`logger.keep_token_stats`), when it trained them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    COMPLETIONS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    session: _builtins.int
+    """Session of the learner."""
+    step: _builtins.int
+    """Step."""
+    @_builtins.property
+    def completions(self) -> _containers.RepeatedCompositeFieldContainer[Global___CompletionTokens]:
+        """One for each completion, or row of an episode, that trained."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        session: _builtins.int = ...,
+        step: _builtins.int = ...,
+        completions: _abc.Iterable[Global___CompletionTokens] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions", b"completions", "run_id", b"run_id", "session", b"session", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenStatistics: _TypeAlias = TokenStatistics  # noqa: Y015
+
+@_typing.final
+class CompletionTokens(_message.Message):
+    """Numbers by token of one completion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    ENTROPIES_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.int
+    """Its group."""
+    index: _builtins.int
+    """Index in the group."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probability of each token by the learner, in nats; NaN for tokens that do not train."""
+
+    @_builtins.property
+    def entropies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Entropy of the learner's distribution of each token, in nats; NaN likewise."""
+
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.int = ...,
+        index: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        entropies: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropies", b"entropies", "group_id", b"group_id", "index", b"index", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompletionTokens: _TypeAlias = CompletionTokens  # noqa: Y015
 
 @_typing.final
 class PublishReport(_message.Message):

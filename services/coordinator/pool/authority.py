@@ -16,6 +16,7 @@ from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import WARNINGS_KEPT, Member
 from services.coordinator.pool.assignments import Assignments
+from services.coordinator.reporting.token_files import fault_of
 from services.coordinator.text_limits import cut
 
 WARNINGS_PERIOD_S = 60.0
@@ -56,6 +57,7 @@ class Authority:
             "staged": self._check_staged,
             "publish": self._check_publish,
             "host_version": self._check_host_version,
+            "token_statistics": self._check_token_statistics,
         }
 
     def refusal(self, member: Member, report: worker_pb2.ConnectRequest) -> str:
@@ -87,6 +89,16 @@ class Authority:
 
     def _check_publish(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
         return self._check_learner(member, report.publish.version)
+
+    def _check_token_statistics(
+        self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun
+    ) -> str:
+        reported, row = report.token_statistics, self._ledger.run(run.run_id)
+        if self._assignments.learner() is not member or reported.session != row["session"]:
+            return f"it does not have the learner's session {row['session']}"
+        if reported.step >= row["next_batch"]:
+            return f"step {reported.step} has no batch yet"
+        return fault_of(reported)
 
     def _check_learner(self, member: Member, version: common_pb2.PolicyVersion) -> str:
         session = self._session()

@@ -23,6 +23,7 @@ from services.coordinator.members.registry import Member, Members
 from services.coordinator.pool.assignments import Assignments
 from services.coordinator.pool.authority import Authority, cut_texts
 from services.coordinator.pool.run_events import RunEvents
+from services.coordinator.reporting.token_files import TokenFiles
 from services.coordinator.sessions import retention, starting_point
 from services.coordinator.text_limits import finite_gauges, one_line, seconds
 
@@ -47,6 +48,7 @@ class Reports:
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
         self._authority = Authority(assignments, runs.ledger, runs.exchange)
+        self._tokens = TokenFiles(runs.ledger.path.parent)
 
     async def take(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
         """Act on one report, if this member may make it. Raises InvalidInput for a second Hello."""
@@ -93,6 +95,8 @@ class Reports:
                 self._run_log.note_staged(request.staged, roster.number, len(roster.member_ids))
             case "publish":
                 await self._on_publish(request.publish)
+            case "token_statistics":
+                self._tokens.keep(request.token_statistics)
 
     async def _on_weight_ack(self, member: Member, ack: worker_pb2.WeightAck) -> None:
         run = self._exchange.active

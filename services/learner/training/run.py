@@ -50,6 +50,7 @@ from services.learner.training.pace import pace
 from services.learner.training.publishing import Publishing
 from services.learner.training.run_reports import Rank0RunReports, RunReports
 from services.learner.training.step_failure import describe
+from services.learner.training.token_reports import observed, report_of
 
 ORDER_STORE_S = 30.0
 """Seconds that an ordered checkpoint may wait for the store, and training with it."""
@@ -295,8 +296,11 @@ class LearnerRun:
                 samples = sequences_from_groups(batch.groups, self._spec)
             self._longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in samples), default=0)
             before = self._validate() if self.step == 0 else {}
+            statistics = observed(self._spec, self._rank.rank, batch.groups)
+            self._trainer.token_statistics = statistics
             with collective_time(self._is_profiled(), self._rank.device) as in_collectives:
                 metrics = self._trainer.train_step(samples, self.step)
+            self._trainer.token_statistics = None
             metrics |= in_collectives
             if self._spec.samples:
                 metrics |= completion_metrics(batch.groups, self._rank.device)
@@ -318,6 +322,8 @@ class LearnerRun:
             batch.num_tokens if self._spec.samples else sum(len(sample.completion_ids) for sample in samples)
         )
         self._batches.send_receipt(batch, self.step - 1, tokens, metrics)
+        if statistics is not None:
+            self._rank.report(report_of(statistics.of(samples), self.run_id, self.session, self.step - 1))
         self._log_progress(metrics)
         if self._spec.checkpointing.enabled and (
             last or self.step % self._spec.checkpointing.save_period == 0

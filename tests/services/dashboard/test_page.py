@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from trained_ledger import RUN_ID, Writer
 
 from paceline.client import Client, RunState
 from paceline.spec import ClusterSection
+from protos.paceline.v1 import worker_pb2
+from services.coordinator.reporting.token_files import path_of
 from services.local.cluster import LocalCluster
 from services.local.page_link import start_page
 
@@ -68,6 +71,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClu
         writer.ledger.update_run(ENDED, state="failed", message=HOSTILE[:200])
     writer.ledger.close()
     _add_readings(directory / "runs" / "gauges")
+    _add_token_numbers(directory / "runs")
     links: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PACELINE_TOKEN_FILE", raising=False)
@@ -106,6 +110,16 @@ def _add_readings(folder: Path) -> None:
             reward = {"pool": "reward", "working": 0.2, "waiting": 0.8, "updating": 0.0, "away": 0.0}
             members = {"rollout-0": shares, "rollout-1": gone, "reward-0": reward}
             file.write(json.dumps({"time": 1.7e9 + 5 * number, "members": members}) + "\n")
+
+
+def _add_token_numbers(directory: Path) -> None:
+    """Write what the learner computed of the tokens of the step's group, whose sampler was unsure of them all."""
+    report = worker_pb2.TokenStatistics(run_id=RUN_ID, session=1, step=0)
+    report.completions.add(group_id=0, index=0, logprobs=[0.0, math.nan], entropies=[1.2, math.nan])
+    report.completions.add(group_id=0, index=1, logprobs=[0.0, -0.1, -9.0], entropies=[0.0, 0.7, 9.0])
+    path = path_of(directory, RUN_ID, 0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(report.SerializeToString())
 
 
 class _Said:
@@ -175,6 +189,23 @@ def test_flow_shows_what_the_pools_did_over_time(browser: Browser) -> None:
     assert "update weights: last 0, from 0 to 0.05" in rollout
     assert "away: last 0.5, from 0 to 0.5" in rollout
     assert any(label.startswith("Reward workers [share of the time]. score: last 0.2") for label in labels)
+
+
+def test_tokens_are_coloured_by_what_the_learner_made_of_them(browser: Browser) -> None:
+    browser.open(f"samples/{RUN_ID}?group=0")
+    shades = "found => found.map(one => one.className)"
+    browser.page.get_by_label("Colour of tokens").select_option("entropy")
+    browser.page.wait_for_selector(".tokens", timeout=WAIT_MS)
+    assert browser.page.eval_on_selector_all(".tokens span", shades) == ["p2", "", "p0", "p1", "p5"]
+    browser.page.get_by_label("Colour of tokens").select_option("ratio")
+    browser.page.get_by_text("darker is further from 1").first.wait_for(timeout=WAIT_MS)
+    first, last = (browser.page.locator(".tokens span").nth(n).get_attribute("title") for n in (0, 4))
+    assert "by the learner 0, ratio" in first
+    assert "by the learner -9, ratio 1.69e-4" in last
+    assert "entropy 9" in last
+    assert browser.page.eval_on_selector_all(".tokens span", shades)[4] == "p5"
+    browser.page.get_by_label("Colour of tokens").select_option("logprob")
+    browser.page.get_by_text("each shade is a factor of e").first.wait_for(timeout=WAIT_MS)
 
 
 def test_every_view_is_shown_fits_and_is_accessible(browser: Browser) -> None:

@@ -27,6 +27,7 @@ from services.coordinator.audit.reading import (
     metric_series,
     sample_pages,
     spec_values,
+    token_numbers,
 )
 from services.coordinator.audit.verify import verify
 from services.coordinator.ledger.ledger import Ledger
@@ -109,6 +110,10 @@ class RecordsReader:
     def GetGaugeHistory(self, request: pb.GetGaugeHistoryRequest) -> pb.GetGaugeHistoryResponse:
         """Return points of pools or members."""
         return gauge_points.get_gauge_history(self.ledger.path.parent, request)
+
+    def GetTokenStatistics(self, request: pb.GetTokenStatisticsRequest) -> pb.GetTokenStatisticsResponse:
+        """Return what the learner computed of tokens."""
+        return token_numbers.get_token_statistics(self.ledger, request)
 
     def VerifyRun(self, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
         """Compare all records of a run, in this thread and without a limit of time."""

@@ -74,13 +74,14 @@ async function showGroup(context) {
     api.records("ListSamples", { runId, groupId, full: true }, signal), api.records("GetGroupLife", { runId, groupId }, signal)]);
   const group = page.groups[0], content = group.json ? JSON.parse(group.json) : null, prompt = promptText(group.promptJson);
   const cards = el("div", { class: "side" });
-  let colour = "none", pieces = null;
-  const draw = () => replace(cards, (content?.completions || []).map((completion, i) => completionCard(completion, group.completions[i], i, colour, pieces)));
+  let colour = "none", pieces = null, learned = null;
+  const draw = () => replace(cards, (content?.completions || []).map((completion, i) => completionCard(completion, group.completions[i], i, colour, pieces, learned?.get(i))));
   const choose = el("select", { "aria-label": "Colour of tokens", onchange: async () => {
     colour = choose.value;
     if (colour !== "none" && !pieces) pieces = await textsOf(runId, content.completions, context);
+    if ((colour === "ratio" || colour === "entropy") && !learned) learned = await learnedOf(runId, group, signal);
     draw();
-  } }, [["none", "no colour"], ["logprob", "log-probability"], ["version", "version"]].map(([value, label]) => el("option", { value }, label)));
+  } }, [["none", "no colour"], ["logprob", "log-probability"], ["ratio", "ratio to the learner"], ["entropy", "entropy of the learner"], ["version", "version"]].map(([value, label]) => el("option", { value }, label)));
   replace(main, el("h1", {}, `Group ${BigInt(groupId) & 0xFFFFFn} of ${runId}`),
     el("p", {}, el("a", { href: context.link("samples", runId, group.step !== undefined && life.class === "train" ? { step: group.step } : {}) }, "← samples"), ` ${life.class === "train" ? "" : life.class} ${life.state}`, group.step !== undefined ? ` in step ${group.step}` : "", group.reward !== undefined ? `, mean reward ${number(group.reward)}` : ""),
     life.reason && card("Why it was dropped", el("p", {}, el("b", {}, life.reason), ` ${life.explanation}`)),
@@ -91,11 +92,19 @@ async function showGroup(context) {
   draw();
 }
 
-function completionCard(completion, summary, index, colour, pieces) {
+/** Return what the learner computed of a group's tokens, by the index of the completion. */
+async function learnedOf(runId, group, signal) {
+  const numbers = (values) => (values || []).map(Number);
+  if (group.step === undefined) return new Map();
+  const { completions } = await api.records("GetTokenStatistics", { runId, step: group.step, groupId: group.groupId }, signal);
+  return new Map(completions.map((one) => [one.index, { logprobs: numbers(one.logprobs), entropies: numbers(one.entropies) }]));
+}
+
+function completionCard(completion, summary, index, colour, pieces, learned) {
   return card(`Completion ${index + 1}`,
     el("p", {}, el("b", {}, `reward ${number(completion.reward)}`), summary?.aboveMean !== undefined ? ` (${summary.aboveMean > 0 ? "+" : ""}${number(summary.aboveMean, 3)} to the mean)` : "", ` · ${completion.token_ids.length} tokens · ${completion.finish_reason}`, summary ? ` · age ${summary.age}` : ""),
     el("p", { class: "hint" }, Object.entries(completion.rewards).map(([name, value]) => `${name} ${value === null ? "none" : number(value)}`).join(" · "), ` · version ${completion.spans.map((s) => s[3]).join(" → ")}`),
-    colour !== "none" ? tokens(completion, pieces?.get(completion), colour) : completion.messages ? conversation(completion.messages) : longText(completion.text));
+    colour !== "none" ? tokens(completion, pieces?.get(completion), colour, learned) : completion.messages ? conversation(completion.messages) : longText(completion.text));
 }
 
 function conversation(messages) {
@@ -104,15 +113,28 @@ function conversation(messages) {
     (m.tool_calls || []).map((call) => el("pre", { class: "text" }, `→ ${call.function?.name}(${call.function?.arguments})`)))));
 }
 
-function tokens(completion, texts, colour) {
+/** Shades of a ratio: by how many times a tenth the logarithm of π/μ is away from 0; of an entropy: each half nat. */
+const SHADES = {
+  ratio: (logprob, one, i) => Math.min(5, Math.floor(Math.abs(one.logprobs[i] - logprob) * 10)),
+  entropy: (_, one, i) => Math.min(5, Math.floor(one.entropies[i] * 2)),
+};
+const HINTS = {
+  logprob: "darker is less likely: each shade is a factor of e",
+  ratio: "darker is further from 1: each shade is about 10 % between the learner's probability and the sampler's",
+  entropy: "darker is less certain: each shade is half a nat",
+};
+
+function tokens(completion, texts, colour, learned) {
   const version = [], versions = [...new Set(completion.spans.map((s) => s[3]))];
   for (const [start, end, , step] of completion.spans) for (let i = start; i < end; i++) version[i] = step;
-  const shown = completion.token_ids.slice(0, 5000);
+  const shown = completion.token_ids.slice(0, 5000), has = learned && learned.logprobs.length === completion.token_ids.length;
+  if (SHADES[colour] && !has) return el("div", {}, longText(completion.text), el("p", { class: "hint" }, "The learner's numbers are kept of the first groups of each step only (logger.keep_token_stats), and not for ever."));
   return el("div", {}, el("p", { class: "tokens", dir: "ltr" }, shown.map((id, i) => {
-    const text = texts ? texts[i] : `${id} `, logprob = completion.logprobs[i];
-    const level = colour === "logprob" ? `p${Math.min(5, Math.floor(-logprob))}` : `v${versions.indexOf(version[i]) % 6}`;
-    return el("span", { class: level, title: `token ${id}, log-probability ${number(logprob, 3)}, version ${version[i]}` }, text === "" ? "∅" : text.replace(/\n/g, "↵\n"));
-  })), el("p", { class: "hint" }, colour === "logprob" ? "darker is less likely: each shade is a factor of e" : `versions ${versions.join(", ")}`, shown.length < completion.token_ids.length ? `; the first 5,000 of ${completion.token_ids.length} tokens` : "", texts ? "" : "; the tokenizer is not on the dashboard's machine, so these are token ids"));
+    const text = texts ? texts[i] : `${id} `, logprob = completion.logprobs[i], trained = has && !Number.isNaN(learned.logprobs[i]);
+    const level = SHADES[colour] ? (trained ? `p${SHADES[colour](logprob, learned, i)}` : "") : colour === "logprob" ? `p${Math.min(5, Math.floor(-logprob))}` : `v${versions.indexOf(version[i]) % 6}`;
+    const said = trained ? `, by the learner ${number(learned.logprobs[i], 3)}, ratio ${number(Math.exp(learned.logprobs[i] - logprob), 3)}, entropy ${number(learned.entropies[i], 3)}` : "";
+    return el("span", { class: level, title: `token ${id}, log-probability ${number(logprob, 3)}${said}, version ${version[i]}` }, text === "" ? "∅" : text.replace(/\n/g, "↵\n"));
+  })), el("p", { class: "hint" }, HINTS[colour] || `versions ${versions.join(", ")}`, shown.length < completion.token_ids.length ? `; the first 5,000 of ${completion.token_ids.length} tokens` : "", texts ? "" : "; the tokenizer is not on the dashboard's machine, so these are token ids"));
 }
 
 async function textsOf(runId, completions, context) {

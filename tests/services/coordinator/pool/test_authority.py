@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import grpc
@@ -9,7 +10,7 @@ import pytest
 from control_plane import Plane, Worker, ack, learner, offer, refusal, rollout
 
 from paceline.rate_limited_log import unforeseen
-from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
+from protos.paceline.v1 import common_pb2, records_pb2, run_pb2, worker_pb2
 
 
 async def started(plane: Plane) -> run_pb2.Run:
@@ -118,6 +119,50 @@ async def test_the_learner_says_how_large_the_vocabulary_is(plane: Plane) -> Non
     trainer.say(run_report=worker_pb2.RunReport(run_id=run.run_id, session=1, vocab_size=151_936))
     await heard(plane, trainer, "learner-1")
     assert plane.ledger.run(run.run_id)["vocab_size"] == 151_936
+
+
+async def test_numbers_of_tokens_count_from_the_learner_alone(plane: Plane) -> None:
+    run = await started(plane)
+    trainer, worker = learner(plane), rollout(plane)
+    for one in (trainer, worker):
+        await one.hear("run")
+    with plane.ledger.transaction():
+        plane.ledger.update_run(run.run_id, next_batch=3)
+
+    def report(
+        step: int, session: int = 1, entropies: tuple[float, ...] = (0.5, 0.25)
+    ) -> worker_pb2.TokenStatistics:
+        found = worker_pb2.TokenStatistics(run_id=run.run_id, session=session, step=step)
+        for group_id, index in ((8, 0), (7, 1), (7, 0)):
+            found.completions.add(
+                group_id=group_id, index=index, logprobs=(-1.0, float("nan")), entropies=entropies
+            )
+        return found
+
+    worker.say(token_statistics=report(0))
+    await heard(plane, worker, "rollout-1")
+    trainer.say(token_statistics=report(0, session=2))
+    trainer.say(token_statistics=report(3))  # it has no batch
+    trainer.say(token_statistics=report(0, entropies=(0.5,)))
+    trainer.say(token_statistics=report(2))
+    await heard(plane, trainer, "learner-1")
+    folder = plane.directory / "token_stats" / run.run_id
+    writing = plane.coordinator.pool._reports._tokens._writing
+    assert writing is not None
+    await writing
+    assert [path.name for path in folder.iterdir()] == ["00000000000000000002.bin"]
+    asked = records_pb2.GetTokenStatisticsRequest(run_id=run.run_id, step=2)
+    answer = await plane.records.GetTokenStatistics(asked)
+    assert [(each.group_id, each.index) for each in answer.completions] == [(7, 0), (7, 1), (8, 0)]
+    asked.group_id = 8
+    (only,) = (await plane.records.GetTokenStatistics(asked)).completions
+    assert only.logprobs[0] == -1.0
+    assert math.isnan(only.logprobs[1])
+    assert list(only.entropies) == [0.5, 0.25]
+    asked.step = 0
+    assert not (await plane.records.GetTokenStatistics(asked)).completions
+    (folder / "00000000000000000000.bin").write_bytes(b"\xff" * 50)
+    assert not (await plane.records.GetTokenStatistics(asked)).completions
 
 
 async def test_a_member_does_not_fill_the_events_with_warnings(plane: Plane) -> None:

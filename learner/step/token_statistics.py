@@ -1,0 +1,84 @@
+"""Log-probability and entropy by token of a few groups, kept while a step trains.
+
+Promise: the step computes nothing more and waits for nothing: it leaves references to what it has computed, and `of` copies them to the
+host afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from learner.batch.samples import PackedBatch, TrainingSample
+from paceline.groups import FloatArray
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """One completion, or row of an episode. Arrays are as long as its completion tokens, NaN where they do not train."""
+
+    group_id: int
+    index: int
+    """Index among the group's samples in the batch."""
+    logprobs_T: FloatArray
+    entropies_T: FloatArray
+
+
+class TokenStatistics:
+    """The numbers of one step."""
+
+    def __init__(self, group_ids: Collection[int]):
+        self._group_ids = frozenset(group_ids)
+        self._noted: list[tuple[PackedBatch, Tensor, Tensor]] = []
+
+    def note(self, packed: PackedBatch, logprobs_N: Tensor, entropy_N: Tensor) -> None:
+        """Keep what a micro-batch computed, if it has any of the groups. A repetition replaces what was kept before."""
+        if self._group_ids.intersection(packed.group_ids_S):
+            self._noted.append((packed, logprobs_N.detach(), entropy_N.detach()))
+
+    def of(self, samples: Sequence[TrainingSample]) -> list[TokenNumbers]:
+        """Return the numbers of the groups among the batch's samples that trained. Copies to the host."""
+        found: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]] = {}
+        for packed, logprobs_N, entropy_N in self._noted:
+            sequence_N = packed.sequence_N.cpu().numpy()
+            targets_N = packed.targets_N.cpu().numpy().astype(np.int64)
+            values = logprobs_N.float().cpu().numpy(), entropy_N.float().cpu().numpy()
+            for sequence, group_id in enumerate(packed.group_ids_S):
+                if group_id in self._group_ids:
+                    at_N = sequence_N == sequence
+                    found[group_id, targets_N[at_N].tobytes()] = values[0][at_N], values[1][at_N]
+        return [
+            numbers
+            for sample, index in zip(samples, _indices(samples), strict=True)
+            if (numbers := _numbers(sample, index, found)) is not None
+        ]
+
+
+def _indices(samples: Sequence[TrainingSample]) -> list[int]:
+    """Return the index of each sample in its group."""
+    seen: Counter[int] = Counter()
+    indices = []
+    for sample in samples:
+        indices.append(seen[sample.group_id])
+        seen[sample.group_id] += 1
+    return indices
+
+
+def _numbers(
+    sample: TrainingSample, index: int, found: dict[tuple[int, bytes], tuple[FloatArray, FloatArray]]
+) -> TokenNumbers | None:
+    """Return the numbers of a sample. Samples of a group with equal tokens have equal numbers."""
+    trains_T = np.ones(len(sample.completion_ids), bool) if sample.trained_T is None else sample.trained_T
+    values = found.get((sample.group_id, sample.completion_ids[trains_T].astype(np.int64).tobytes()))
+    if values is None or not trains_T.any():
+        return None
+    whole = []
+    for values_N in values:
+        values_T = np.full(len(trains_T), np.nan, np.float32)
+        values_T[trains_T] = values_N
+        whole.append(values_T)
+    return TokenNumbers(sample.group_id, index, *whole)

@@ -1,0 +1,45 @@
+"""Files of what the learner computed of single tokens stay small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protos.paceline.v1 import worker_pb2
+from services.coordinator.reporting import token_files as module
+from services.coordinator.reporting.token_files import TokenFiles, fault_of, path_of
+
+
+def report(step: int, completions: int = 1) -> worker_pb2.TokenStatistics:
+    found = worker_pb2.TokenStatistics(run_id="run-1", session=1, step=step)
+    for index in range(completions):
+        found.completions.add(group_id=1, index=index, logprobs=[-0.5] * 10, entropies=[1.0] * 10)
+    return found
+
+
+async def keep(files: TokenFiles, kept: worker_pb2.TokenStatistics) -> None:
+    files.keep(kept)
+    if files._writing is not None:
+        await files._writing
+
+
+async def test_the_oldest_steps_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 3 * report(1).ByteSize() + 2)
+    files = TokenFiles(tmp_path)
+    for step in range(1, 9):
+        await keep(files, report(step))
+    left = sorted(path.name for path in (tmp_path / "token_stats" / "run-1").iterdir())
+    assert left == [path_of(tmp_path, "run-1", step).name for step in (6, 7, 8)]
+
+
+async def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "token_stats").write_text("")
+    await keep(TokenFiles(tmp_path), report(1))
+
+
+def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not fault_of(report(1, completions=50))
+    assert "completions" in fault_of(report(1, completions=module.MAX_COMPLETIONS + 1))
+    monkeypatch.setattr(module, "MAX_REPORT_BYTES", 100)
+    assert "bytes" in fault_of(report(1, completions=2))
