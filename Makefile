@@ -31,7 +31,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow trackers test-vllm test-vllm-slow chaos bitflips hosts meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks pages clean
+.PHONY: help demo test test-slow trackers test-vllm test-vllm-slow chaos bitflips hosts meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks pages site clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -136,11 +136,14 @@ images: $(STAMP) ## Make the Dockerfile and compose.yaml from the list of roles
 locks: $(STAMP) ## Renew the images' lock files; needs uv (LOCKS="control worker")
 	$(BIN)/python deploy/docker/lock.py $(LOCKS)
 
-pages: $(STAMP) ## Generate the pages of keys, commands, foreign names, metrics and models in docs/
+pages: $(STAMP) ## Generate the pages of keys, commands, interfaces, foreign names, metrics and models in docs/
 	$(BIN)/python -m services.cli.reference
 	$(BIN)/python -m services.coordinator.reporting.metric_table
 	$(BIN)/python tests/support/models/models_page.py
 	$(BIN)/python -m services.tracking.names
+
+site: $(STAMP) ## Build the documentation as a site, build/site/html; warnings are errors
+	@$(call timed,$(BIN)/python docs/site/build.py)
 
 clean: ## Remove .venv, caches and build output; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Writes the generated pages of the documentation: `python -m services.cli.reference` (`--check`: only compare).
 
-They are docs/configuration.md (every key), docs/foreign_names.md (other libraries' names) and docs/commands.md (every
-command with its options).
+They are docs/configuration.md (every key), docs/foreign_names.md (other libraries' names), docs/commands.md (every
+command with its options), docs/protos.md (every rpc and message) and docs/client.md (the Python client).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from paceline.spec.explaining import pages
+from services.cli import interface_pages
 from services.cli.main import main as paceline
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -31,6 +32,8 @@ def generated() -> dict[str, str]:
         "configuration.md": pages.configuration(),
         "foreign_names.md": pages.foreign_names(),
         "commands.md": commands(),
+        "protos.md": interface_pages.protos(),
+        "client.md": interface_pages.client(),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from paceline.spec.foreign.names import TABLES, ForeignName, table
+from paceline.spec.foreign.names import TABLES, ForeignName, shown_names, table
 from paceline.spec.keys import Key, keys
 
 COLUMNS = 120
@@ -18,6 +18,9 @@ Every key of a spec, with its type, its default and one sentence. `paceline spec
 
 A spec is a YAML file of sections. Each key can be overridden on the command line by its dotted name:
 `paceline up spec.yaml grpo.max_num_steps=50 rewards.0.weight=0.5`. In the names below `N` is the index of a list item.
+
+After a key stands its name in NeMo RL and in TRL, where there is one. Units may differ:
+[foreign_names.md](foreign_names.md) says how, for more names and libraries.
 """
 NAMES = """\
 # Names of other libraries
@@ -62,7 +65,8 @@ def _items(found: list[Key]) -> str:
 
 def _item(key: Key) -> str:
     default = "required" if key.default_text == "required" else f"default `{key.default_text}`"
-    return _wrapped(f"- `{key.path}` ({key.type_text}; {default}): {key.description}", "  ")
+    names = "".join(f" {library}: `{name}`." for library, name in shown_names().get(key.path, {}).items())
+    return _wrapped(f"- `{key.path}` ({key.type_text}; {default}): {key.description}{names}", "  ")
 
 
 def _entry(entry: ForeignName) -> str:

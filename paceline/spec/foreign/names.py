@@ -26,6 +26,8 @@ MIN_SUFFIX = 5
 
 EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
 """Algorithms that train on a data set's examples."""
+SAME = "same"
+"""Mark in reference.yaml of a name that is our key; for TRL, whose names have no sections, its last part."""
 RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
 """Keys of `grpo` by their names in the sections of EXAMPLES."""
 
@@ -68,6 +70,20 @@ def values() -> dict[str, dict[Any, Any]]:
     """Return for each of our keys the values of other libraries, and ours or a clause."""
     found: dict[str, dict[Any, Any]] = _read("values.yaml")
     return found
+
+
+@cache
+def shown_names() -> dict[str, dict[str, str]]:
+    """Return for each of our keys its name in NeMo RL and TRL, by library; without an entry where a library has none."""
+    tree: dict[str, list[str | None]] = _read("reference.yaml")
+    return {
+        key: {
+            library: name if name != SAME else key if library == "NeMo RL" else key.rpartition(".")[2]
+            for library, name in zip(("NeMo RL", "TRL"), found, strict=True)
+            if name is not None
+        }
+        for key, found in tree.items()
+    }
 
 
 def key_for(key: str, algorithm: str) -> str:

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from paceline.spec.foreign.names import TABLES, look_up, table
+from paceline.spec.foreign.names import TABLES, key_for, look_up, shown_names, table
 from paceline.spec.keys import keys
 from services.cli.main import COMMANDS
 from services.cli.reference import DOCS, generated
@@ -41,8 +41,40 @@ def test_every_command_and_every_foreign_name_has_its_line() -> None:
     assert [name for name in names if f"- `{name}`:" not in pages["foreign_names.md"]] == []
 
 
+def test_the_names_beside_a_key_are_those_of_the_dictionary() -> None:
+    """A name means the key beside it, or one of another algorithm, of which the dictionary names only one."""
+    other = {
+        ("dpo.preference_loss", "loss_type"),
+        ("kto.precompute", "precompute_ref_log_probs"),
+        ("orpo.odds_ratio_weight", "beta"),
+        ("distillation.kl_type", "loss_fn.kl_type"),
+    }
+    wrong = []
+    for key, names in shown_names().items():
+        assert key in keys(), key
+        for library, name in names.items():
+            entry = table("nemo_rl" if library == "NeMo RL" else "trl").get(name) or look_up(name)
+            same = library == "NeMo RL" and name == key
+            means = entry and (entry.key == key or key_for(entry.key, key.partition(".")[0]) == key)
+            below = entry and key.startswith(f"{entry.key}.")
+            if not (same or means or below or (key, name) in other):
+                wrong.append((key, library, name))
+    assert wrong == []
+    assert len(shown_names()) > 130
+
+
+def test_a_key_has_the_names_of_other_libraries_beside_it() -> None:
+    text = " ".join(generated()["configuration.md"].split())
+    assert re.search(
+        r"`policy.optimizer.lr` [^`]*`1.0e-06`\): [^`]* NeMo RL: `policy.optimizer.kwargs.lr`. TRL: `learning_rate`.",
+        text,
+    )
+    assert re.search(r"`grpo.val_period` .*? NeMo RL: `grpo.val_period`. TRL: `eval_steps`.", text)
+
+
 def test_lines_are_short() -> None:
-    long = [line for text in generated().values() for line in text.splitlines() if len(line) > 120]
+    lines = [line for text in generated().values() for line in text.splitlines()]
+    long = [line for line in lines if len(line) > 120 and not line.startswith("|")]  # a row cannot be wrapped
     assert [line for line in long if " " in line[2:]] == []
 
 

@@ -1,0 +1,119 @@
+"""The documentation as a site: it builds without a warning, loads nothing from elsewhere, and its reference is complete."""
+
+from __future__ import annotations
+
+import html
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.spec.keys import keys
+from services.cli.main import COMMANDS
+from services.cli.reference import generated
+from services.coordinator.reporting import metric_table
+from services.dashboard.methods import methods
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "docs" / "site" / "build.py"
+NAMES: dict[str, Any] = runpy.run_path(str(SCRIPT), run_name="site_build")
+build: Callable[[Path], Path] = NAMES["build"]
+loaded_from_elsewhere: Callable[[Path], list[str]] = NAMES["loaded_from_elsewhere"]
+
+
+def make(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    made = make(folder)
+    assert made.returncode == 0, made.stdout + made.stderr
+    return folder / "html"
+
+
+def text_of(page: Path) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
+
+
+def test_every_page_of_the_documentation_is_in_the_site(site: Path) -> None:
+    pages = [path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md")]
+    made = [
+        site / (page.with_name("index.html") if page.name == "README.md" else page.with_suffix(".html"))
+        for page in pages
+    ]
+    assert len(made) > 40
+    assert [str(page) for page in made if not page.is_file()] == []
+
+
+def test_every_key_rpc_command_and_metric_that_exists_is_in_the_reference(site: Path) -> None:
+    spec, commands = text_of(site / "docs/configuration.html"), text_of(site / "docs/commands.html")
+    protos, metrics = text_of(site / "docs/protos.html"), text_of(site / "docs/metrics.html")
+    lacking = [path for path, key in keys().items() if key.section is None and f"{path} (" not in spec]
+    lacking += [name for name in COMMANDS if f"paceline {name}" not in commands]
+    lacking += [
+        call
+        for call in methods()
+        if not set(call.rpartition(".")[2].split("/")) <= set(re.findall(r"\w+", protos))
+    ]
+    lacking += [
+        metric.name for part in metric_table.PARTS for metric in part.metrics if metric.name not in metrics
+    ]
+    assert lacking == []
+
+
+def test_the_generated_pages_of_interfaces_are_in_the_site(site: Path) -> None:
+    assert {f"{Path(name).stem}.html" for name in generated()} <= {
+        page.name for page in (site / "docs").glob("*.html")
+    }
+    assert "spec_difference" in text_of(site / "docs/client.html")
+
+
+def test_the_search_finds_a_key(site: Path) -> None:
+    assert "loss_fn.off_policy_mask_threshold" in (site / "search" / "search_index.json").read_text(
+        encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[there](no_such_page.md)", "no_such_page.md"),
+        ("[there](data.md#no-such-heading)", "no-such-heading"),
+        ("![there](no_such_picture.svg)", "no_such_picture.svg"),
+    ],
+)
+def test_a_link_that_leads_nowhere_ends_the_build(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, named: str
+) -> None:
+    NAMES["stage"](tmp_path / "pages")
+    page = tmp_path / "pages" / "docs" / "lora.md"
+    page.write_text(f"{page.read_text(encoding='utf-8')}\n{text}\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        build(tmp_path)
+    assert named in "".join(capfd.readouterr())
+
+
+def test_a_page_in_no_menu_ends_the_build(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    NAMES["stage"](tmp_path / "pages")
+    (tmp_path / "pages" / "docs" / "lost.md").write_text("# Lost\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        build(tmp_path)
+    assert "lost.md" in "".join(capfd.readouterr())
+
+
+def test_what_a_page_would_load_from_elsewhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "bad.html").write_text('<link rel="stylesheet" href="https://fonts.example/css">')
+    (tmp_path / "worse.html").write_text("<script src='//cdn.example/x.js'></script>")
+    (tmp_path / "fine.html").write_text(
+        '<a href="https://elsewhere.example">a link</a><script src="assets/x.js"></script>'
+    )
+    assert loaded_from_elsewhere(tmp_path) == ["bad.html", "worse.html"]
