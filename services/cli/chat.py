@@ -15,6 +15,7 @@ from paceline.files.storage import is_url
 from paceline.spec import RunSpec
 from services.cli.recorded.opening import opened_ledger
 from services.common.options import directory_option, find_run
+from services.common.reporting.visible_text import visible
 
 if TYPE_CHECKING:
     from paceline.groups import Completion
@@ -215,7 +216,7 @@ async def _chat(spec: RunSpec, seed: int) -> None:
             click.echo("the model has no chat template: it continues each line by itself", err=True)
         while line := await asyncio.to_thread(_read_line):
             try:
-                await talk.answer(line, lambda piece: click.echo(piece, nl=False))
+                await talk.answer(line, lambda piece: click.echo(visible(piece), nl=False))
                 click.echo()
             except InvalidInput as error:
                 click.echo(f"{error}; begin a new chat", err=True)

@@ -211,7 +211,7 @@ def outcome(
     tokens = facts["tokens"]
     lines = [
         f"{facts['run_id']} {facts['state']} after {facts['step']} of {facts['max_num_steps']} steps"
-        + (f": {facts['message']}" if facts["message"] else ""),
+        + (f": {visible(facts['message'])}" if facts["message"] else ""),
     ]
     if any(tokens.values()):  # a run on examples has none in the books
         lines.append(
@@ -300,7 +300,7 @@ def verify_text(run_id: str, problems: Sequence[str], facts: Mapping[str, Any]) 
     ]
     plural = "problem" if len(problems) == 1 else "problems"
     head = f"{len(problems)} {plural} in {run_id}:" if problems else f"{run_id}: all records agree"
-    return "\n".join([head, *(f"  ✗ {problem}" for problem in problems), *compared])
+    return "\n".join([head, *(f"  ✗ {visible(problem)}" for problem in problems), *compared])
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
@@ -339,4 +339,4 @@ def _number(value: Any, form: str) -> str:
 def _plain(cell: str) -> Any:
     from rich.text import Text
 
-    return Text(cell)
+    return Text(visible(cell))

@@ -14,6 +14,7 @@ from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
 from services.cli import render
 from services.cli.chat import changed, open_talk, spec_of_model
 from services.common.options import coordinator_option, directory_option, json_option, print_json
+from services.common.reporting.visible_text import visible
 
 if TYPE_CHECKING:
     from paceline.groups import Completion
@@ -132,7 +133,7 @@ def generate(
                     }
                 )
             else:
-                click.echo(text)
+                click.echo(visible(text))
         return
     try:
         with Client(coordinator) as client:
@@ -148,7 +149,7 @@ def generate(
         if as_json:
             print_json(facts)
         else:
-            click.echo(facts["text"])
+            click.echo(visible(facts["text"]))
 
 
 async def _from_export(spec: RunSpec, prompt: str, n: int, seed: int) -> list[tuple[str, Completion]]:

@@ -17,6 +17,7 @@ from paceline.errors import PacelineError
 from services.cli import render
 from services.cli.running.progress import Course, Shown, screen
 from services.common.options import print_json
+from services.common.reporting.visible_text import visible
 
 EXITS = {"succeeded": 0, "failed": 1, "cancelled": 3, "paused": 4}
 """Exit status of `paceline submit --wait` by the run's state; 2 is click's, for a misspelt command."""
@@ -75,7 +76,7 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
     else:
         said = f": {facts['message']}" if facts["message"] else ""
         click.echo(
-            f"run {run_id} is {facts['state']} at step {facts['step']}{said}",
+            visible(f"run {run_id} is {facts['state']} at step {facts['step']}{said}"),
             err=facts["state"] != "succeeded",
         )
     if status := EXITS.get(facts["state"], 0):
@@ -112,7 +113,7 @@ def _tell(source: Client | RecordedRuns, run_id: str, told: tuple[str, ...]) -> 
         return ()
     state = (ahead["run_id"], ahead["state"], ahead["message"])
     if state != told:
-        click.echo(_advice(run_id, ahead), err=True)
+        click.echo(visible(_advice(run_id, ahead)), err=True)
     return state
 
 
