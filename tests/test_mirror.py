@@ -248,6 +248,7 @@ COVERED_BY = {
     "services/coordinator/ledger/tables/evaluations.py": "tests/services/coordinator/exchange/test_evaluation.py",
     "services/coordinator/ledger/tables/free_slots.py": "tests/services/coordinator/exchange/test_leases.py",
     "services/coordinator/ledger/tables/receipts.py": "tests/services/coordinator/exchange/batches/test_delivery.py",
+    "services/cli/sweeping/study.py": "test_trials.py",
     "services/coordinator/ledger/tables/session_faults.py": "tests/services/coordinator/exchange/batches/test_session_faults.py",
     "services/coordinator/lifecycle/context.py": "test_run_states.py",
     "services/coordinator/lifecycle/coordinator.py": "test_run_states.py",

@@ -35,6 +35,10 @@ COMMANDS = {
         "services.cli.imports:import_spec",
         "Write a spec from a configuration of TRL, NeMo RL, verl or prime-rl.",
     ),
+    "sweep": (
+        "services.cli.sweeping.sweep:sweep",
+        "Search over keys of a spec, by runs one after the other.",
+    ),
     "submit": ("services.cli.running.runs:submit", "Queue a run from a spec."),
     "status": (
         "services.cli.running.status:status",

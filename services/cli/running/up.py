@@ -194,8 +194,8 @@ def run_here(
         raise _nothing_to_run(directory, left)
     specs = [*([spec] if spec else []), *going_on.values()]
     gpus = visible_gpus()
-    spec, sizes = _placed(spec, specs, len(gpus), say)
-    allowed = _function_folders(functions_from, specs)
+    spec, sizes = placed(spec, specs, len(gpus), say)
+    allowed = function_folders(functions_from, specs)
     stored = ["--store", store] if store else []
     options = {
         "coordinator": ["--min-free-mb", str(min_free_mb), *stored, *allowed],
@@ -212,7 +212,7 @@ def run_here(
         say=say,
         gpus=gpus,
     )
-    with _ends_with_signals(), contextlib.ExitStack() as stack:
+    with ends_with_signals(), contextlib.ExitStack() as stack:
         stack.callback(_stop, cluster, say)
         say(f"coordinator at {cluster.start_coordinator()}, ledger and logs in {cluster.directory}")
         client = stack.enter_context(Client(cluster.address, wait_s=math.inf, reconnect_s=math.inf))
@@ -267,7 +267,7 @@ def _begun(
     return [run_id]
 
 
-def _placed(
+def placed(
     spec: RunSpec | None, specs: Sequence[RunSpec], num_gpus: int, say: Callable[[str], None]
 ) -> tuple[RunSpec | None, ClusterSection]:
     """Return the spec as it runs on this host, with what it leaves open chosen, and the services that `specs` need here. Says
@@ -330,7 +330,7 @@ def _with_division(spec: RunSpec, sizes: ClusterSection) -> RunSpec:
     return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=given)})
 
 
-def _function_folders(functions_from: tuple[Path, ...], specs: list[RunSpec]) -> list[str]:
+def function_folders(functions_from: tuple[Path, ...], specs: list[RunSpec]) -> list[str]:
     """Return the options `--functions-from` of the services: the folders that the user allows besides the specs'
     folders."""
     if not functions_from:
@@ -353,7 +353,7 @@ def _port(host: str, port: int | None) -> int:
 
 
 @contextlib.contextmanager
-def _ends_with_signals() -> Iterator[None]:
+def ends_with_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the command as Ctrl-C does, so that the services stop in good order."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number in before:
