@@ -1,12 +1,13 @@
 """The page on a long run: a ledger with 10,000 steps and 1,000,000 groups, a real browser, every view.
 
-    python benchmarks/page.py [--steps 10000] [--groups 1000000] [--keep FOLDER] [--json]
+    python benchmarks/page.py [--steps 10000] [--groups 1000000] [--keep FOLDER] [--no-coordinator] [--json]
 
 The ledger is made by SQL, with stored completions for the groups of the last steps. `paceline serve dashboard` reads it. Each view
 is opened in a headless Chromium, its cache warm, and timed in seconds from the change of the address to its heading
 (`first_paint_s`) and to its first chart or table (`content_s`). Then the time from a key or a filter to the next frame that shows it
 (`interaction_ms`): a zoom on the view of a run, and a search on the view of a spec. With --json the last line is one object with the
-worst of each, `console_errors` and `csp_violations`. Needs chromium and playwright.
+worst of each, `console_errors` and `csp_violations`. Needs chromium and playwright. Then, unless --no-coordinator, what an open
+page costs a coordinator: `exchange_ratio_with_page` and `coordinator_memory_mb`, by benchmarks/page_reads.py.
 """
 
 from __future__ import annotations
@@ -202,6 +203,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--groups", type=int, default=1_000_000)
     parser.add_argument("--keep", type=Path, help="folder for the ledger; one that is there is used again")
+    parser.add_argument("--no-coordinator", action="store_true", help="measure the page alone")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -219,9 +221,19 @@ def main() -> None:
                 found = measure(link)
             finally:
                 server.terminate()
+        if not options.no_coordinator:
+            from page_reads import measure_memory, measure_throughput
+
+            found |= measure_throughput(Path(temporary) / "exchange", 200, 5.0, 6)
+            found |= measure_memory(folder, 20.0)
     for view, times in found["views"].items():
         print(f"{view:24} first paint {times['first_paint_s']:.2f} s, content {times['content_s']:.2f} s")
     print(f"worst interaction {found['interaction_ms']:.0f} ms, {found['console_errors']} console errors")
+    if not options.no_coordinator:
+        print(
+            f"exchange with the page over without {found['exchange_ratio_with_page']:.3f}, coordinator's memory "
+            f"{found['coordinator_memory_mb']:+.1f} MB"
+        )
     if options.json:
         print(json.dumps(found))
 
