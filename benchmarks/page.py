@@ -222,10 +222,10 @@ def main() -> None:
             finally:
                 server.terminate()
         if not options.no_coordinator:
-            from page_reads import measure_memory, measure_throughput
+            from page_reads import ROUNDS, SECONDS, WORKERS, measure_memory, measure_throughput
 
-            found |= measure_throughput(Path(temporary) / "exchange", 200, 5.0, 6)
-            found |= measure_memory(folder, 20.0)
+            found |= measure_throughput(Path(temporary) / "exchange", WORKERS, SECONDS, ROUNDS)
+            found |= measure_memory(folder, 5 * SECONDS)
     for view, times in found["views"].items():
         print(f"{view:24} first paint {times['first_paint_s']:.2f} s, content {times['content_s']:.2f} s")
     print(f"worst interaction {found['interaction_ms']:.0f} ms, {found['console_errors']} console errors")

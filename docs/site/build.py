@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Path(__file__).with_name("mkdocs.yml")
+STYLE = Path(__file__).with_name("site.css")
 BUILT = ROOT / "build" / "site"
 PAGES = (
     "*.md", "docs/**/*.md", "examples/*/*.md", "recipes/*.md", "deploy/*.md", "benchmarks/*.md",
@@ -33,7 +34,7 @@ def stage(into: Path) -> list[Path]:
     pages = sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
     linked = {target for page in pages for target in linked_files(page)}
     copies = []
-    for path in sorted({*pages, *linked}):
+    for path in sorted({*pages, *linked, STYLE}):
         copy = into / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
@@ -81,7 +82,9 @@ def main() -> None:
     folder = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else BUILT
     stage(folder / "pages")
     html = build(folder)
-    print(f"the site is in {html}; open {html / 'index.html'}")
+    print(
+        f"the site is in {html}; open index.html there, or serve it for its search: python -m http.server -d {html}"
+    )
 
 
 if __name__ == "__main__":
