@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import shlex
 from pathlib import Path
@@ -103,15 +105,51 @@ def test_the_names_of_a_library_mean_what_its_page_says(page: str) -> None:
     assert [name for name in unknown if "overrides" not in name] == []
 
 
-def test_trls_script_and_the_spec_beside_it_are_one_run(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
-    (spec,) = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.M | re.S)
-    (tmp_path / "train_grpo.py").write_text(script)
-    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
-    imported = flat(import_config("trl", tmp_path / "train_grpo.py").tree)
-    shown = flat(yaml.safe_load(spec))
+@pytest.mark.parametrize(
+    ("page", "library", "name"),
+    [
+        ("from_trl.md", "trl", "train_grpo.py"),
+        ("from_nemo_rl.md", "nemo", "grpo_math.yaml"),
+        ("from_verl.md", "verl", "run_qwen.sh"),
+        ("from_prime_rl.md", "prime-rl", "rl.toml"),
+    ],
+)
+def test_a_librarys_file_and_the_spec_beside_it_are_one_run(
+    tmp_path: Path, page: str, library: str, name: str
+) -> None:
+    """The file of the page is imported, and gives every value of the spec below it."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\w+\n(# .*?)^```$", text, flags=re.M | re.S)
+    (theirs,) = (block for block in blocks if block.startswith(f"# {name}, with"))
+    (ours,) = (block for block in blocks if block.startswith(f"# {name.partition('.')[0]}.paceline.yaml"))
+    (tmp_path / name).write_text(theirs)
+    (tmp_path / "scores.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...\n"
+    )
+    for data in ("train.jsonl", "train.parquet", "test.parquet"):
+        (tmp_path / data).write_text("")
+    imported = flat(import_config(library, tmp_path / name).tree)
+    shown = flat(yaml.safe_load(ours))
+    assert len(shown) >= 10
     assert {key: imported.get(key) for key in shown} == shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_of_code_of_a_page_is_code(page: Path) -> None:
+    """Python parses, YAML and JSON load, and targets of make exist."""
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S):
+        ast.parse(block)
+    for block in re.findall(r"^```yaml\n(.*?)^```$", text, flags=re.M | re.S):
+        list(yaml.safe_load_all(block))
+    for block in re.findall(r"^```json\n(.*?)^```$", text, flags=re.M | re.S):
+        for part in (
+            [block] if block.lstrip().startswith(("{\n", "[")) else block.splitlines()
+        ):  # JSON, or JSON lines
+            json.loads(part)
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
+    shell = "\n".join(re.findall(r"^```(?:bash|console|sh)\n(.*?)^```$", text, flags=re.M | re.S))
+    assert set(re.findall(r"^make ([a-z][\w-]*)", shell, flags=re.M)) - targets == set()
 
 
 def flat(tree: object, prefix: str = "") -> dict[str, object]:
