@@ -8,13 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from command_line import paceline
 
+from paceline.client import Client, state_name
+from paceline.spec import ClusterSection, RunSpec
+from paceline.spec.reading import spec_to_yaml
 from services.cli.recorded.offline import runs_of
 from services.demo.run import make_files
+from services.local.cluster import LocalCluster
 
 PACELINE = [sys.executable, "-c", "from services.cli.main import main; main()"]
 TRIALS, KILLED_AT = 12, 3
@@ -83,3 +89,26 @@ def test_a_sweep_that_was_killed_goes_on_and_finds_a_better_learning_rate(
     assert facts["best"]["value"] > course[-1]["reward"] + 0.1
     page = (tmp_path / "runs" / "sweeps" / "lr" / "report.html").read_text()
     assert page.count("<tr>") == TRIALS + 1
+
+
+@pytest.mark.slow
+def test_trials_are_runs_of_a_coordinator_that_is_there(
+    make_spec: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    """Its services go on afterwards, and the study lies where the sweep ran."""
+    (tmp_path / "spec.yaml").write_text(spec_to_yaml(make_spec()))
+    search = {"policy.optimizer.lr": {"low": 1e-4, "high": 1e-2, "log": True}}
+    sweep = {"trials": 2, "search": search, "of": "step", "metric": "reward", "name": "there"}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    with LocalCluster(tmp_path / "runs", ClusterSection()) as cluster, Client(cluster.address) as client:
+        result = paceline(
+            *("sweep", tmp_path / "spec.yaml", tmp_path / "sweep.yaml", "--coordinator", cluster.address),
+            *("--directory", tmp_path / "mine", "--json"),
+        )
+        assert result.exit_code == 0, result.output
+        states = {run.run_id: state_name(run) for run in client.runs()}
+    facts = json.loads(result.stdout)
+    assert list(states.values()) == ["succeeded"] * 2
+    assert facts["best"]["run_id"] in states
+    assert (tmp_path / "mine" / "sweeps" / "there" / "journal.log").is_file()
+    assert not (tmp_path / "runs" / "sweeps").exists()

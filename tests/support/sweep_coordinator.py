@@ -65,7 +65,7 @@ class SweepCoordinator:
 
     def runs(self) -> list[Any]:
         """Without specs, as a coordinator lists them."""
-        return [run_pb2.Run(run_id=run_id) for run_id in self.specs]
+        return [run_pb2.Run(run_id=run_id, state=STATES[state]) for run_id, (state, _) in self.states.items()]
 
     def get(self, run_id: str) -> Any:
         state, message = self.states[run_id]

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -113,11 +113,18 @@ def _tell(source: Client | RecordedRuns, run_id: str, told: tuple[str, ...]) -> 
         return ()
     state = (ahead["run_id"], ahead["state"], ahead["message"])
     if state != told:
-        click.echo(visible(_advice(run_id, ahead)), err=True)
+        click.echo(visible(advice(run_id, ahead)), err=True)
     return state
 
 
-def in_front_of(source: Client | RecordedRuns, run_id: str) -> render.Facts | None:
+class ListsRuns(Protocol):
+    """What tells its runs, oldest first."""
+
+    def runs(self) -> list[Any]:
+        """Return all runs."""
+
+
+def in_front_of(source: ListsRuns, run_id: str) -> render.Facts | None:
     """Return the open run that a queued one waits for; None if there is none."""
     for run in source.runs():
         facts = render.run_facts(run)
@@ -128,7 +135,8 @@ def in_front_of(source: Client | RecordedRuns, run_id: str) -> render.Facts | No
     return None
 
 
-def _advice(run_id: str, ahead: render.Facts) -> str:
+def advice(run_id: str, ahead: render.Facts) -> str:
+    """Return which run a queued one waits for, and how to end that."""
     state = f"{ahead['state']}, step {ahead['step']} of {ahead['max_num_steps']}"
     reason = f": {ahead['message']}" if ahead["message"] else ""
     return f"{run_id} waits for {ahead['run_id']} ({state}{reason}); `paceline cancel {ahead['run_id']}` ends that run"

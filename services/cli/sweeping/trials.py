@@ -17,6 +17,7 @@ from paceline.client import Event
 from paceline.errors import Conflict
 from paceline.spec.reading import load_spec
 from services.cli import render
+from services.cli.running.watching import advice, in_front_of
 from services.cli.sweeping.study import SweepStudy, Trial
 from services.cli.sweeping.sweep_file import overrides_of
 
@@ -74,6 +75,8 @@ class Trials:
             run_id = str(self._coordinator.submit(spec).run_id)
             self._say(f"trial {trial.number} is {run_id}: {values}")
         trial.set_run(run_id)
+        if (ahead := in_front_of(self._coordinator, run_id)) is not None:
+            self._say(advice(run_id, ahead))
         self._say(f"trial {trial.number}: {self._follow(trial, run_id)}")
 
     def _found(self, trial: Trial) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sweep_coordinator import BAD, Killed, SweepCoordinator, sweep_of, trials
+from sweep_coordinator import BAD, SPEC, Killed, SweepCoordinator, sweep_of, trials
 
 from paceline.errors import Conflict
+from paceline.spec import RunSpec
 from services.cli.sweeping.study import SweepStudy
 
 
@@ -105,6 +106,15 @@ def test_a_pause_by_a_person_is_no_failure(tmp_path: Path) -> None:
     assert [each.state.name for each in SweepStudy(tmp_path / "lr", sweep_of()).study.get_trials()] == [
         "COMPLETE"
     ] * 2
+
+
+def test_a_run_in_front_of_a_trial_is_told(tmp_path: Path) -> None:
+    coordinator = SweepCoordinator()
+    coordinator.states["somebodys-1"] = ("running", "")
+    coordinator.specs["somebodys-1"] = RunSpec.model_validate(SPEC)
+    said: list[str] = []
+    trials(tmp_path, coordinator, sweep_of(trials=1), said).run()
+    assert any("waits for somebodys-1" in line and "paceline cancel somebodys-1" in line for line in said)
 
 
 def test_the_metric_of_steps_is_the_mean_of_the_last(tmp_path: Path) -> None:
