@@ -19,7 +19,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -111,6 +111,8 @@ class Membership:
         self._on_directive = on_directive
         self._gauges = gauges
         self._on_refused = on_refused
+        self.on_beat: Callable[[Mapping[str, float]], None] = lambda _: None
+        """Called with the gauges of each heartbeat."""
         self._is_refused = False
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
@@ -282,7 +284,12 @@ class Membership:
         except Exception as error:
             unforeseen.note("a worker's gauges", error)
             gauges = {}
-        return gauges | {"unforeseen_errors": float(unforeseen.total)}
+        gauges = gauges | {"unforeseen_errors": float(unforeseen.total)}
+        try:
+            self.on_beat(gauges)
+        except Exception as error:
+            unforeseen.note("a worker's metrics", error)
+        return gauges
 
     async def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
         """Connect the exchange (again); unanswered requests are sent again under the new term."""

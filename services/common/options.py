@@ -87,7 +87,7 @@ def worker_options(
     name: str, *, grace: str, host: str = "Address to listen on.", port: str = "gRPC port"
 ) -> Callable[[CommandT], CommandT]:
     """Return the options that every worker has: --coordinator, --host, --insecure, --port, --advertise-host, --name, --grace,
-    --ready-file.
+    --metrics-port, --ready-file.
 
     `name` is the default of --name; `grace`, `host` and `port` are the help of those options.
     """
@@ -107,6 +107,11 @@ def worker_options(
         ),
         click.option("--name", default=name, help="Name for people to read; the member id begins with it."),
         click.option("--grace", "grace_s", default=25.0, show_default=True, help=grace),
+        click.option(
+            "--metrics-port",
+            type=click.IntRange(0, 65535),
+            help="Port on --host that serves /metrics for Prometheus, 0 for a free one. Default: none.",
+        ),
         click.option(
             "--ready-file",
             type=click.Path(path_type=Path),

@@ -31,6 +31,7 @@ from protos.paceline.v1 import (
 from services.common.grpc_server import STOP_GRACE_S, GrpcServer
 from services.common.processes.file_limit import Capacity
 from services.common.processes.ready_file import announce
+from services.common.scrape import metrics_endpoint
 from services.common.token_guard import TokenGuard
 from services.common.zmq_keepalive import in_brackets
 from services.coordinator.blobs.store import BlobStore
@@ -42,7 +43,6 @@ from services.coordinator.lifecycle.coordinator import Coordinator
 from services.coordinator.members.registry import Members
 from services.coordinator.records_servicer import RecordsServicer
 from services.coordinator.scaling_servicers import ExternalScalerServicer, StatusServicer
-from services.coordinator.scrape import metrics_endpoint
 from services.coordinator.servicers import RunServicer, WorkerServicer
 
 MAX_SCALER_CONNECTIONS = 64

@@ -15,6 +15,7 @@ from services.common.grpc_server import run_service
 from services.common.insecure import check_coordinator, check_host, insecure_option
 from services.common.options import directory_option, token_file_option
 from services.common.processes.ready_file import announce
+from services.common.scrape import metrics_endpoint
 from services.common.zmq_keepalive import in_brackets
 from services.dashboard.access import Access, Role
 from services.dashboard.app import Dashboard
@@ -39,13 +40,24 @@ log = logging.getLogger(__name__)
 )
 @insecure_option
 @click.option("--port", default=USUAL_PORT, show_default=True, help="HTTP port; 0 takes a free one.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Port on --host that serves /metrics for Prometheus, 0 for a free one. Default: none.",
+)
 @click.option("--read-only", is_flag=True, help="Pause, resume and cancel nothing, whatever the key.")
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens."
 )
 @token_file_option
 def main(
-    coordinator: str | None, directory: Path, host: str, port: int, read_only: bool, ready_file: Path | None
+    coordinator: str | None,
+    directory: Path,
+    host: str,
+    port: int,
+    metrics_port: int | None,
+    read_only: bool,
+    ready_file: Path | None,
 ) -> None:
     """A page that shows runs, and their records as JSON over HTTP. It keeps nothing and can be restarted at any time.
 
@@ -73,7 +85,8 @@ def main(
                 click.echo(f"page:           {link(address, access, Role.OPERATOR)}")
                 click.echo(f"page, to read:  {link(address, access, Role.READER)}")
             log.info("the dashboard of %s listens on %s", coordinator or ledger, address)
-            await stop.wait()
+            async with metrics_endpoint(host, metrics_port):
+                await stop.wait()
         finally:
             await dashboard.close()
             await backend.close()

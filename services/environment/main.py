@@ -14,6 +14,7 @@ import click
 from paceline.tracing import set_up_tracing
 from services.common.advertise import advertised_host
 from services.common.grpc_server import GrpcServer, run_service
+from services.common.member_metrics import member_metrics
 from services.common.options import functions_from_option, token_file_option, worker_options
 from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
@@ -43,6 +44,7 @@ def main(
     name: str,
     processes: int,
     grace_s: float,
+    metrics_port: int | None,
     functions_from: tuple[Path, ...],
     ready_file: Path | None,
 ) -> None:
@@ -61,7 +63,8 @@ def main(
         server = GrpcServer(host, port, worker_guard())
         worker.address = f"{reachable}:{server.port}"
         worker.assigned.on_readiness = partial(server.set_serving, NAME)
-        async with server, asyncio.TaskGroup() as tasks:
+        metrics = member_metrics("environment", worker.membership, host, metrics_port)
+        async with server, metrics, asyncio.TaskGroup() as tasks:
             await server.set_serving(NAME, True)
             announce(ready_file, worker.address)
             loops = [tasks.create_task(worker.membership.run()), tasks.create_task(worker.work())]

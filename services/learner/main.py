@@ -78,6 +78,7 @@ def main(
     node_wait_s: float,
     device: str,
     grace_s: float,
+    metrics_port: int | None,
     ready_file: Path | None,
 ) -> None:
     """The learner: trains on batches and publishes weights."""
@@ -87,6 +88,7 @@ def main(
         *("--device", device, "--grace", str(grace_s), "--advertise-host", advertise_host),
         *("--fabric", fabric),
         *(("--ready-file", str(ready_file)) if ready_file is not None else ()),
+        *(("--metrics-port", str(metrics_port)) if metrics_port is not None else ()),
     ]
     try:
         num_ranks = ranks or (1 if is_rank(os.environ) else ranks_of_node(os.environ))

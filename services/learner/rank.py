@@ -33,6 +33,7 @@ from services.common.advertise import advertised_host
 from services.common.fabric import fabric_option
 from services.common.grpc_server import GrpcServer
 from services.common.host_agent import HostAgentConnection, zone_option
+from services.common.member_metrics import member_metrics
 from services.common.membership import LEAVE_WAIT_S, Membership
 from services.common.options import device_option, worker_options
 from services.common.processes.file_limit import raise_file_limit
@@ -95,6 +96,8 @@ class LearnerRank:
         """Roster that was named before the run was set up here."""
         self.server: GrpcServer | None = None
         """Server of rank 0, kept for as long as the rank lives."""
+        self.kept = contextlib.AsyncExitStack()
+        """What else of rank 0 listens until the process ends."""
         self.stopping = threading.Event()
         self.membership = Membership(
             coordinator,
@@ -283,6 +286,7 @@ def main(
     name: str,
     device: str,
     grace_s: float,
+    metrics_port: int | None,
     ready_file: Path | None,
 ) -> None:
     """Run one rank; its options come from `paceline serve learner`."""
@@ -302,7 +306,7 @@ def main(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: rank.stop())
     if rank.rank == 0:
-        rank.server = rank.background.wait(_serve(rank, host, port), 30.0)
+        rank.server = rank.background.wait(_serve(rank, host, port, metrics_port), 30.0)
         announce(ready_file, rank.address)
     rank.join()
     status = 0
@@ -319,11 +323,12 @@ def main(
     end_process(status)
 
 
-async def _serve(rank: LearnerRank, host: str, port: int) -> GrpcServer:
+async def _serve(rank: LearnerRank, host: str, port: int, metrics_port: int | None) -> GrpcServer:
     server = GrpcServer(host, port, worker_guard())
     servicer = LearnerServicer(rank)
     server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
     await server.start()
+    await rank.kept.enter_async_context(member_metrics("learner", rank.membership, host, metrics_port))
     rank.address = f"{rank.reachable}:{server.port}"
     return server
 

@@ -15,6 +15,7 @@ from paceline.tracing import set_up_tracing
 from protos.paceline.v1 import reward_pb2_grpc
 from services.common.advertise import advertised_host
 from services.common.grpc_server import GrpcServer, run_service
+from services.common.member_metrics import member_metrics
 from services.common.options import (
     functions_from_option,
     only_option,
@@ -45,6 +46,7 @@ def main(
     name: str,
     processes: int,
     grace_s: float,
+    metrics_port: int | None,
     functions_from: tuple[Path, ...],
     only: tuple[str, ...],
     ready_file: Path | None,
@@ -69,7 +71,8 @@ def main(
         server.add(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
         worker.address = f"{reachable}:{server.port}"
         worker.assigned.on_readiness = partial(server.set_serving, "paceline.v1.RewardService")
-        async with server, asyncio.TaskGroup() as tasks:
+        metrics = member_metrics("reward", worker.membership, host, metrics_port)
+        async with server, metrics, asyncio.TaskGroup() as tasks:
             announce(ready_file, worker.address)
             belonging = tasks.create_task(worker.membership.run())
             working = tasks.create_task(worker.work())

@@ -20,6 +20,7 @@ from services.common.fabric import fabric_option
 from services.common.gpus import unused_gpus
 from services.common.grpc_server import GrpcServer, run_service
 from services.common.host_agent import zone_option
+from services.common.member_metrics import member_metrics
 from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
@@ -54,6 +55,7 @@ def main(
     name: str,
     device: str,
     grace_s: float,
+    metrics_port: int | None,
     ready_file: Path | None,
 ) -> None:
     """A rollout worker: generates completions for the coordinator's run."""
@@ -82,7 +84,8 @@ def main(
         if http_port is not None:
             worker.http_address = f"{reachable}:{await worker.endpoint.start(host, http_port)}"
             log.info("OpenAI-compatible endpoint at http://%s/v1", worker.http_address)
-        async with server, asyncio.TaskGroup() as tasks:
+        metrics = member_metrics("rollout", worker.membership, host, metrics_port)
+        async with server, metrics, asyncio.TaskGroup() as tasks:
             announce(ready_file, worker.address)
             loops = [tasks.create_task(worker.membership.run()), tasks.create_task(worker.work())]
             stopped, drained = asyncio.create_task(stop.wait()), asyncio.create_task(worker.drained.wait())

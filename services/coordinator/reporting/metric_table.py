@@ -316,7 +316,9 @@ The coordinator has them as OpenTelemetry gauges too, `paceline.train.reward` an
 (`services/coordinator/reporting/step_otel.py`). With OTEL_EXPORTER_OTLP_ENDPOINT set it exports them to a collector; with
 `--metrics-port` it serves them at `/metrics` for Prometheus, where every character of a name but letters and digits is an
 underscore: `paceline_train_reward{paceline_run="my-run-1"}`. Seconds and bytes of weights are histograms there
-(`paceline_weights_transfer_seconds`). [operate.md](operate.md) has alerts. [trackers.md](trackers.md) sends them to Weights & Biases,
+(`paceline_weights_transfer_seconds`). `paceline serve rollout`, `reward`, `environment`, `learner` (rank 0) and `dashboard` take
+`--metrics-port` as well: a worker's `/metrics` has what its heartbeats tell the coordinator (`paceline_member_memory_gb`),
+`paceline_member_connected` and the process's own numbers. [operate.md](operate.md) has alerts. [trackers.md](trackers.md) sends them to Weights & Biases,
 trackio and MLflow.
 
 A value that does not exist in a step (a reward where every function returned None) is `null`. A parameter of a name is in

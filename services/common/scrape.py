@@ -1,4 +1,4 @@
-"""`/metrics` of the coordinator for Prometheus: what OpenTelemetry has gathered in this process, in the text format.
+"""`/metrics` of a service for Prometheus: what OpenTelemetry has gathered in this process, in the text format.
 
 Promise: reading changes nothing and touches neither ledger nor members; connections are bounded, and a stranger learns the names
 of runs and reward functions and their numbers, nothing else. Nothing listens without --metrics-port.

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import ClientSession
 
 from paceline.errors import Conflict
-from services.coordinator.scrape import MAX_CONNECTIONS, metrics_endpoint
+from services.common.scrape import MAX_CONNECTIONS, metrics_endpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 STARTS_S = 60.0
