@@ -76,7 +76,7 @@ export class ChartGroup {
     const chart = new uPlot({
       width: box.clientWidth, height, series, bands, legend: { show: false },
       scales: { x: { time: times } },
-      axes: [{ ...axis, size: 28, values: times ? undefined : format }, { ...axis, size: 52, values: format }],
+      axes: [{ ...axis, size: times ? 42 : 28, values: times ? undefined : format }, { ...axis, size: 52, values: format }],
       cursor: { sync: { key: this.sync.key }, drag: { x: true, y: false }, focus: { prox: 24 } },
       hooks: {
         setSelect: [(u) => { if (u.select.width > 4) { this.zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); u.setSelect({ width: 0, height: 0 }, false); } }],
