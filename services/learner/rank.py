@@ -306,7 +306,10 @@ def main(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: rank.stop())
     if rank.rank == 0:
-        rank.server = rank.background.wait(_serve(rank, host, port, metrics_port), 30.0)
+        try:
+            rank.server = rank.background.wait(_serve(rank, host, port, metrics_port), 30.0)
+        except PacelineError as error:  # a port that is taken
+            raise click.ClickException(str(error)) from None
         announce(ready_file, rank.address)
     rank.join()
     status = 0

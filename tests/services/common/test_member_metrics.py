@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -71,3 +72,15 @@ def test_a_reward_worker_whose_coordinator_is_away_is_scraped(tmp_path: Path) ->
     finally:
         process.kill()
         process.wait(STARTS_S)
+
+
+def test_a_learner_whose_port_is_taken_says_so_in_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-m", "services.learner.main", "--coordinator", "127.0.0.1:9"]
+        command += ["--metrics-port", str(taken.getsockname()[1])]
+        ended = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=STARTS_S, check=False
+        )
+    assert ended.returncode == 1
+    assert "choose another --metrics-port" in ended.stderr
+    assert "Traceback" not in ended.stderr
