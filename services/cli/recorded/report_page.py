@@ -108,8 +108,8 @@ def _svg(curves: Sequence[list[Point]]) -> str:
     x_range, y_range = (min(xs), max(xs)), (min(ys), max(ys))
 
     def at(point: Point) -> str:
-        x = LEFT + _share(point[0], x_range) * (WIDTH - LEFT - 8)
-        y = TOP + (1 - _share(point[1], y_range)) * (HEIGHT - TOP - BOTTOM)
+        x = LEFT + place_between(point[0], x_range) * (WIDTH - LEFT - 8)
+        y = TOP + (1 - place_between(point[1], y_range)) * (HEIGHT - TOP - BOTTOM)
         return f"{x:.1f},{y:.1f}"
 
     lines = []
@@ -131,7 +131,7 @@ def _svg(curves: Sequence[list[Point]]) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{axes}{labels}{"".join(lines)}</svg>'
 
 
-def _share(value: float, bounds: tuple[float, float]) -> float:
+def place_between(value: float, bounds: tuple[float, float]) -> float:
     """Return where a value lies between its bounds, from 0 to 1; a half where they are equal."""
     low, high = bounds
     return (value - low) / (high - low) if high > low else 0.5

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from services.cli.recorded.report_page import COLOURS, page
+from services.cli.recorded.report_page import COLOURS, page, place_between
 from services.cli.recorded.report_sections import escape
 from services.cli.sweeping.sweep_file import Range, Sweep, Value
 
@@ -124,11 +124,11 @@ class _Axes:
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         if self._log:
-            share = _share(math.log(x), (math.log(self._x[0]), math.log(self._x[1])))
+            share = place_between(math.log(x), (math.log(self._x[0]), math.log(self._x[1])))
         else:
-            share = _share(x, self._x)
+            share = place_between(x, self._x)
         across = LEFT + share * (WIDTH - LEFT - RIGHT)
-        return across, TOP + (1 - _share(y, self._y)) * (HEIGHT - TOP - BOTTOM)
+        return across, TOP + (1 - place_between(y, self._y)) * (HEIGHT - TOP - BOTTOM)
 
     def labels(self) -> str:
         bottom = HEIGHT - BOTTOM
@@ -197,7 +197,7 @@ def _parallel(sweep: Sweep, ended: Sequence[Ended]) -> str:
         corners = [
             (
                 LEFT + number * gap,
-                TOP + 14 + (1 - _share(column[index], bounds[number])) * (HEIGHT - TOP - BOTTOM - 14),
+                TOP + 14 + (1 - place_between(column[index], bounds[number])) * (HEIGHT - TOP - BOTTOM - 14),
             )
             for number, column in enumerate(places)
         ]
@@ -238,11 +238,6 @@ def _log_place(sweep: Sweep, key: str, trial: Ended) -> float:
 def _value(trial: Ended) -> float:
     assert trial.value is not None
     return trial.value
-
-
-def _share(value: float, bounds: tuple[float, float]) -> float:
-    low, high = bounds
-    return (value - low) / (high - low) if high > low else 0.5
 
 
 def _line(places: Sequence[tuple[float, float]], colour: str) -> str:
