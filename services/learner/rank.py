@@ -326,7 +326,7 @@ def main(
     end_process(status)
 
 
-async def _serve(rank: LearnerRank, host: str, port: int, metrics_port: int | None) -> GrpcServer:
+async def _serve(rank: LearnerRank, host: str, port: int, metrics_port: int | None = None) -> GrpcServer:
     server = GrpcServer(host, port, worker_guard())
     servicer = LearnerServicer(rank)
     server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
