@@ -97,6 +97,8 @@ def tormented(
             options |= {
                 "learner": ["--insecure", "--host", network.near],
                 "rollout": ["--insecure", "--host", network.far],
+                "reward": ["--insecure"],
+                "environment": ["--insecure"],
             }
             launchers["rollout"] = network.launcher
         cluster = LocalCluster(directory, section, say=log.info, options=options, launchers=launchers)

@@ -115,14 +115,68 @@ def test_pools_follow_the_load_and_no_lease_is_lost(
     assert {0, 1} <= set(rewards[grown:]), rewards
     assert rewards[0] == 0
     assert rewards[-1] > 0, "back for the second run"
-    _check_nothing_was_lost(cluster, run_ids)
+    _check_nothing_was_lost(cluster, keda, run_ids, least_departures=4)
+
+
+def test_the_rollout_pool_follows_the_length_of_completions(
+    cluster: LocalCluster, scaler_port: int, make_spec: Callable[..., RunSpec]
+) -> None:
+    """Long completions need more workers; steps of one short group need one, to which the pool shrinks in the middle of its work."""
+    keda = Keda(
+        f"127.0.0.1:{scaler_port}",
+        cluster,
+        {
+            "rollout": {"pool": "rollout", **BOUNDS, "idleSeconds": "600"},
+            "reward": {"pool": "reward", **BOUNDS, "maxWorkers": "1"},
+        },
+    )
+    client = Client(cluster.address)
+
+    def until(condition: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline_s, f"{what}; sizes {keda.sizes}; {client.status()}"
+            cluster.check()
+            keda.round()
+            time.sleep(ROUND_S)
+
+    endless = {"max_num_steps": 1_000_000}
+    long = make_spec(
+        policy={
+            "max_total_sequence_length": 256,
+            "generation": {"max_new_tokens": 240, "min_new_tokens": 240, "allow_biased_sampling": True},
+        },
+        grpo=endless,
+    )
+    short = make_spec(grpo={**endless, "num_prompts_per_step": 1})
+    run_ids = []
+    try:
+        run_ids.append(client.submit(long).run_id)
+        until(
+            lambda: cluster.size("rollout") == 3,
+            "the pool grows while the learner waits for long completions",
+        )
+        until(lambda: "rollout pool limits" in client.status().advice, "the advice names the bottleneck")
+        client.cancel(run_ids[0])
+        run_ids.append(client.submit(short).run_id)
+        until(lambda: cluster.size("rollout") == 1, "the pool shrinks to what short completions need")
+        until(lambda: _ready(client, "rollout") == 1, "two workers have left")
+        step = client.get(run_ids[1]).step
+        until(lambda: client.get(run_ids[1]).step > step + 20, "the run goes on with one worker")
+        client.cancel(run_ids[1])
+    finally:
+        keda.close()
+        client.close()
+    _check_nothing_was_lost(cluster, keda, run_ids, least_departures=2)
 
 
 def _ready(client: Client, name: str) -> int:
     return next((pool.ready for pool in client.status().pools if pool.name == name), 0)
 
 
-def _check_nothing_was_lost(cluster: LocalCluster, run_ids: list[str]) -> None:
+def _check_nothing_was_lost(
+    cluster: LocalCluster, keda: Keda, run_ids: list[str], least_departures: int
+) -> None:
     """Every worker that was removed returned its work: nothing counts as a crash or was generated twice."""
     cluster.stop()
     ledger = Ledger(cluster.directory / "ledger.sqlite", read_only=True)
@@ -135,11 +189,14 @@ def _check_nothing_was_lost(cluster: LocalCluster, run_ids: list[str]) -> None:
                 event["json"] for event in ledger.events(run_id, 0, 100_000) if '"left: ' in event["json"]
             ]
             assert all("left: in good order" in text for text in left)
-        assert sum('"left: in good order' in text for text in _member_events(ledger, run_ids[0])) >= 4
+        departures = sum(
+            '"left: in good order' in text for run_id in run_ids for text in _member_events(ledger, run_id)
+        )
+        assert departures >= least_departures
     finally:
         ledger.close()
-    for role in ("rollout", "reward"):
-        assert not any(cluster.deaths(role, index) for index in range(3))
+    for role, sizes in keda.sizes.items():
+        assert not any(cluster.deaths(role, index) for index in range(max(sizes)))
 
 
 def _member_events(ledger: Ledger, run_id: str) -> list[str]:
