@@ -23,7 +23,7 @@ COPY learner learner
 COPY environment environment
 
 # Coordinator and command line: no torch, no compiler. Packages come first, because the source changes more often.
-FROM ${BASE} AS control-build
+FROM ${BASE} AS control-packages
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 # hadolint ignore=DL3008
@@ -34,13 +34,29 @@ COPY deploy/docker/locks/build.txt deploy/docker/locks/control.txt /locks/
 RUN python3 -m venv /opt/paceline \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes -r /locks/build.txt \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/control.txt
+COPY deploy/docker/trim.py deploy/docker/collect.py /locks/
 WORKDIR /src
+
+FROM control-packages AS control-build
 COPY --from=source /src /src
-COPY deploy/docker/trim.py /locks/
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py control \
-    && /opt/paceline/bin/python -c "import datasets, hf_xet, pyarrow.parquet, s3fs, tokenizers, transformers, zstandard" \
-    && /opt/paceline/bin/python -c "import services.cli.main, services.coordinator.main"
+    && /opt/paceline/bin/python -c "import hf_xet, s3fs, tokenizers, transformers, zstandard" \
+    && /opt/paceline/bin/python -c "import services.cli.main, services.coordinator.main, services.common.healthcheck" \
+    && /opt/paceline/bin/python /locks/collect.py /root-of-image
+
+# The same with what reads Parquet and the hub's data sets.
+FROM control-packages AS tables-build
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+COPY deploy/docker/locks/tables.txt /locks/
+RUN /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/tables.txt
+COPY --from=source /src /src
+RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && /opt/paceline/bin/python /locks/trim.py control \
+    && /opt/paceline/bin/python -c "import datasets, pyarrow.parquet, s3fs, tokenizers, transformers" \
+    && /opt/paceline/bin/python -c "import services.cli.main, services.coordinator.main, services.common.healthcheck" \
+    && /opt/paceline/bin/python /locks/collect.py /root-of-image
 
 FROM ${BASE} AS worker-build
 ARG PIP_INDEX_URL
@@ -73,17 +89,26 @@ WORKDIR /src
 COPY --from=source /src /src
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation .
 
-FROM ${BASE} AS control
+FROM scratch AS control
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version=${VERSION} \
       org.opencontainers.image.revision=${REVISION} \
       org.opencontainers.image.licenses=Apache-2.0
-RUN useradd --uid 10001 --create-home paceline \
-    && mkdir /runs /store /token /cache \
-    && chown paceline:paceline /runs /store /token /cache
-COPY --from=control-build /opt/paceline /opt/paceline
-ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 \
+COPY --from=control-build /root-of-image /
+ENV PATH=/opt/paceline/bin:/usr/local/bin:/usr/bin LANG=C.UTF-8 PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 \
+    XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
+USER 10001
+WORKDIR /tmp
+
+FROM scratch AS tables
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.version=${VERSION} \
+      org.opencontainers.image.revision=${REVISION} \
+      org.opencontainers.image.licenses=Apache-2.0
+COPY --from=tables-build /root-of-image /
+ENV PATH=/opt/paceline/bin:/usr/local/bin:/usr/bin LANG=C.UTF-8 PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 \
     XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
 USER 10001
 WORKDIR /tmp

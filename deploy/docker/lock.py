@@ -2,7 +2,8 @@
 
     make locks
 
-control    what pyproject.toml asks for, without ONLY_WORKERS; versions are those of constraints.txt
+control    what pyproject.toml asks for, without ONLY_WORKERS and ONLY_TABLES; versions are those of constraints.txt
+tables     what ONLY_TABLES adds to control
 worker     all of it, for CPUs; torch is in torch-cpu.txt, because its CPU build has another version and index
 vllm       worker and vLLM, which chooses the versions of torch, CUDA and transformers by itself
 build      what builds this repository's own package
@@ -22,6 +23,8 @@ ROOT = DOCKER.parents[1]
 LOCKS = DOCKER / "locks"
 ONLY_WORKERS = ("torch", "peft", "math-verify")
 """Requirements of pyproject.toml that neither coordinator nor command line imports before they read weights."""
+ONLY_TABLES = ("datasets",)
+"""Requirements of pyproject.toml that read Parquet and the hub's data sets, with pyarrow and pandas."""
 UNUSED_IN_CONTROL = ("pillow", "tensorboard-data-server")
 """Packages that others ask for, and use for pictures and for TensorBoard's own server alone."""
 VLLM = "vllm==0.32.0"
@@ -50,8 +53,10 @@ def requirements() -> dict[str, list[str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed, optional = project["project"]["dependencies"], project["project"]["optional-dependencies"]
     workers = [*needed, *optional["s3"], *optional["sandbox"], *optional["environments"]]
+    tables = [r for r in [*needed, *optional["s3"]] if name_of(r) not in ONLY_WORKERS]
     return {
-        "control": [r for r in [*needed, *optional["s3"]] if name_of(r) not in ONLY_WORKERS],
+        "control": [r for r in tables if name_of(r) not in ONLY_TABLES],
+        "tables": tables,
         "worker": workers,
         "vllm": [*(name_of(r) + _extras(r) for r in workers), VLLM],
         "build": [*project["build-system"]["requires"], "wheel"],
@@ -72,8 +77,10 @@ def make(name: str, wanted: list[str]) -> None:
         command = ["uv", "pip", "compile", file.name, *constraints, *PLATFORM]
         options = ["--generate-hashes", "--no-header", "--no-annotate", "--quiet"]
         lock = subprocess.run([*command, *options], check=True, capture_output=True, text=True).stdout
-    left_out = {"control": UNUSED_IN_CONTROL, "worker": CUDA}.get(name, ("#",))
-    kept = [b for b in blocks(lock) if not name_of(b).startswith(left_out)]
+    control = (LOCKS / "control.txt").read_text().removeprefix(HEAD) if name == "tables" else ""
+    in_control = {name_of(block) for block in blocks(control)}
+    left_out = {"control": UNUSED_IN_CONTROL, "tables": UNUSED_IN_CONTROL, "worker": CUDA}.get(name, ("#",))
+    kept = [b for b in blocks(lock) if not name_of(b).startswith(left_out) and name_of(b) not in in_control]
     (LOCKS / f"{name}.txt").write_text(HEAD + "\n".join(kept) + "\n")
 
 

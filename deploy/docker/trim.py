@@ -46,6 +46,8 @@ FILES = (
 CONTROL_FILES = (
     "transformers/models/*/modeling_*.py",
     "transformers/models/*/image_processing_*.py",
+    "transformers/models/*/modular_*.py",
+    "transformers/models/*/video_processing_*.py",
     "botocore/data/*/**/*.gz",
 )
 """Models' layers need torch; of a cloud's services the store and its credentials are used."""

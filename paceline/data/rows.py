@@ -23,6 +23,7 @@ from paceline.data.csv_rows import CsvRows
 from paceline.data.files import FILE_KINDS, files_of, names_files
 from paceline.data.joined_rows import JoinedRows
 from paceline.data.messages import fault_of_messages
+from paceline.data.table_packages import need_table_packages
 from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError, Unreadable
 from paceline.models.hub_names import hub_remedy
@@ -148,7 +149,7 @@ def _file_rows(name: str, field: str, check: Callable[[dict[str, Any]], None] | 
     except OSError as error:
         raise Unreadable(f"{field}: {name!r} cannot be read: {error.strerror}") from None
     if path.suffix == ".parquet":
-        return _table("parquet", name, None)
+        return _table("parquet", name, None, field)
     raise DataError(
         f"{field}: {name!r} is a file of a kind that cannot be read; the kinds are {', '.join(FILE_KINDS)}"
     )
@@ -286,6 +287,7 @@ def _every_row(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
 def _table(
     builder: str | None, name: str, split: str | None, field: str = "", config: str | None = None
 ) -> Rows:
+    need_table_packages(f"{field or 'the data set'}: {name!r}")
     import datasets
 
     datasets.disable_progress_bars()

@@ -32,7 +32,15 @@ def lock() -> object:
 
 def without(module: str, *arguments: str) -> list[str]:
     """A command that runs a module where the packages that only workers have cannot be imported."""
-    names = [*(name.replace("-", "_") for name in lock().ONLY_WORKERS), "PIL", "tensorboard_data_server"]  # type: ignore[attr-defined]
+    locked = lock()
+    left_out = (*locked.ONLY_WORKERS, *locked.ONLY_TABLES)  # type: ignore[attr-defined]
+    names = [
+        *(name.replace("-", "_") for name in left_out),
+        "pyarrow",
+        "pandas",
+        "PIL",
+        "tensorboard_data_server",
+    ]
     code = f"import sys; sys.modules.update(dict.fromkeys({names})); from {module} import main; main()"
     return [sys.executable, "-c", code, *arguments]
 
@@ -76,7 +84,7 @@ def test_a_run_is_submitted_and_started_without_torch(coordinator: str, tmp_path
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("name", ["build", "control", "worker", "vllm", "torch-cpu"])
+@pytest.mark.parametrize("name", ["build", "control", "tables", "worker", "vllm", "torch-cpu"])
 def test_every_locked_package_has_a_version_and_hashes(name: str) -> None:
     packages = lock().blocks(re.sub(r"^#.*\n", "", (LOCKS / f"{name}.txt").read_text(), flags=re.M))  # type: ignore[attr-defined]
     assert packages
@@ -101,5 +109,5 @@ def test_locks_have_the_versions_that_are_tested(name: str) -> None:
     } == {}  # type: ignore[attr-defined]
     wanted = {module.name_of(r) for r in module.requirements()[name]} - {"torch"}  # type: ignore[attr-defined]
     assert wanted <= {module.name_of(key) for key in locked}  # type: ignore[attr-defined]
-    forbidden = set(module.ONLY_WORKERS) if name == "control" else {"torch", "triton"}  # type: ignore[attr-defined]
+    forbidden = {*module.ONLY_WORKERS, *module.ONLY_TABLES} if name == "control" else {"torch", "triton"}  # type: ignore[attr-defined]
     assert not forbidden & set(locked)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import click
 
+from paceline.data.table_packages import need_table_packages
 from paceline.errors import NotFound
 from paceline.spec.explaining.nearest import nearest
 from services.cli import render
@@ -127,6 +128,7 @@ def _write_csv(rows: Sequence[Row]) -> None:
 
 def _write_parquet(rows: Sequence[Row], path: Path) -> None:
     """Write a column of doubles for each metric, whole or not at all. Raises NotFound without the file's folder."""
+    need_table_packages("a Parquet file")
     import pyarrow as pa
     import pyarrow.parquet
 

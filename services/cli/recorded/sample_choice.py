@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from paceline.data.table_packages import need_table_packages
 from paceline.errors import NotFound
 from services.cli.recorded.source import Source
 
@@ -67,6 +68,7 @@ class SampleChoice:
 
     def write_parquet(self, source: Source, run_id: str, destination: Path) -> int:
         """Write the completions as a table; return the number of rows. Raises NotFound."""
+        need_table_packages("a Parquet file")
         import pyarrow as pa
         import pyarrow.parquet
 

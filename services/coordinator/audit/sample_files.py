@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.table_packages import need_table_packages
 from paceline.errors import InvalidInput, NotFound
 from paceline.files.whole_file import written_whole
 from services.coordinator.audit.sample_sources import SampleSource
@@ -212,6 +213,7 @@ def _write_parquet(
     functions: list[str],
 ) -> int:
     """Write a row group for each step."""
+    need_table_packages("a Parquet file")
     import pyarrow as pa
     import pyarrow.parquet
 
