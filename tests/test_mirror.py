@@ -264,7 +264,6 @@ COVERED_BY = {
     "services/coordinator/reporting/run_messages.py": "tests/services/coordinator/test_servicers.py",
     "services/coordinator/reporting/stall.py": "test_watchdog.py",
     "services/coordinator/serving.py": "test_main.py",
-    "services/demo/model.py": "tests/services/rollout/test_run.py",
     "services/demo/run.py": "tests/services/cli/test_main.py",
     "services/demo/task.py": "tests/e2e/test_preference_runs.py",
     "services/environment/journal.py": "test_run.py",

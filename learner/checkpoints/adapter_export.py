@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -43,5 +44,7 @@ def export_adapter(
     with written_beside(directory, replace=replace) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(str(partial))
+        # safetensors lets nobody but the owner read its files; a server of another user is to read this one.
+        shutil.copymode(partial / "adapter_config.json", partial / "adapter_model.safetensors")
         write_export_manifest(partial)
     return directory

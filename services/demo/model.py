@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,5 @@ def make_model(
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    # safetensors lets nobody but the owner read its files; containers read this one as another user.
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")
