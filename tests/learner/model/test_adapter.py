@@ -151,7 +151,9 @@ def test_the_merged_model_the_adapter_folder_and_the_policy_are_one(
     assert (whole - logits(base_model(policy))).abs().max() > 1e-2
     names = {"adapter_config.json", "adapter_model.safetensors", "paceline_manifest.json"}
     assert {path.name for path in alone.iterdir()} == names
-    assert len({path.stat().st_mode for path in alone.iterdir()}) == 1, "other users may read all of it or nothing"
+    assert len({path.stat().st_mode for path in alone.iterdir()}) == 1, (
+        "other users may read all of it or nothing"
+    )
     config = json.loads((alone / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 5, str(policy))
 
