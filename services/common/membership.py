@@ -34,6 +34,8 @@ from paceline.errors import Conflict, WireError
 from paceline.host import gpu_gauges
 from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
+from paceline.tls.channels import open_aio_channel
+from paceline.tls.diagnosis import why_no_channel
 from paceline.token import metadata, read_token, token_path
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -154,7 +156,7 @@ class Membership:
                             raise Conflict(
                                 f"the coordinator refuses this worker: {error.details()}"
                             ) from None
-                        self._note(error)
+                        await self._note(error)
                     if self._leaving.is_set() and not broken:
                         self._left.set()
                         await asyncio.Event().wait()  # until the caller of leave() cancels this task
@@ -165,8 +167,13 @@ class Membership:
             self._close_socket()
             self._context.term()
 
-    def _note(self, error: grpc.aio.AioRpcError) -> None:
+    async def _note(self, error: grpc.aio.AioRpcError) -> None:
         """Log a stream that could not be opened, or broke; it is tried again."""
+        if error.code() is grpc.StatusCode.UNAVAILABLE and (
+            fault := await asyncio.to_thread(why_no_channel, self.coordinator)
+        ):
+            self._trouble.warning("tls", "%s. This worker keeps its results and tries again", fault)
+            return
         if error.code() not in REFUSED:
             self._trouble.warning(
                 "away",
@@ -223,7 +230,7 @@ class Membership:
     # The control stream
 
     async def _stream(self) -> None:
-        async with grpc.aio.insecure_channel(self.coordinator, options=CHANNEL_OPTIONS) as channel:
+        async with open_aio_channel(self.coordinator, CHANNEL_OPTIONS) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             call = stub.Connect(metadata=metadata(read_token(token_path())))  # type: ignore[call-arg]  # its types know no `write`
             heard = asyncio.Event()

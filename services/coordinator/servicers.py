@@ -15,6 +15,7 @@ from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grp
 from services.common.grpc_server import with_status, with_stream_status
 from services.common.processes.file_limit import Capacity
 from services.coordinator.lifecycle.coordinator import Coordinator
+from services.coordinator.members.caller_certificate import check_certificate
 from services.coordinator.members.introduction import check_hello
 from services.coordinator.members.registry import Member
 from services.coordinator.reporting.run_messages import page, run_message
@@ -121,6 +122,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        check_certificate(context)
         hello = await _hello(request_iterator)
         self._check_room(hello.member_id)
         if self._coordinator.context.delays.waits_for:

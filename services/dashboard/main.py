@@ -10,6 +10,7 @@ import click
 
 from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
+from paceline.tls.folder import tls_folder
 from paceline.token import TOKEN_NAME, token_path
 from services.common.grpc_server import run_service
 from services.common.insecure import check_coordinator, check_host, insecure_option
@@ -96,7 +97,8 @@ def main(
 
 def link(address: str, access: Access, role: Role) -> str:
     """Return the page's link for a role. The key is behind `#`, which browsers do not send to any server."""
-    return f"http://{address}/#key={access.key(role)}"
+    scheme = "http" if tls_folder() is None else "https"
+    return f"{scheme}://{address}/#key={access.key(role)}"
 
 
 if __name__ == "__main__":

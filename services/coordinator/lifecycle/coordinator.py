@@ -25,6 +25,7 @@ from pathlib import Path
 from paceline.errors import LedgerFault
 from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
+from services.common.insecure import insecurity
 from services.coordinator.blobs.store import BlobStore
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
@@ -111,7 +112,11 @@ class Coordinator:
         self._hours = Hours(self.context)
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
         self._gauge_history = GaugeHistory(ledger.path.parent, members)
-        self._state_meters = StateMeters(ledger, self.exchange, members, ledger.path.parent)
+        self.insecurity = insecurity(host)
+        """Sentence about connections that are not encrypted; empty without any."""
+        self._state_meters = StateMeters(
+            ledger, self.exchange, members, ledger.path.parent, is_insecure=bool(self.insecurity)
+        )
         self._finished: tuple[ActiveRun | None, int] = (None, 0)
         """Run and session whose learner has exported."""
         self._finished_s = 0.0
