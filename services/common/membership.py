@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import grpc
 import zmq
 import zmq.asyncio
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.address import checked_address
@@ -36,6 +37,7 @@ from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.diagnosis import why_no_channel
+from paceline.tls.folder import tls_folder
 from paceline.token import metadata, read_token, token_path
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -130,6 +132,7 @@ class Membership:
         self._bulk = asyncio.Semaphore(MAX_BULK)
         self._turns = asyncio.Semaphore(MAX_TURNS)
         self.term = 0
+        self._public_key, self._private_key = zmq.curve_keypair() if tls_folder() is not None else (b"", b"")
         self._secret = b""
         """Secret of the last Welcome."""
         self.has_stream = False
@@ -267,6 +270,7 @@ class Membership:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             hello = self._hello()
             hello.secret = self._secret
+            hello.exchange_key = z85.decode(self._public_key)
             await call.write(worker_pb2.ConnectRequest(hello=hello))
             await heard.wait()
             beat_s = time.monotonic()
@@ -310,6 +314,9 @@ class Membership:
             zmq.RCVHWM, 0
         )  # the exchange uses the same port; all replies are to requests that were sent
         watch(socket)
+        if welcome.exchange_key:
+            socket.curve_publickey, socket.curve_secretkey = self._public_key, self._private_key
+            socket.curve_serverkey = z85.encode(welcome.exchange_key)
         # Before connecting, because a handshake that has ended by then would not be noticed.
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(events)

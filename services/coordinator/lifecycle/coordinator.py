@@ -25,6 +25,7 @@ from pathlib import Path
 from paceline.errors import LedgerFault
 from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
+from paceline.tls.folder import tls_folder
 from services.common.insecure import insecurity
 from services.coordinator.blobs.store import BlobStore
 from services.coordinator.exchange import evaluation
@@ -90,7 +91,14 @@ class Coordinator:
         self.run_log = RunLog(ledger, self.exchange, members)
         self._prompts = PromptCheck(ledger.path)
         self.server = ExchangeServer(
-            self.exchange, self.lock, self.run_log.write_down, self.act_on, host, exchange_port, self._prompts
+            self.exchange,
+            self.lock,
+            self.run_log.write_down,
+            self.act_on,
+            host,
+            exchange_port,
+            self._prompts,
+            encrypted=tls_folder() is not None,
         )
         self.watchers = Watchers(ledger, self.exchange, self.lock, self.run_log, self.server)
         self.context = RunContext(ledger, self.exchange, self.lock, self.run_log, self.server, self.watchers)
