@@ -49,10 +49,10 @@ def make_authority(folder: Path, days: float = AUTHORITY_DAYS) -> Certificate:
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     # The number keeps two authorities apart, which verifiers find by their names.
-    name = _name(f"paceline {x509.random_serial_number() & 0xFFFFFFFF:08x}")
+    subject = _name(f"paceline {x509.random_serial_number() & 0xFFFFFFFF:08x}")
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
     certificate = (
-        _builder(name, name, key, days)
+        _builder(subject, subject, key, days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA256())

@@ -45,7 +45,8 @@ _insecure_option = click.option(
 
 def insecure_option(command: CommandT) -> CommandT:
     """Add --tls-dir and --insecure."""
-    return tls_option(_insecure_option(command))
+    decorated: CommandT = tls_option(_insecure_option(command))
+    return decorated
 
 
 def check_host(_context: click.Context, option: click.Parameter, host: str) -> str:

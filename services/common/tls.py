@@ -21,7 +21,7 @@ def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredent
         authority = given.authority if mutual else None
         return grpc.ssl_server_certificate_configuration([(given.key, given.certificate)], authority)
 
-    def renewed() -> grpc.ServerCertificateConfiguration | None:
+    def renewed() -> Any:  # the stubs do not know None, which says that nothing has changed
         nonlocal given
         newest = _own(folder)
         if newest is given:
