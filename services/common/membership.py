@@ -119,6 +119,7 @@ class Membership:
         """Called with the gauges of each heartbeat."""
         self._is_refused = False
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
+        self._next_diagnosis_s = 0.0
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
         self._unwritten: worker_pb2.ConnectRequest | None = None
         """Report taken from the queue and not written yet: the stream may break before."""
@@ -172,9 +173,7 @@ class Membership:
 
     async def _note(self, error: grpc.aio.AioRpcError) -> None:
         """Log a stream that could not be opened, or broke; it is tried again."""
-        if error.code() is grpc.StatusCode.UNAVAILABLE and (
-            fault := await asyncio.to_thread(why_no_channel, self.coordinator)
-        ):
+        if error.code() is grpc.StatusCode.UNAVAILABLE and (fault := await self._tls_fault()):
             self._trouble.warning("tls", "%s. This worker keeps its results and tries again", fault)
             return
         if error.code() not in REFUSED:
@@ -195,6 +194,14 @@ class Membership:
         if not self._is_refused:
             self._is_refused = True
             self._on_refused()
+
+    async def _tls_fault(self) -> str:
+        """Return why TLS keeps this worker from the coordinator; empty where it does not, or was asked a short while ago."""
+        now_s = time.monotonic()
+        if now_s < self._next_diagnosis_s:
+            return ""
+        self._next_diagnosis_s = now_s + TROUBLE_LOG_S
+        return await asyncio.to_thread(why_no_channel, self.coordinator)
 
     @property
     def waiting_reports(self) -> int:
