@@ -1,6 +1,6 @@
 """The exchange under load: a real coordinator process, simulated workers, no model.
 
-    python benchmarks/exchange.py [--seconds 20] [--workers 200] [--json]
+    python benchmarks/exchange.py [--seconds 20] [--workers 200] [--secure] [--json]
 
 Rollout workers lease and submit groups of random tokens as fast as they are acknowledged, all over the real protocol
 (benchmarks/exchange_load.py). Loads run one after the other, each on a separate coordinator, arrays and texts together:
@@ -18,6 +18,9 @@ Printed for each load, over the time after a warm-up: groups trained and acknowl
 the 99th percentile of all lease requests, and the CPU time of the coordinator for a group. With --json the last line is
 one object: `groups_per_s` of the first load, `lease_p99_ms` of the paced one (`lease_p99_ms_saturated`: the worst of the
 others), `payload_mb_per_s` and `disk_mb_per_s` of the last; beside them all loads in full.
+
+With --secure each load runs twice, plain and then with TLS and CURVE; the usual figures are those of the encrypted runs, and
+`throughput_over_plain` is the smallest ratio of groups per second, encrypted over plain, of the loads that are not paced.
 
 That every acknowledgement follows its sync is shown by tests/services/coordinator/exchange/transport/test_sync_order.py, from the system calls.
 """
@@ -42,6 +45,8 @@ from paceline.client import Client
 from paceline.host.freed_memory import keep_freed_memory
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
+from paceline.tls.authority import issue, make_authority
+from paceline.tls.folder import VARIABLE
 from protos.paceline.v1 import common_pb2
 from services.local.cluster import LocalCluster
 
@@ -151,6 +156,14 @@ def measure_disk(folder: Path, chunk_bytes: int, seconds: float = 2.0) -> float:
         path.unlink()
 
 
+def use_certificates(folder: Path, encrypted: bool) -> None:
+    """Give the processes of the next load certificates, or none."""
+    os.environ.pop(VARIABLE, None)
+    if encrypted:
+        make_authority(folder / "ca")
+        os.environ[VARIABLE] = str(issue(folder / "ca", "all", "worker"))
+
+
 def make_spec(folder: Path, max_age: int) -> RunSpec:
     """Return a run that does not end, over short prompts, which lets go of what was trained."""
     data = folder / "train.jsonl"
@@ -183,15 +196,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load, after the warm-up")
     parser.add_argument("--workers", type=int, default=200, help="simulated rollout workers")
     parser.add_argument("--directory", type=Path, help="where the ledger lies; a temporary folder by default")
+    parser.add_argument(
+        "--secure", action="store_true", help="with TLS and CURVE, beside the same loads without"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     keep_freed_memory()
     gc.freeze()
-    loads = []
+    loads, plain = [], []
     for group_bytes, whole_life, groups_per_s in LOADS:
-        with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
-            loads.append(
-                measure(
+        for encrypted in (False, True) if arguments.secure else (False,):
+            with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
+                use_certificates(Path(folder), encrypted)
+                figures = measure(
                     group_bytes,
                     arguments.workers,
                     arguments.seconds,
@@ -199,7 +216,7 @@ def main() -> None:
                     whole_life=whole_life,
                     groups_per_s=groups_per_s,
                 )
-            )
+                (plain if arguments.secure and not encrypted else loads).append(figures)
     small, paced, large = loads[0], loads[1], loads[-1]
     if arguments.json:
         summary = {
@@ -212,6 +229,13 @@ def main() -> None:
             "load_average": os.getloadavg()[0],
             "loads": loads,
         }
+        if plain:
+            summary["throughput_over_plain"] = min(
+                load["groups_per_s"] / before["groups_per_s"]
+                for load, before in zip(loads, plain, strict=True)
+                if not load["paced"]
+            )
+            summary["plain_loads"] = plain
         print(json.dumps(summary))
         return
     for load in loads:

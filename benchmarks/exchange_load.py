@@ -21,8 +21,11 @@ from typing import Any
 import grpc
 import numpy as np
 import zmq
+from zmq.utils import z85
 
 from paceline.groups import Completion, Group, VersionSpan
+from paceline.tls.channels import open_aio_channel
+from paceline.tls.folder import tls_folder
 from paceline.token import metadata, read_token, token_path
 from paceline.wire import PROTOCOL, encode_result
 from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -52,6 +55,9 @@ class Members:
         self.session = 0
         self.term = 0
         self.endpoint = ""
+        self.keys: dict[str, tuple[bytes, bytes]] = {}
+        """Public and secret CURVE keys in Z85, where the exchange is encrypted."""
+        self.exchange_key = b""
         self.secrets: dict[str, bytes] = {}
         """By member id; complete when `ready` is set."""
         self.ready = threading.Event()
@@ -90,7 +96,7 @@ class Members:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         # Channels with the same options would share a connection.
         options = [[("paceline.channel", index)] for index in range(CHANNELS)]
-        channels = [grpc.aio.insecure_channel(self._address, options=option) for option in options]
+        channels = [open_aio_channel(self._address, option) for option in options]
         streams = [
             asyncio.create_task(self._stream(channels[index % CHANNELS], name, role))
             for index, (name, role) in enumerate(self._names.items())
@@ -105,6 +111,9 @@ class Members:
     async def _stream(self, channel: grpc.aio.Channel, name: str, role: common_pb2.Role.ValueType) -> None:
         outbox = self._outboxes[name] = asyncio.Queue()
         hello = worker_pb2.Hello(role=role, member_id=name, protocol=PROTOCOL)
+        if tls_folder() is not None:
+            self.keys[name] = zmq.curve_keypair()
+            hello.exchange_key = z85.decode(self.keys[name][0])
         outbox.put_nowait(worker_pb2.ConnectRequest(hello=hello))
         async for directive in worker_pb2_grpc.WorkerServiceStub(channel).Connect(
             _reports(outbox), metadata=metadata(read_token(token_path()))
@@ -112,6 +121,7 @@ class Members:
             match directive.WhichOneof("directive"):
                 case "welcome":
                     self.term, self.endpoint = directive.welcome.term, directive.welcome.exchange_endpoint
+                    self.exchange_key = directive.welcome.exchange_key
                     self.secrets[name] = directive.welcome.secret
                 case "run":
                     self.run_id = directive.run.run_id
@@ -244,6 +254,9 @@ class Load:
     def _connect(self, name: str, on_reply: Any) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        if self._members.exchange_key:
+            socket.curve_publickey, socket.curve_secretkey = self._members.keys[name]
+            socket.curve_serverkey = z85.encode(self._members.exchange_key)
         socket.connect(self._members.endpoint)
         self._poller.register(socket, zmq.POLLIN)
         self._on_reply[socket], self._names[socket] = on_reply, name

@@ -29,6 +29,7 @@ from paceline.rpc_errors import LASTING, status_name, translated
 from paceline.run_states import ENDED_STATES as ENDED_STATES
 from paceline.run_states import RunState as RunState
 from paceline.run_states import state_name as state_name
+from paceline.tls.folder import tls_folder
 from paceline.token import open_channel
 
 if TYPE_CHECKING:
@@ -83,10 +84,12 @@ class Client:
         wait_s: float = 0.0,
         reconnect_s: float = 60.0,
         token_file: Path | None = None,
+        tls_dir: Path | None = None,
     ):
         """Raises InvalidInput for an address that is none. `timeout_s` limits each attempt of a call, `wait_s` is how long a
         call looks for a coordinator that is away, and `reconnect_s` how long `watch` and `wait` look for one that went away.
-        `token_file` holds the coordinator's token; by default as `paceline.token` finds it.
+        `token_file` holds the coordinator's token; by default as `paceline.token` finds it. `tls_dir` has certificates
+        (`paceline.tls.folder`); by default that of the environment.
         """
         from protos.paceline.v1 import run_pb2_grpc, status_pb2_grpc, worker_pb2_grpc
 
@@ -96,7 +99,8 @@ class Client:
         self._reconnect_s = reconnect_s
         self._closed = threading.Event()
         self._token_file = token_file
-        self._channel = open_channel(address, token_file, OPTIONS)
+        self._tls = tls_folder(tls_dir)
+        self._channel = open_channel(address, token_file, OPTIONS, self._tls)
         self._runs = run_pb2_grpc.RunServiceStub(self._channel)
         self._workers = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._status = status_pb2_grpc.StatusServiceStub(self._channel)
@@ -399,7 +403,7 @@ class Client:
         if max_new_tokens is not None:
             request.params.max_new_tokens = max_new_tokens
         address = worker or self._address_of("ROLE_ROLLOUT")
-        with open_channel(address, self._token_file, OPTIONS) as channel:
+        with open_channel(address, self._token_file, OPTIONS, self._tls) as channel:
             stub = rollout_pb2_grpc.RolloutServiceStub(channel)
             reply = self._call(
                 lambda: stub.Generate(request, timeout=timeout_s), f"rollout worker at {address}"
@@ -430,7 +434,7 @@ class Client:
             columns_json=json.dumps(columns or {}),
         )
         address = worker or self._address_of("ROLE_REWARD")
-        with open_channel(address, self._token_file, OPTIONS) as channel:
+        with open_channel(address, self._token_file, OPTIONS, self._tls) as channel:
             stub = reward_pb2_grpc.RewardServiceStub(channel)
             reply = self._call(lambda: stub.Score(request, timeout=timeout_s), f"reward worker at {address}")
         return {
@@ -481,4 +485,4 @@ class Client:
         """Return the error that the caller should see in place of a gRPC one."""
         if self._closed.is_set():
             return Unavailable(f"the client of {self.address} is closed")
-        return translated(error, self.address, other)
+        return translated(error, self.address, other, self._tls)

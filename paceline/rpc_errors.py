@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.tls.diagnosis import why_no_channel
+from paceline.tls.folder import TlsFolder
 
 if TYPE_CHECKING:
     import grpc
@@ -30,11 +32,15 @@ def status_name(error: grpc.RpcError) -> str:
     return str(code.name) if code is not None else "UNKNOWN"
 
 
-def translated(error: grpc.RpcError, coordinator: str, other: str | None = None) -> PacelineError:
+def translated(
+    error: grpc.RpcError, coordinator: str, other: str | None = None, folder: TlsFolder | None = None
+) -> PacelineError:
     """Return the error that a caller should see in place of a gRPC one. `coordinator` is its address; `other` names a worker that
-    was called in its place."""
+    was called in its place, `folder` the caller's certificates."""
     name = status_name(error)
     details = str(getattr(error, "details", lambda: error)() or error)
+    if name == "UNAVAILABLE" and other is None and (fault := why_no_channel(coordinator, folder)):
+        return Unavailable(fault)
     if name == "UNAVAILABLE" and other is None:
         return Unavailable(
             f"no coordinator answers at {coordinator}; start one with `paceline serve coordinator` or name "

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import InvalidInput
+from paceline.tls.channels import RenewedChannel, open_plain_or_tls
+from paceline.tls.folder import TlsFolder
 
 if TYPE_CHECKING:
     import grpc
@@ -72,12 +74,13 @@ def is_authorized(authorization: str, token: str) -> bool:
     return bool(token) and hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
 
 
-def open_channel(address: str, path: Path | None = None, options: Any = ()) -> grpc.Channel:
-    """Return a channel to a service whose calls all carry the token of the file at `path`, read anew for each call."""
-    import grpc
-
-    channel = TokenChannel(grpc.insecure_channel(address, options=options), path or token_path())
-    return cast("grpc.Channel", channel)
+def open_channel(
+    address: str, path: Path | None = None, options: Any = (), folder: TlsFolder | None = None
+) -> grpc.Channel:
+    """Return a channel to a service whose calls all carry the token of the file at `path`, read anew for each call. It is encrypted
+    where `folder`, or the environment, names certificates."""
+    renewed = RenewedChannel(lambda: open_plain_or_tls(address, options, folder), folder)
+    return cast("grpc.Channel", TokenChannel(cast("grpc.Channel", renewed), path or token_path()))
 
 
 class TokenChannel:

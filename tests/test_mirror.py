@@ -12,6 +12,10 @@ MAX_HOPS = 2
 """Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
 COVERED_BY = {
+    "paceline/tls/channels.py": "tests/services/common/test_tls.py",
+    "paceline/tls/diagnosis.py": "tests/services/common/test_tls.py",
+    "services/common/tls_option.py": "tests/services/common/test_insecure.py",
+    "services/coordinator/members/caller_certificate.py": "tests/services/common/test_tls.py",
     "services/cli/recorded/curve_file.py": "test_report.py",
     "services/cli/recorded/report_sections.py": "test_report.py",
     "services/tracking/cursor.py": "test_follower.py",

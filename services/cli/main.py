@@ -85,6 +85,10 @@ COMMANDS = {
         "services.cli.serve:serve",
         "Run one service: coordinator, rollout, reward, environment, learner or dashboard.",
     ),
+    "certs": (
+        "services.cli.certs:certs",
+        "Make a certificate authority and the short-lived certificates of processes and people.",
+    ),
     "doctor": ("services.cli.doctor:doctor", "Check this machine: what is missing and how to get it."),
 }
 

@@ -20,7 +20,11 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable, WireError
 from paceline.rate_limited_log import SeldomFilter, unforeseen
+from paceline.tls.folder import TlsFolder, tls_folder
+from services.common.insecure import remind
+from services.common.tls import server_credentials
 from services.common.token_guard import TokenGuard
+from services.common.zmq_keepalive import in_brackets
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message either way: weights manifests are the largest messages here."""
@@ -132,11 +136,23 @@ def details_of(text: str) -> str:
 
 
 class GrpcServer:
-    """A listening gRPC server with its services."""
+    """A listening gRPC server with its services: with TLS where the environment names a folder with certificates."""
 
-    def __init__(self, host: str, port: int, guard: TokenGuard | None = None, max_connections: int = 0):
-        """`guard` checks every call first; beyond `max_connections` (0: any number) a new connection is closed at once.
-        Raises Conflict when the port is taken."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        guard: TokenGuard | None = None,
+        max_connections: int = 0,
+        *,
+        mutual: bool = False,
+        people_port: int | None = None,
+    ):
+        """`guard` checks every call first; beyond `max_connections` (0: any number) a new connection is closed at once. Under TLS
+        `mutual` takes clients with a certificate alone, and `people_port` is a second port for those without one.
+
+        Raises Conflict when a port is taken, InvalidInput for certificates that cannot be used.
+        """
         logging.getLogger(GRPC_LOG).addFilter(seldom)
         limits = [("grpc.max_allowed_incoming_connections", max_connections)] if max_connections else []
         self._server = grpc.aio.server(
@@ -146,12 +162,23 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         self.host = host
-        if port and _is_taken(host, port):  # before gRPC tries, because it writes a line to stderr itself
-            raise _taken(host, port)
+        self._reminding: asyncio.Task[None] | None = None
+        folder = tls_folder()
+        self.port = self._listen(port, folder, mutual)
+        self.people_port = None if people_port is None else self._listen(people_port, folder, False)
+
+    def _listen(self, port: int, folder: TlsFolder | None, mutual: bool) -> int:
+        if port and _is_taken(
+            self.host, port
+        ):  # before gRPC tries, because it writes a line to stderr itself
+            raise _taken(self.host, port)
+        address = f"{in_brackets(self.host)}:{port}"
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{port}")
+            if folder is None:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, server_credentials(folder, mutual=mutual))
         except RuntimeError:
-            raise _taken(host, port) from None
+            raise _taken(self.host, port) from None
 
     def add(self, servicer: Any, register: Callable[[Any, grpc.aio.Server], None], name: str) -> None:
         """Add a service by its generated registration function and its full name."""
@@ -164,6 +191,7 @@ class GrpcServer:
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
+        self._reminding = asyncio.create_task(remind(self.host))
 
     async def set_serving(self, name: str, serving: bool) -> None:
         """Set the health of one service, which says whether it can work. The health of the process stays as it is."""
@@ -179,6 +207,8 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Set the health to NOT_SERVING; calls under way have `grace_s` seconds to end."""
+        if self._reminding is not None:
+            self._reminding.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 

@@ -9,6 +9,8 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paceline.tls.channels import open_plain_or_tls
+
 
 @click.command()
 @click.argument("address")
@@ -17,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 )
 def main(address: str, timeout_s: float) -> None:
     """Ask the server at ADDRESS (HOST:PORT) whether it serves."""
-    with grpc.insecure_channel(address) as channel:
+    with open_plain_or_tls(address) as channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)
             response = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)

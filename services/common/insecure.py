@@ -1,7 +1,13 @@
-"""`--insecure`: without it no command listens or connects beyond this host, because connections are not encrypted yet."""
+"""Consent to connections beyond this host that are not encrypted: `--insecure`. With `--tls-dir` none is needed.
+
+A process that uses the consent says so: in its log at its start and every `REMIND_S` seconds, in a gauge, and the coordinator in
+`paceline status`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,10 +15,17 @@ from typing import Any, TypeVar
 import click
 
 from paceline.address import FORM, is_loopback
+from paceline.tls.folder import VARIABLE as TLS_VARIABLE
+from paceline.tls.folder import tls_folder
+from services.common.tls_option import tls_option
 
 VARIABLE = "PACELINE_INSECURE"
 """Environment variable that stands for the option, also for the processes that a command starts."""
+REMIND_S = 600.0
+"""Seconds between two lines in the log of a process that is not encrypted."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+log = logging.getLogger(__name__)
 
 
 def _accept(_context: click.Context, _option: click.Parameter, is_accepted: bool) -> None:
@@ -20,14 +33,20 @@ def _accept(_context: click.Context, _option: click.Parameter, is_accepted: bool
         os.environ[VARIABLE] = "1"
 
 
-insecure_option = click.option(
+_insecure_option = click.option(
     "--insecure",
     is_flag=True,
     callback=_accept,
     expose_value=False,
     is_eager=True,
-    help=f"Listen and connect beyond this host, unencrypted; also {VARIABLE}=1.",
+    help=f"Listen and connect beyond this host, unencrypted, where there is no --tls-dir; also {VARIABLE}=1.",
 )
+
+
+def insecure_option(command: CommandT) -> CommandT:
+    """Add --tls-dir and --insecure."""
+    decorated: CommandT = tls_option(_insecure_option(command))
+    return decorated
 
 
 def check_host(_context: click.Context, option: click.Parameter, host: str) -> str:
@@ -42,9 +61,26 @@ def check_coordinator(_context: click.Context, option: click.Parameter, address:
 
 
 def _checked(option: click.Parameter, value: str, host: str) -> str:
-    if not is_loopback(host) and os.environ.get(VARIABLE, "") not in ("1", "true", "yes"):
+    if is_loopback(host) or tls_folder() is not None:
+        return value
+    if os.environ.get(VARIABLE, "") not in ("1", "true", "yes"):
         raise click.UsageError(
-            f"{option.opts[0]} {value} is beyond this host, and connections are not encrypted yet: whoever reads the network has "
-            f"the token and the data. On a network that you trust add --insecure, or set {VARIABLE}=1"
+            f"{option.opts[0]} {value} is beyond this host, and without certificates nothing is encrypted: whoever reads the network "
+            f"has the token and the data. Give certificates with --tls-dir or {TLS_VARIABLE} (`paceline certs` makes them). On a "
+            f"network that you trust add --insecure, or set {VARIABLE}=1"
         )
     return value
+
+
+def insecurity(host: str) -> str:
+    """Return the sentence about a process that listens on `host`; empty where it is encrypted or on this host alone."""
+    if is_loopback(host) or tls_folder() is not None:
+        return ""
+    return f"NOT ENCRYPTED: --insecure listens on {host} without TLS; give certificates with --tls-dir"
+
+
+async def remind(host: str) -> None:
+    """Write that sentence to the log, now and every `REMIND_S` seconds, until cancelled; return at once where there is none."""
+    while sentence := insecurity(host):
+        log.warning("%s", sentence)
+        await asyncio.sleep(REMIND_S)

@@ -17,6 +17,8 @@ from paceline.chat.api_errors import RETRY_AFTER_S, error_answer, error_body
 from paceline.chat.messages import Json
 from paceline.errors import Busy, Conflict, InvalidInput, PacelineError
 from paceline.rate_limited_log import unforeseen
+from paceline.tls.folder import tls_folder
+from services.common.tls import server_context
 
 MAX_BODY_BYTES = 8 << 20
 MAX_BODIES = 16
@@ -49,13 +51,17 @@ class JsonListener:
         self._bodies = 0
 
     async def start(self, host: str, port: int) -> int:
-        """Listen and return the port; 0 takes a free one. Raises Conflict when the port is taken."""
+        """Listen and return the port, 0 takes a free one; with TLS where the environment names a folder with certificates. Raises
+        Conflict when the port is taken, InvalidInput for certificates that cannot be used."""
         self._runner = web.AppRunner(
             self.app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
         await self._runner.setup()
         try:
-            self._listener = await asyncio.get_running_loop().create_server(self._protocol, host, port)
+            folder = tls_folder()
+            context = server_context(folder) if folder is not None else None
+            loop = asyncio.get_running_loop()
+            self._listener = await loop.create_server(self._protocol, host, port, ssl=context)
         except OSError as error:
             await self._runner.cleanup()
             raise Conflict(

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import grpc
 import zmq
 import zmq.asyncio
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.address import checked_address
@@ -34,6 +35,9 @@ from paceline.errors import Conflict, WireError
 from paceline.host import gpu_gauges
 from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
+from paceline.tls.channels import open_aio_channel
+from paceline.tls.diagnosis import why_no_channel
+from paceline.tls.folder import tls_folder
 from paceline.token import metadata, read_token, token_path
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -115,6 +119,7 @@ class Membership:
         """Called with the gauges of each heartbeat."""
         self._is_refused = False
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
+        self._next_diagnosis_s = 0.0
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
         self._unwritten: worker_pb2.ConnectRequest | None = None
         """Report taken from the queue and not written yet: the stream may break before."""
@@ -128,6 +133,7 @@ class Membership:
         self._bulk = asyncio.Semaphore(MAX_BULK)
         self._turns = asyncio.Semaphore(MAX_TURNS)
         self.term = 0
+        self._public_key, self._private_key = zmq.curve_keypair() if tls_folder() is not None else (b"", b"")
         self._secret = b""
         """Secret of the last Welcome."""
         self.has_stream = False
@@ -154,7 +160,7 @@ class Membership:
                             raise Conflict(
                                 f"the coordinator refuses this worker: {error.details()}"
                             ) from None
-                        self._note(error)
+                        await self._note(error)
                     if self._leaving.is_set() and not broken:
                         self._left.set()
                         await asyncio.Event().wait()  # until the caller of leave() cancels this task
@@ -165,8 +171,11 @@ class Membership:
             self._close_socket()
             self._context.term()
 
-    def _note(self, error: grpc.aio.AioRpcError) -> None:
+    async def _note(self, error: grpc.aio.AioRpcError) -> None:
         """Log a stream that could not be opened, or broke; it is tried again."""
+        if error.code() is grpc.StatusCode.UNAVAILABLE and (fault := await self._tls_fault()):
+            self._trouble.warning("tls", "%s. This worker keeps its results and tries again", fault)
+            return
         if error.code() not in REFUSED:
             self._trouble.warning(
                 "away",
@@ -185,6 +194,14 @@ class Membership:
         if not self._is_refused:
             self._is_refused = True
             self._on_refused()
+
+    async def _tls_fault(self) -> str:
+        """Return why TLS keeps this worker from the coordinator; empty where it does not, or was asked a short while ago."""
+        now_s = time.monotonic()
+        if now_s < self._next_diagnosis_s:
+            return ""
+        self._next_diagnosis_s = now_s + TROUBLE_LOG_S
+        return await asyncio.to_thread(why_no_channel, self.coordinator)
 
     @property
     def waiting_reports(self) -> int:
@@ -223,7 +240,7 @@ class Membership:
     # The control stream
 
     async def _stream(self) -> None:
-        async with grpc.aio.insecure_channel(self.coordinator, options=CHANNEL_OPTIONS) as channel:
+        async with open_aio_channel(self.coordinator, CHANNEL_OPTIONS) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             call = stub.Connect(metadata=metadata(read_token(token_path())))  # type: ignore[call-arg]  # its types know no `write`
             heard = asyncio.Event()
@@ -260,6 +277,7 @@ class Membership:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             hello = self._hello()
             hello.secret = self._secret
+            hello.exchange_key = z85.decode(self._public_key)
             await call.write(worker_pb2.ConnectRequest(hello=hello))
             await heard.wait()
             beat_s = time.monotonic()
@@ -303,6 +321,9 @@ class Membership:
             zmq.RCVHWM, 0
         )  # the exchange uses the same port; all replies are to requests that were sent
         watch(socket)
+        if welcome.exchange_key:
+            socket.curve_publickey, socket.curve_secretkey = self._public_key, self._private_key
+            socket.curve_serverkey = z85.encode(welcome.exchange_key)
         # Before connecting, because a handshake that has ended by then would not be noticed.
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(events)

@@ -39,6 +39,11 @@ open; Python's default would scan the newest objects after every 700 new ones.""
 )
 @insecure_option
 @click.option("--port", default=7070, show_default=True, help="gRPC port; 0 takes a free one.")
+@click.option(
+    "--people-port",
+    type=click.IntRange(0, 65535),
+    help="Second gRPC port for people, who need no client certificate there under --tls-dir; 0 takes a free one, default none.",
+)
 @click.option("--exchange-port", default=0, help="ZeroMQ port; 0 takes a free one.")
 @click.option(
     "--exchange-endpoint",
@@ -107,6 +112,7 @@ def main(
     store: str,
     host: str,
     port: int,
+    people_port: int | None,
     exchange_port: int,
     exchange_endpoint: str,
     timeout_s: float,
@@ -135,6 +141,7 @@ def main(
         store=root,
         host=host,
         port=port,
+        people_port=people_port,
         exchange_port=exchange_port,
         exchange_endpoint=exchange_endpoint,
         timeout_s=timeout_s,

@@ -104,6 +104,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         ledger, report = self._coordinator.committed, self._coordinator.scaler.report()
         response = status_pb2.StatusResponse(
             advice=report.text,
+            insecurity=self._coordinator.insecurity,
             learner_wait_fraction=report.wait_fraction,
             queued_runs=len(ledger.queue()),
             pools=[_pool_status(name, sized) for name, sized in report.pools.items() if _is_shown(sized)],

@@ -15,7 +15,8 @@ from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grp
 from services.common.grpc_server import with_status, with_stream_status
 from services.common.processes.file_limit import Capacity
 from services.coordinator.lifecycle.coordinator import Coordinator
-from services.coordinator.members.introduction import check_hello
+from services.coordinator.members.caller_certificate import check_certificate
+from services.coordinator.members.introduction import check_hello, check_key
 from services.coordinator.members.registry import Member
 from services.coordinator.reporting.run_messages import page, run_message
 from services.coordinator.text_limits import fitting_event
@@ -121,8 +122,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        check_certificate(context)
         hello = await _hello(request_iterator)
         self._check_room(hello.member_id)
+        owner = self._coordinator.exchange.senders.owner_of(hello.exchange_key)
+        check_key(hello, owner, encrypted=bool(self._coordinator.server.public_key))
         if self._coordinator.context.delays.waits_for:
             raise Unavailable(self._coordinator.context.delays.waits_for)
         member = await self._coordinator.pool.join(hello)
@@ -192,6 +196,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
                 heartbeat_timeout_s=self._coordinator.members.timeout_s,
                 secret=member.secret,
+                exchange_key=self._coordinator.server.public_key,
             )
         )
 

@@ -60,6 +60,8 @@ class CoordinatorService:
     """Root of large files; empty: `directory`."""
     host: str
     port: int
+    people_port: int | None
+    """Second gRPC port, where clients need no certificate under TLS; None opens none."""
     exchange_port: int
     exchange_endpoint: str
     timeout_s: float
@@ -84,7 +86,14 @@ class CoordinatorService:
         """Serve until `stop` is set. Raises errors of SQLite and of the disk, also in an ExceptionGroup."""
         await wait_for_space(self.directory, stop)
         ledger = Ledger(self.directory / LEDGER_NAME, store=self.store)
-        server = GrpcServer(self.host, self.port, self._token_guard(), self.capacity.max_connections)
+        server = GrpcServer(
+            self.host,
+            self.port,
+            self._token_guard(),
+            self.capacity.max_connections,
+            mutual=True,
+            people_port=self.people_port,
+        )
         coordinator = Coordinator(
             ledger,
             self.directory,

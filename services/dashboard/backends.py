@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-import grpc
-
 from paceline.errors import Unavailable
+from paceline.tls.channels import RenewedChannel, open_aio_channel
 from paceline.token import metadata, read_token
 from protos.paceline.v1 import records_pb2, run_pb2
 from services.common.grpc_server import CHANNEL_OPTIONS
@@ -41,7 +40,7 @@ class CoordinatorBackend:
     """A coordinator, which may restart meanwhile."""
 
     def __init__(self, address: str, token_file: Path):
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))
         self._token_file = token_file
 
     async def call(self, method: Method, request: Any) -> Any:

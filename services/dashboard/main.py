@@ -10,9 +10,10 @@ import click
 
 from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
+from paceline.tls.folder import tls_folder
 from paceline.token import TOKEN_NAME, token_path
 from services.common.grpc_server import run_service
-from services.common.insecure import check_coordinator, check_host, insecure_option
+from services.common.insecure import check_coordinator, check_host, insecure_option, remind
 from services.common.options import directory_option, token_file_option
 from services.common.processes.ready_file import announce
 from services.common.scrape import metrics_endpoint
@@ -85,8 +86,10 @@ def main(
                 click.echo(f"page:           {link(address, access, Role.OPERATOR)}")
                 click.echo(f"page, to read:  {link(address, access, Role.READER)}")
             log.info("the dashboard of %s listens on %s", coordinator or ledger, address)
+            reminding = asyncio.create_task(remind(host))
             async with metrics_endpoint(host, metrics_port):
                 await stop.wait()
+            reminding.cancel()
         finally:
             await dashboard.close()
             await backend.close()
@@ -96,7 +99,8 @@ def main(
 
 def link(address: str, access: Access, role: Role) -> str:
     """Return the page's link for a role. The key is behind `#`, which browsers do not send to any server."""
-    return f"http://{address}/#key={access.key(role)}"
+    scheme = "http" if tls_folder() is None else "https"
+    return f"{scheme}://{address}/#key={access.key(role)}"
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from environment.protocols import LeaseLost, SampledTurn, TurnRequest
 from paceline.errors import InvalidInput
 from paceline.groups import VersionSpan
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.tls.channels import RenewedChannel, open_aio_channel
 from paceline.token import metadata, read_token, token_path
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 from services.common.accepted_calls import was_accepted
@@ -185,7 +186,7 @@ class Engines:
 
     def _stub(self, address: str) -> Any:
         if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channels[address] = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))
         return rollout_pb2_grpc.RolloutServiceStub(self._channels[address])
 
 

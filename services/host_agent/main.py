@@ -6,6 +6,7 @@ Workers start one by themselves where there is none; the command is for those wh
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -13,12 +14,13 @@ import time
 
 import click
 
+from paceline.address import is_loopback
 from paceline.errors import Conflict, Unavailable
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.local_socket import listen, socket_name
 from paceline.weights.hosts.transport import TcpTransport
 from services.common.fabric import fabric_option
-from services.common.insecure import check_coordinator, check_host, insecure_option
+from services.common.insecure import REMIND_S, check_coordinator, check_host, insecure_option
 from services.common.processes.file_limit import raise_file_limit
 
 FIRST_CLIENT_S = 20.0
@@ -73,7 +75,14 @@ def main(coordinator: str, host: str, fabric: str, port: int, name: str, stay: b
         raise click.ClickException(f"cannot listen on {address}:{port}: {error.strerror}") from None
     threading.Thread(target=agent.serve_forever, args=(listener,), name="weights-local", daemon=True).start()
     log.info("agent %s listens at %s and on %s:%d", agent.agent_id, name, address, agent.port)
+    reminded_s = -math.inf
     while not stopped.wait(CHECK_S):
+        if not is_loopback(address) and time.monotonic() - reminded_s > REMIND_S:
+            log.warning(
+                "NOT ENCRYPTED: weights go from %s to other hosts in the clear, with and without --tls-dir",
+                address,
+            )
+            reminded_s = time.monotonic()
         patience_s = LINGER_S if agent.had_client else FIRST_CLIENT_S
         if not (stay or agent.num_clients) and time.monotonic() - agent.last_client_s > patience_s:
             break

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/status.proto\x12\x0bpaceline.v1\"\x0f\n\rStatusRequest\"\xc0\x01\n\x0eStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x15\n\rmax_num_steps\x18\x04 \x01(\x04\x12\x0e\n\x06\x61\x64vice\x18\x05 \x01(\t\x12\x1d\n\x15learner_wait_fraction\x18\x06 \x01(\x01\x12&\n\x05pools\x18\x07 \x03(\x0b\x32\x17.paceline.v1.PoolStatus\x12\x13\n\x0bqueued_runs\x18\x08 \x01(\x04\"\xb4\x01\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\r\x12\x10\n\x08starting\x18\x03 \x01(\r\x12\x0f\n\x07\x64\x65sired\x18\x04 \x01(\r\x12\x0c\n\x04need\x18\x05 \x01(\x01\x12\x0c\n\x04rate\x18\x06 \x01(\x01\x12\x0e\n\x06\x64\x65mand\x18\x07 \x01(\x01\x12\x10\n\x08occupied\x18\x08 \x01(\x01\x12\x11\n\tis_scaled\x18\t \x01(\x08\x12\x15\n\rcost_per_hour\x18\n \x01(\x01\x32W\n\rStatusService\x12\x46\n\x06Status\x12\x1a.paceline.v1.StatusRequest\x1a\x1b.paceline.v1.StatusResponse\"\x03\x90\x02\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/status.proto\x12\x0bpaceline.v1\"\x0f\n\rStatusRequest\"\xd4\x01\n\x0eStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x15\n\rmax_num_steps\x18\x04 \x01(\x04\x12\x0e\n\x06\x61\x64vice\x18\x05 \x01(\t\x12\x1d\n\x15learner_wait_fraction\x18\x06 \x01(\x01\x12&\n\x05pools\x18\x07 \x03(\x0b\x32\x17.paceline.v1.PoolStatus\x12\x13\n\x0bqueued_runs\x18\x08 \x01(\x04\x12\x12\n\ninsecurity\x18\x14 \x01(\t\"\xb4\x01\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\r\x12\x10\n\x08starting\x18\x03 \x01(\r\x12\x0f\n\x07\x64\x65sired\x18\x04 \x01(\r\x12\x0c\n\x04need\x18\x05 \x01(\x01\x12\x0c\n\x04rate\x18\x06 \x01(\x01\x12\x0e\n\x06\x64\x65mand\x18\x07 \x01(\x01\x12\x10\n\x08occupied\x18\x08 \x01(\x01\x12\x11\n\tis_scaled\x18\t \x01(\x08\x12\x15\n\rcost_per_hour\x18\n \x01(\x01\x32W\n\rStatusService\x12\x46\n\x06Status\x12\x1a.paceline.v1.StatusRequest\x1a\x1b.paceline.v1.StatusResponse\"\x03\x90\x02\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,9 +36,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSREQUEST']._serialized_start=41
   _globals['_STATUSREQUEST']._serialized_end=56
   _globals['_STATUSRESPONSE']._serialized_start=59
-  _globals['_STATUSRESPONSE']._serialized_end=251
-  _globals['_POOLSTATUS']._serialized_start=254
-  _globals['_POOLSTATUS']._serialized_end=434
-  _globals['_STATUSSERVICE']._serialized_start=436
-  _globals['_STATUSSERVICE']._serialized_end=523
+  _globals['_STATUSRESPONSE']._serialized_end=271
+  _globals['_POOLSTATUS']._serialized_start=274
+  _globals['_POOLSTATUS']._serialized_end=454
+  _globals['_STATUSSERVICE']._serialized_start=456
+  _globals['_STATUSSERVICE']._serialized_end=543
 # @@protoc_insertion_point(module_scope)

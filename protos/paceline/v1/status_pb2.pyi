@@ -49,6 +49,7 @@ class StatusResponse(_message.Message):
     LEARNER_WAIT_FRACTION_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     QUEUED_RUNS_FIELD_NUMBER: _builtins.int
+    INSECURITY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that trains, or is paused; empty without one."""
     state: _builtins.str
@@ -63,6 +64,8 @@ class StatusResponse(_message.Message):
     """Share of the learner's time in which it waited for its batch, over the newest steps."""
     queued_runs: _builtins.int
     """Runs that wait."""
+    insecurity: _builtins.str
+    """Sentence about connections beyond the coordinator's host that are not encrypted (`--insecure`); empty without any."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]:
         """Pools whose work the run needs, and others that are scaled."""
@@ -78,10 +81,11 @@ class StatusResponse(_message.Message):
         learner_wait_fraction: _builtins.float = ...,
         pools: _abc.Iterable[Global___PoolStatus] | None = ...,
         queued_runs: _builtins.int = ...,
+        insecurity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "learner_wait_fraction", b"learner_wait_fraction", "max_num_steps", b"max_num_steps", "pools", b"pools", "queued_runs", b"queued_runs", "run_id", b"run_id", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "insecurity", b"insecurity", "learner_wait_fraction", b"learner_wait_fraction", "max_num_steps", b"max_num_steps", "pools", b"pools", "queued_runs", b"queued_runs", "run_id", b"run_id", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -344,6 +344,7 @@ class Hello(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     LEARNER_ID_FIELD_NUMBER: _builtins.int
     HOST_AGENT_FIELD_NUMBER: _builtins.int
+    EXCHANGE_KEY_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """Its role."""
     member_id: _builtins.str
@@ -368,6 +369,10 @@ class Hello(_message.Message):
     """Secret from the newest Welcome, empty before the first. A stream with it replaces the member's earlier stream."""
     learner_id: _builtins.str
     """Learner of several ranks: an id that all of them share, new for each start, kept secret. Empty for one rank."""
+    exchange_key: _builtins.bytes
+    """Public CURVE key (32 bytes) of its connections to the exchange, new for each process; empty without encryption. The exchange
+    takes requests of this member from connections with this key alone.
+    """
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Version whose weights it holds, if any."""
@@ -393,10 +398,11 @@ class Hello(_message.Message):
         secret: _builtins.bytes = ...,
         learner_id: _builtins.str = ...,
         host_agent: Global___HostAgent | None = ...,
+        exchange_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host_agent", b"host_agent", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host_agent", b"host_agent", "http_address", b"http_address", "learner_id", b"learner_id", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "secret", b"secret", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "exchange_key", b"exchange_key", "host_agent", b"host_agent", "http_address", b"http_address", "learner_id", b"learner_id", "member_id", b"member_id", "num_threads", b"num_threads", "protocol", b"protocol", "rank", b"rank", "role", b"role", "run_id", b"run_id", "secret", b"secret", "session", b"session", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -701,6 +707,7 @@ class Welcome(_message.Message):
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     HEARTBEAT_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    EXCHANGE_KEY_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """Life of the coordinator; every exchange message carries it."""
     exchange_endpoint: _builtins.str
@@ -711,6 +718,8 @@ class Welcome(_message.Message):
     """Seconds without a report after which the worker counts as gone."""
     secret: _builtins.bytes
     """Secret of the coordinator and this member, for this term; every exchange request carries it."""
+    exchange_key: _builtins.bytes
+    """Public CURVE key (32 bytes) of the exchange, new for each term; empty where it is not encrypted."""
     def __init__(
         self,
         *,
@@ -719,10 +728,11 @@ class Welcome(_message.Message):
         heartbeat_interval_s: _builtins.float = ...,
         heartbeat_timeout_s: _builtins.float = ...,
         secret: _builtins.bytes = ...,
+        exchange_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange_endpoint", b"exchange_endpoint", "heartbeat_interval_s", b"heartbeat_interval_s", "heartbeat_timeout_s", b"heartbeat_timeout_s", "secret", b"secret", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange_endpoint", b"exchange_endpoint", "exchange_key", b"exchange_key", "heartbeat_interval_s", b"heartbeat_interval_s", "heartbeat_timeout_s", b"heartbeat_timeout_s", "secret", b"secret", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,8 @@ def status(coordinator: str, as_json: bool) -> None:
             + (f"; {response.queued_runs} more wait" if response.queued_runs else "")
         )
     click.echo(response.advice)
+    if response.insecurity:
+        click.echo(response.insecurity)
     if response.pools:
         render.print_table(COLUMNS, [_row(pool) for pool in response.pools], empty="")
 
@@ -58,6 +60,7 @@ def status_facts(response: StatusResponse) -> render.Facts:
         "max_num_steps": response.max_num_steps,
         "queued_runs": response.queued_runs,
         "advice": response.advice,
+        "insecurity": response.insecurity,
         "learner_wait_fraction": response.learner_wait_fraction,
         "pools": [
             {

@@ -25,6 +25,8 @@ from pathlib import Path
 from paceline.errors import LedgerFault
 from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
+from paceline.tls.folder import tls_folder
+from services.common.insecure import insecurity
 from services.coordinator.blobs.store import BlobStore
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
@@ -89,7 +91,14 @@ class Coordinator:
         self.run_log = RunLog(ledger, self.exchange, members)
         self._prompts = PromptCheck(ledger.path)
         self.server = ExchangeServer(
-            self.exchange, self.lock, self.run_log.write_down, self.act_on, host, exchange_port, self._prompts
+            self.exchange,
+            self.lock,
+            self.run_log.write_down,
+            self.act_on,
+            host,
+            exchange_port,
+            self._prompts,
+            encrypted=tls_folder() is not None,
         )
         self.watchers = Watchers(ledger, self.exchange, self.lock, self.run_log, self.server)
         self.context = RunContext(ledger, self.exchange, self.lock, self.run_log, self.server, self.watchers)
@@ -111,7 +120,11 @@ class Coordinator:
         self._hours = Hours(self.context)
         self.watchdog = Watchdog(ledger, self.exchange, members, ledger.path.parent, min_free_bytes)
         self._gauge_history = GaugeHistory(ledger.path.parent, members)
-        self._state_meters = StateMeters(ledger, self.exchange, members, ledger.path.parent)
+        self.insecurity = insecurity(host)
+        """Sentence about connections that are not encrypted; empty without any."""
+        self._state_meters = StateMeters(
+            ledger, self.exchange, members, ledger.path.parent, is_insecure=bool(self.insecurity)
+        )
         self._finished: tuple[ActiveRun | None, int] = (None, 0)
         """Run and session whose learner has exported."""
         self._finished_s = 0.0

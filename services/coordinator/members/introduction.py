@@ -22,6 +22,7 @@ MAX_RUN_ID = 128
 MAX_RANKS = 1 << 16
 MAX_SECRET = 64
 MAX_LEARNER_ID = 64
+KEY_BYTES = 32
 
 ROLES = frozenset(
     {
@@ -68,6 +69,10 @@ def check_hello(hello: worker_pb2.Hello) -> None:
         raise InvalidInput(f"run_id {hello.run_id[:80]!r} of worker {hello.member_id} is too long")
     if len(hello.secret) > MAX_SECRET:
         raise InvalidInput(f"the secret of worker {hello.member_id} has {len(hello.secret)} bytes")
+    if len(hello.exchange_key) not in (0, KEY_BYTES):
+        raise InvalidInput(
+            f"exchange_key of worker {hello.member_id} has {len(hello.exchange_key)} bytes, not {KEY_BYTES}"
+        )
     if len(hello.learner_id) > MAX_LEARNER_ID:
         raise InvalidInput(f"learner_id of worker {hello.member_id} has {len(hello.learner_id)} characters")
     if hello.world_size > MAX_RANKS or hello.rank >= max(hello.world_size, 1):
@@ -75,6 +80,16 @@ def check_hello(hello: worker_pb2.Hello) -> None:
             f"worker {hello.member_id} reports rank {hello.rank} of {hello.world_size}; ranks count from 0 and "
             f"are {MAX_RANKS} at most"
         )
+
+
+def check_key(hello: worker_pb2.Hello, owner: str | None, *, encrypted: bool) -> None:
+    """Check the key for the exchange; `owner` is the member that has it now. Raises InvalidInput, Conflict."""
+    if encrypted and not hello.exchange_key:
+        raise InvalidInput(
+            f"worker {hello.member_id} names no key for the exchange, which is encrypted; start it with --tls-dir, or update it"
+        )
+    if owner not in (None, hello.member_id):
+        raise Conflict(f"the exchange_key of worker {hello.member_id} is that of another member")
 
 
 def checked_host(host: worker_pb2.HostAgent) -> worker_pb2.HostAgent | None:

@@ -73,6 +73,8 @@ class Member:
     """Sent with Welcome and expected with every request to the exchange; new for each stream."""
     shown_secret: bytes = field(default=b"", repr=False)
     """Secret of an earlier Welcome that it showed in its Hello, because the Welcome of this stream may be lost."""
+    exchange_key: bytes = b""
+    """Public key of its connections to the exchange; empty where they are not encrypted."""
     is_heard: bool = False
     """True when it has reported anything on this stream, so that it has its Welcome."""
     is_expected: bool = False

@@ -34,6 +34,8 @@ class Senders:
         self._members: dict[str, Member] = {}
         self._earlier: dict[tuple[str, bytes], None] = {}
         """Ids and secrets that were valid before, oldest first."""
+        self._keys: dict[bytes, str] = {}
+        """Member of each public key; read by ZeroMQ's thread."""
 
     @property
     def ids(self) -> Set[str]:
@@ -44,12 +46,16 @@ class Senders:
         """Add a member, or replace its secret."""
         self.leave(member.member_id)
         self._members[member.member_id] = member
+        if member.exchange_key:
+            self._keys[member.exchange_key] = member.member_id
 
     def leave(self, member_id: str) -> None:
         """Remove a member."""
         member = self._members.pop(member_id, None)
         if member is None:
             return
+        if self._keys.get(member.exchange_key) == member_id:
+            del self._keys[member.exchange_key]
         self._earlier[member_id, member.secret] = None
         while len(self._earlier) > MAX_EARLIER:
             del self._earlier[next(iter(self._earlier))]
@@ -57,6 +63,14 @@ class Senders:
     def get(self, member_id: str) -> Member | None:
         """Return the member of an id."""
         return self._members.get(member_id)
+
+    def knows_key(self, key: bytes) -> bool:
+        """Return whether a public key is that of a member. Any thread."""
+        return key in self._keys
+
+    def owner_of(self, key: bytes) -> str | None:
+        """Return the member of a public key; None if there is none."""
+        return self._keys.get(key)
 
     def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
         """Return the members of a role."""

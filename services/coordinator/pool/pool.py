@@ -151,6 +151,7 @@ class Pool:
             world_size=hello.world_size,
             learner_id=hello.learner_id if hello.role == common_pb2.ROLE_LEARNER else "",
             shown_secret=hello.secret,
+            exchange_key=hello.exchange_key,
             host=checked_host(hello.host_agent) if hello.HasField("host_agent") else None,
         )
         if earlier is not None:

@@ -281,6 +281,7 @@ STATE = Part("coordinator", "State of the coordinator", "Gauges for a collector 
     Metric("disk_free_bytes", "bytes", "free on the ledger's disk", "above `--min-free-mb` with room for the open groups"),
     Metric("admission_closed", "", "1 while the disk has too little room for new groups", "0"),
     Metric("unforeseen_errors", "errors", "unforeseen errors of the coordinator since its start", "0"),
+    Metric("insecure", "", "1 while the coordinator listens beyond its host without TLS (`--insecure`)", "0"),
     Metric("memory_gb", "GB", "memory of the host that the coordinator holds"),
 ))  # fmt: skip
 

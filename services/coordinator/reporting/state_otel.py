@@ -34,6 +34,7 @@ GAUGES = (
     "disk_free_bytes",
     "admission_closed",
     "unforeseen_errors",
+    "insecure",
     "memory_gb",
 )
 Snapshot = dict[str, list[Observation]]
@@ -49,9 +50,12 @@ class StateMeters:
         members: Members,
         directory: Path,
         meter: Meter | None = None,
+        *,
+        is_insecure: bool = False,
     ) -> None:
         self._ledger, self._exchange, self._members = ledger, exchange, members
         self._directory = directory
+        self._is_insecure = is_insecure
         self._snapshot: Snapshot = {}
         self._observed_s: float | None = None
         self._moved: tuple[tuple[str, str, int], float] | None = None
@@ -114,6 +118,7 @@ class StateMeters:
         return {
             "disk_free_bytes": [Observation(shutil.disk_usage(self._directory).free)],
             "unforeseen_errors": [Observation(unforeseen.total)],
+            "insecure": [Observation(int(self._is_insecure))],
             "memory_gb": [Observation(value) for value in [process_gauges().get("memory_gb")] if value],
         }
 

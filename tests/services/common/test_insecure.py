@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
+from tls_folders import make_folders
 
+from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from services.cli.main import main
-from services.common.insecure import VARIABLE
+from services.common.insecure import VARIABLE, insecurity, remind
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +53,28 @@ def test_consent_is_an_option_or_a_variable(
     done = CliRunner().invoke(main, ["submit", "no.yaml", "--coordinator", "10.255.255.1:7070", *consent])
     assert "beyond this host" not in done.output
     assert "no.yaml" in done.output
+
+
+def test_certificates_need_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TLS_VARIABLE, "")  # the option sets it, also after the command
+    own = make_folders(tmp_path, a="operator")["a"]
+    command = ["submit", "no.yaml", "--coordinator", "10.255.255.1:7070", "--tls-dir", str(own)]
+    done = CliRunner().invoke(main, command)
+    assert "beyond this host" not in done.output
+    assert "no.yaml" in done.output
+
+
+async def test_a_process_that_is_not_encrypted_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TLS_VARIABLE, "")
+    assert insecurity("127.0.0.1") == ""
+    await remind("127.0.0.1")
+    assert caplog.text == ""
+    reminding = asyncio.create_task(remind("0.0.0.0"))
+    await asyncio.sleep(0)
+    reminding.cancel()
+    assert "NOT ENCRYPTED: --insecure listens on 0.0.0.0 without TLS" in caplog.text
 
 
 def test_a_malformed_address_is_called_that() -> None:

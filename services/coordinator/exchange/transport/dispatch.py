@@ -111,6 +111,17 @@ def is_introduction(request: pb.ExchangeRequest) -> bool:
     return request.request_id == 0 and request.WhichOneof("body") is None
 
 
+def refusal_of_key(exchange: Exchange, request: pb.ExchangeRequest, key: bytes) -> Outcome | None:
+    """Return the answer to a member whose request came over a connection with another key than that of its Hello."""
+    member = exchange.senders.get(request.member_id)
+    if member is not None and member.exchange_key == key:
+        return None
+    return exchange.refuse(
+        request,
+        f"the connection has another key than member {request.member_id[:64]!r} named in its Hello; each worker speaks for itself alone",
+    )
+
+
 def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
     """Return the answer to a member's request that needs no handler."""
     request, kind, run = arrived.request, arrived.kind, exchange.active

@@ -10,7 +10,11 @@ from paceline.errors import WireError
 from paceline.rate_limited_log import RateLimitedLog
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.exchange.state import Exchange
-from services.coordinator.exchange.transport.dispatch import is_introduction, refusal_of_sender
+from services.coordinator.exchange.transport.dispatch import (
+    is_introduction,
+    refusal_of_key,
+    refusal_of_sender,
+)
 from services.coordinator.exchange.transport.pipeline_thread import PipelineThread
 from services.coordinator.exchange.transport.request_filter import RequestFilter
 from services.coordinator.exchange.transport.router_socket import (
@@ -107,6 +111,10 @@ class Receiver:
             self._socket.send(message.identity, reply)
             return
         refusal = refusal_of_sender(self._exchange, waiting.request)
+        if refusal is None and self._socket.public_key:
+            refusal = refusal_of_key(self._exchange, waiting.request, message.key)
+            if refusal is not None:
+                seldom.warning("key", "refused a request: %s", refusal.reply.message)
         introduction = is_introduction(waiting.request)
         self._socket.note_message(message, of_member=refusal is None, first=introduction)
         if refusal is None and introduction:

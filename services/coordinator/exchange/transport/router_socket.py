@@ -18,6 +18,7 @@ from paceline.wire import MAX_MESSAGE_BYTES, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.common.zmq_keepalive import in_brackets, use_ipv6, watch
 from services.coordinator.exchange.transport.connections import Connections
+from services.coordinator.exchange.transport.curve import CurveServer, KnowsKey, key_of
 from services.coordinator.exchange.uploads.intake import Arrived
 
 MAX_FRAMES = 16
@@ -72,6 +73,8 @@ class Message:
     payloads: list[Buffer]
     descriptor: int = -1
     """Descriptor of its connection."""
+    key: bytes = b""
+    """Public key of its connection; empty where it is not encrypted."""
 
     @property
     def size(self) -> int:
@@ -82,7 +85,8 @@ class Message:
 class ExchangeSocket:
     """A ROUTER on `host:port`; port 0 takes a free one. Raises Conflict when it cannot listen."""
 
-    def __init__(self, host: str, port: int):
+    def __init__(self, host: str, port: int, knows: KnowsKey | None = None):
+        """With `knows`, which tells whether a public key is a member's, connections are encrypted and only members have one."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -93,6 +97,9 @@ class ExchangeSocket:
         # had come, ZeroMQ ends the process (an assertion, as of 4.3.5). So `connections` bounds what is not read.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         watch(self._socket)
+        self._curve = CurveServer(self._context, knows) if knows is not None else None
+        if self._curve is not None:
+            self._curve.protect(self._socket)
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         self._monitor = self._socket.get_monitor_socket(events)
         self._discarding = False
@@ -103,6 +110,11 @@ class ExchangeSocket:
         self.port = self._bind(host, port)
         self.connections = Connections(self.port)
         """Connections that stand."""
+
+    @property
+    def public_key(self) -> bytes:
+        """The public key that peers have to know; empty where nothing is encrypted."""
+        return self._curve.public_key if self._curve is not None else b""
 
     @property
     def descriptor(self) -> int:
@@ -122,6 +134,7 @@ class ExchangeSocket:
             return None
         frame = socket.recv(zmq.NOBLOCK, copy=False)  # there is one: a message comes whole
         header, descriptor = frame.bytes, _source(frame)
+        key = key_of(frame) if self._curve is not None else b""
         payloads: list[Buffer] = []
         while frame.more:  # cheaper than a call of the socket
             frame = socket.recv(zmq.NOBLOCK, copy=False)
@@ -129,7 +142,7 @@ class ExchangeSocket:
             if len(payloads) > MAX_FRAMES:
                 self._discarding, self._to_cut = True, descriptor
                 break
-        return Message(identity, header, payloads, descriptor)
+        return Message(identity, header, payloads, descriptor, key)
 
     def discard(self) -> bool:
         """Discard the rest of a message that has more frames than any request; return whether nothing is left of it.
@@ -186,6 +199,8 @@ class ExchangeSocket:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
+        if self._curve is not None:
+            self._curve.close()
         self._context.term()
 
     def _bind(self, host: str, port: int) -> int:

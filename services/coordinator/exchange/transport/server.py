@@ -119,13 +119,17 @@ class ExchangeServer:
         host: str,
         port: int,
         prompts: PromptCheck | None = None,
+        *,
+        encrypted: bool = False,
     ):
+        """`encrypted`: connections use CURVE, and are those of members alone."""
         self._exchange = exchange
         self._prompts = prompts
         self._lock = lock
         self._record = record
         self._act = act
-        self._socket = ExchangeSocket(host, port)
+        self._socket = ExchangeSocket(host, port, exchange.senders.knows_key if encrypted else None)
+        self.public_key = self._socket.public_key
         self.port = self._socket.port
         self._handler = IsolatedHandler(exchange)
         self._parked = ParkedRequests(exchange)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import grpc
+import pytest
 from control_plane import Plane, Worker, learner, refusal, rollout
 
+from paceline.errors import Conflict, InvalidInput
+from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, worker_pb2
+from services.coordinator.members.introduction import check_hello, check_key
 
 
 async def test_a_stream_has_one_hello(plane: Plane) -> None:
@@ -76,3 +80,19 @@ async def _end_of(worker: Worker) -> tuple[grpc.StatusCode, str]:
             pass
 
     return await refusal(read_on())
+
+
+def test_the_key_for_the_exchange_is_whole_and_the_workers_alone() -> None:
+    hello = worker_pb2.Hello(role=common_pb2.ROLE_REWARD, member_id="reward-1", protocol=PROTOCOL)
+    check_hello(hello)
+    check_key(hello, None, encrypted=False)
+    with pytest.raises(InvalidInput, match="names no key for the exchange, which is encrypted"):
+        check_key(hello, None, encrypted=True)
+    hello.exchange_key = bytes(31)
+    with pytest.raises(InvalidInput, match="exchange_key of worker reward-1 has 31 bytes, not 32"):
+        check_hello(hello)
+    hello.exchange_key = bytes(32)
+    check_hello(hello)
+    check_key(hello, "reward-1", encrypted=True)
+    with pytest.raises(Conflict, match="is that of another member"):
+        check_key(hello, "reward-2", encrypted=True)

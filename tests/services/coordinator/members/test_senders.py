@@ -152,3 +152,16 @@ def stored_bytes(service: Service) -> int:
     """Return the bytes of the segments beside the ledger."""
     folder: Path = service.world.ledger.payloads.folder
     return sum(path.stat().st_size for path in folder.glob("*.seg"))
+
+
+def test_a_key_is_known_while_its_member_belongs() -> None:
+    known, key = Senders(), bytes(range(32))
+    known.enter(Member("reward-1", 2, "", 0, 0.0, exchange_key=key))
+    known.enter(Member("reward-2", 2, "", 0, 0.0))
+    assert (known.knows_key(key), known.owner_of(key), known.knows_key(b"")) == (True, "reward-1", False)
+    known.leave("reward-2")
+    assert known.knows_key(key)
+    known.enter(Member("reward-1", 2, "", 0, 0.0, exchange_key=key))  # on a new stream
+    assert known.knows_key(key)
+    known.leave("reward-1")
+    assert not known.knows_key(key)

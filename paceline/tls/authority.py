@@ -1,0 +1,220 @@
+"""A certificate authority in a folder, and the certificates that it issues.
+
+    FOLDER/ca.crt, ca.key          the authority; its key stays with the operator
+    FOLDER/NAME/tls.crt, tls.key   a certificate; with ca.crt beside it this folder is what a process gets (`--tls-dir`)
+
+Keys are on the curve P-256 and have mode 0600. A file appears whole under its name, or not at all. Promise: an authority is never
+written over, and a renewed certificate has the name, role and hosts of the one before.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.errors import Conflict, InvalidInput, NotFound
+from paceline.tls.certificates import ROLES, Certificate, read_certificate
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+CERTIFICATE, KEY, AUTHORITY, AUTHORITY_KEY = "tls.crt", "tls.key", "ca.crt", "ca.key"
+"""Names of the files: those of cert-manager's secrets."""
+AUTHORITY_DAYS, CERTIFICATE_DAYS = 3650.0, 30.0
+LOCAL = ("localhost", "127.0.0.1", "::1")
+"""Hosts of every certificate: on this host a process may be reached by loopback."""
+SKEW = timedelta(minutes=5)
+"""A certificate begins this long before it is issued, because clocks of hosts differ."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
+
+
+def make_authority(folder: Path, days: float = AUTHORITY_DAYS) -> Certificate:
+    """Make an authority in a folder. Raises Conflict where one is."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    for name in (AUTHORITY, AUTHORITY_KEY):
+        if (folder / name).exists():
+            raise Conflict(
+                f"{folder / name} is there already; certificates of another authority need another folder"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    # The number keeps two authorities apart, which verifiers find by their names.
+    subject = _name(f"paceline {x509.random_serial_number() & 0xFFFFFFFF:08x}")
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    certificate = (
+        _builder(subject, subject, key, days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    _write(folder / AUTHORITY_KEY, _pem_of_key(key), 0o600)
+    pem = _pem(certificate)
+    _write(folder / AUTHORITY, pem, 0o644)
+    return read_certificate(pem)
+
+
+def issue(
+    folder: Path, name: str, role: str, hosts: Sequence[str] = (), days: float = CERTIFICATE_DAYS
+) -> Path:
+    """Issue a certificate with a new key and return its folder. `hosts` are the DNS names and IP addresses by which others reach
+    the process, beside those of this host. Raises InvalidInput, NotFound without an authority, Conflict for a name that is taken."""
+    if not NAME.fullmatch(name):
+        raise InvalidInput(f"the name {name[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    if (folder / name / CERTIFICATE).exists():
+        raise Conflict(
+            f"{folder / name} has a certificate already; `paceline certs renew {folder} {name}` renews it"
+        )
+    return _issue(folder, name, role, hosts, days)
+
+
+def renew(folder: Path, name: str, days: float | None = None) -> Path:
+    """Issue a certificate anew, with another key, and return its folder; without `days` for as long as the one before. Raises
+    NotFound, InvalidInput."""
+    path = folder / name / CERTIFICATE
+    if not path.is_file():
+        raise NotFound(f"{path} is not there; `paceline certs issue {folder} {name} --role ROLE` makes it")
+    before = read_certificate(path.read_bytes())
+    lasted_days = (before.ends - before.begins - SKEW) / timedelta(days=1)
+    if len(before.organizations) != 1:
+        raise InvalidInput(f"{path} gives {len(before.organizations)} roles; it has to be one")
+    return _issue(folder, name, before.organizations[0], before.hosts, days or lasted_days)
+
+
+def issued(folder: Path) -> Iterator[tuple[str, Certificate]]:
+    """Yield the names and certificates of an authority's folder, by name. Raises InvalidInput for one that cannot be read."""
+    for path in sorted(folder.glob(f"*/{CERTIFICATE}")):
+        yield path.parent.name, read_certificate(path.read_bytes())
+
+
+def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float) -> Path:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    if role not in ROLES:
+        raise InvalidInput(f"{role[:80]!r} is no role; it has to be one of {', '.join(ROLES)}")
+    authority, authority_key = _authority(folder)
+    names = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys((*LOCAL, *hosts))])
+    key = ec.generate_private_key(ec.SECP256R1())
+    usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
+    identifier = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    certificate = (
+        _builder(_name(name, role), authority.subject, key, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+            critical=False,
+        )
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
+        )
+        .add_extension(names, critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    if certificate.not_valid_after_utc > authority.not_valid_after_utc:
+        raise InvalidInput(
+            f"the certificate would be valid until {certificate.not_valid_after_utc:%Y-%m-%d}, its authority only until "
+            f"{authority.not_valid_after_utc:%Y-%m-%d}; give fewer --days, or make a new authority"
+        )
+    own = folder / name
+    own.mkdir(exist_ok=True)
+    _write(own / AUTHORITY, (folder / AUTHORITY).read_bytes(), 0o644)
+    _write(own / KEY, _pem_of_key(key), 0o600)
+    _write(own / CERTIFICATE, _pem(certificate), 0o644)
+    return own
+
+
+def _authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / AUTHORITY).read_bytes())
+        key = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), password=None)
+    except FileNotFoundError as error:
+        raise NotFound(
+            f"{error.filename} is not there; `paceline certs init {folder}` makes an authority"
+        ) from None
+    except (ValueError, TypeError) as error:
+        raise InvalidInput(f"the authority in {folder} cannot be read: {error}") from None
+    if not isinstance(key, EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise InvalidInput(f"{folder / AUTHORITY_KEY} is not the key of {folder / AUTHORITY}")
+    return certificate, key
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, days: float
+) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _name(common_name: str, organization: str = "") -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    parts = [x509.NameAttribute(NameOID.COMMON_NAME, common_name)]
+    if organization:
+        parts.append(x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization))
+    return x509.Name(parts)
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        pass
+    if not HOST.fullmatch(host):
+        raise InvalidInput(
+            f"--host {host[:80]!r} is neither an IP address nor a DNS name; give it without a port"
+        )
+    return x509.DNSName(host)
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def _pem_of_key(key: EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    """Replace a file; it has its mode from the beginning."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,107 @@
+"""The content of certificates: whom one names, for what addresses and how long it is valid.
+
+A certificate names a process or a person by its common name and gives the role as its organization (`CN=rollout-0, O=worker`), as
+certificates of cert-manager do with `subject.organizations`. Nothing here decides whether a certificate is to be trusted: TLS has
+verified the chain before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from paceline.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+ROLES = ("viewer", "submitter", "operator", "worker", "scraper", "coordinator")
+"""Roles that a certificate can give. A coordinator's certificate gives it no right at another service."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The holder of a certificate."""
+
+    name: str
+    role: str
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The first certificate of a PEM text."""
+
+    name: str
+    """Common name; empty without one."""
+    organizations: tuple[str, ...]
+    hosts: tuple[str, ...]
+    """DNS names and IP addresses that it is valid for."""
+    issuer: str
+    """Common name of its issuer."""
+    begins: datetime
+    ends: datetime
+    serial: int
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds for which it is still valid; negative once it has expired."""
+        return (self.ends - datetime.now(UTC)).total_seconds()
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether less than a third of its life is left, so that it should be renewed."""
+        return self.left_s < (self.ends - self.begins).total_seconds() / 3
+
+
+def identity_of(pem: bytes | str) -> Identity:
+    """Return the name and the role that the first certificate of a PEM text gives. Raises InvalidInput for a text that is no
+    certificate, and for a certificate without a common name or without exactly one organization that is a role."""
+    certificate = read_certificate(pem)
+    if not certificate.name:
+        raise InvalidInput("the certificate has no common name (CN), which is the name of its holder")
+    if len(certificate.organizations) != 1 or certificate.organizations[0] not in ROLES:
+        has = ", ".join(certificate.organizations)[:200] or "none"
+        raise InvalidInput(
+            f"the certificate of {certificate.name[:64]!r} has the organizations (O): {has}; it has to have one, its role: "
+            f"{', '.join(ROLES)}"
+        )
+    return Identity(certificate.name, certificate.organizations[0])
+
+
+def read_certificate(pem: bytes | str) -> Certificate:
+    """Return what the first certificate of a PEM text says. Raises InvalidInput for a text that has none."""
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    try:
+        found = x509.load_pem_x509_certificate(pem.encode() if isinstance(pem, str) else pem)
+    except ValueError as error:
+        raise InvalidInput(f"this is no certificate in PEM format: {error}") from None
+    return Certificate(
+        name=_first(found.subject, NameOID.COMMON_NAME),
+        organizations=tuple(
+            str(part.value) for part in found.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
+        ),
+        hosts=_hosts(found),
+        issuer=_first(found.issuer, NameOID.COMMON_NAME),
+        begins=found.not_valid_before_utc,
+        ends=found.not_valid_after_utc,
+        serial=found.serial_number,
+    )
+
+
+def _hosts(certificate: x509.Certificate) -> tuple[str, ...]:
+    from cryptography import x509
+
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
+    addresses = names.get_values_for_type(x509.IPAddress)
+    return (*names.get_values_for_type(x509.DNSName), *map(str, addresses))
+
+
+def _first(name: x509.Name, kind: x509.ObjectIdentifier) -> str:
+    found = name.get_attributes_for_oid(kind)
+    return str(found[0].value) if found else ""

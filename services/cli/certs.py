@@ -1,0 +1,120 @@
+"""`paceline certs`: a certificate authority for one cluster, and the short-lived certificates of its processes and people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paceline.tls.authority import (
+    AUTHORITY,
+    AUTHORITY_DAYS,
+    CERTIFICATE_DAYS,
+    issue,
+    issued,
+    make_authority,
+    renew,
+)
+from paceline.tls.certificates import ROLES, Certificate, read_certificate
+from services.cli import render
+from services.common.options import json_option, print_json
+
+COLUMNS = ("name", "role", "hosts", "valid until", "left")
+
+
+@click.group()
+def certs() -> None:
+    """Make certificates for TLS: `init` once, then `issue` for each process. Certificates of any other authority serve as well."""
+
+
+@certs.command("init")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--days",
+    default=AUTHORITY_DAYS,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Life.",
+)
+def init(folder: Path, days: float) -> None:
+    """Make a certificate authority in FOLDER. Its ca.key can issue certificates for everybody: keep it off the cluster."""
+    made = make_authority(folder, days)
+    click.echo(f"authority {made.name!r} in {folder}, valid until {made.ends:%Y-%m-%d}")
+
+
+@certs.command("issue")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("name")
+@click.option("--role", required=True, type=click.Choice(ROLES), help="Role of the holder.")
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    help="DNS name or IP address by which others reach the process; may be given several times. Names of this host are always in.",
+)
+@click.option(
+    "--days",
+    default=CERTIFICATE_DAYS,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Life.",
+)
+def issue_command(folder: Path, name: str, role: str, hosts: tuple[str, ...], days: float) -> None:
+    """Issue a certificate to NAME by the authority in FOLDER. FOLDER/NAME is what the process gets as its --tls-dir."""
+    click.echo(str(issue(folder, name, role, hosts, days)))
+
+
+@certs.command("renew")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("names", nargs=-1)
+@click.option(
+    "--days", type=click.FloatRange(min=0, min_open=True), help="Life; default: that of the one before."
+)
+def renew_command(folder: Path, names: tuple[str, ...], days: float | None) -> None:
+    """Issue certificates anew: those of NAMES, or all that have less than a third of their life left."""
+    due = names or tuple(name for name, certificate in issued(folder) if certificate.is_due)
+    for name in due:
+        click.echo(str(renew(folder, name, days)))
+    if not due:
+        click.echo("no certificate is due", err=True)
+
+
+@certs.command("show")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@json_option
+def show(folder: Path, as_json: bool) -> None:
+    """List the authority and the certificates in FOLDER, or the certificate of a --tls-dir."""
+    found = dict(issued(folder)) or {folder.name: _own(folder)}
+    if (folder / AUTHORITY).is_file():
+        found = {"(authority)": read_certificate((folder / AUTHORITY).read_bytes())} | found
+    facts = [_facts(name, certificate) for name, certificate in found.items() if certificate is not None]
+    if as_json:
+        for line in facts:
+            print_json(line)
+    else:
+        render.print_table(COLUMNS, [_row(line) for line in facts], empty="no certificates")
+
+
+def _own(folder: Path) -> Certificate | None:
+    path = folder / "tls.crt"
+    return read_certificate(path.read_bytes()) if path.is_file() else None
+
+
+def _facts(name: str, certificate: Certificate) -> render.Facts:
+    return {
+        "name": name,
+        "role": ",".join(certificate.organizations),
+        "hosts": list(certificate.hosts),
+        "valid_until": certificate.ends.isoformat(),
+        "left_s": round(certificate.left_s),
+        "issuer": certificate.issuer,
+        "serial": f"{certificate.serial:x}",
+    }
+
+
+def _row(facts: render.Facts) -> list[str]:
+    left_s = float(str(facts["left_s"]))
+    hosts = facts["hosts"]
+    assert isinstance(hosts, list)
+    left = "expired" if left_s < 0 else f"{left_s / 86400:.1f} days"
+    return [str(facts["name"]), str(facts["role"]), ", ".join(hosts), str(facts["valid_until"])[:16], left]

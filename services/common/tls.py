@@ -1,0 +1,75 @@
+"""TLS of servers: gRPC's credentials and contexts for HTTP, which present the folder's newest certificate to each connection."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any
+
+import grpc
+
+from paceline.errors import InvalidInput
+from paceline.tls.certificates import Identity, identity_of
+from paceline.tls.folder import Material, TlsFolder
+
+
+def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
+    """Return the credentials of a gRPC port. With `mutual` clients have to have a certificate of the authority; without, they are
+    not asked for one, because gRPC for Python knows no optional client certificate. Raises InvalidInput."""
+    given = _own(folder)
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        authority = given.authority if mutual else None
+        return grpc.ssl_server_certificate_configuration([(given.key, given.certificate)], authority)
+
+    def renewed() -> Any:  # the stubs do not know None, which says that nothing has changed
+        nonlocal given
+        newest = _own(folder)
+        if newest is given:
+            return None
+        given = newest
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), renewed, mutual)
+
+
+def server_context(folder: TlsFolder) -> ssl.SSLContext:
+    """Return the context of an HTTP port; it asks clients for no certificate. Raises InvalidInput."""
+    given = _own(folder)
+    context = _context(folder)
+
+    def renew(connection: Any, _name: str | None, _context_of: ssl.SSLContext) -> None:
+        nonlocal given, context
+        newest = _own(folder)
+        if newest is not given:
+            try:
+                given, context = newest, _context(folder)
+            except (OSError, ValueError):  # replaced meanwhile: the next connection has the newest
+                return
+        connection.context = context
+
+    listening = _context(folder)
+    listening.sni_callback = renew
+    return listening
+
+
+def identity_of_call(context: Any) -> Identity | None:
+    """Return the identity that a call's client certificate gives; None for a call without one. Raises InvalidInput for a
+    certificate that gives no role."""
+    pem = context.auth_context().get("x509_pem_cert")
+    return identity_of(pem[0]) if pem else None
+
+
+def _own(folder: TlsFolder) -> Material:
+    material = folder.read()
+    if not material.certificate:
+        raise InvalidInput(
+            f"{folder.path} has no tls.crt and tls.key, and a service has to present a certificate; `paceline certs issue` makes one"
+        )
+    return material
+
+
+def _context(folder: TlsFolder) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(folder.path / "tls.crt", folder.path / "tls.key")
+    return context

@@ -1,0 +1,172 @@
+"""The exchange under CURVE: members by their keys, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+from tls_folders import make_folders
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from paceline.client import Client
+from paceline.spec import ClusterSection
+from paceline.tls.authority import renew
+from paceline.tls.folder import VARIABLE
+from paceline.wire import PROTOCOL
+from protos.paceline.v1 import common_pb2, worker_pb2
+from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.membership import Membership
+from services.coordinator.exchange.transport.router_socket import ExchangeSocket
+from services.local.cluster import LocalCluster
+
+DEADLINE_MS = 30_000
+DEADLINE_S = 30.0
+REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+Keys = tuple[bytes, bytes]
+
+
+@pytest.fixture
+def member() -> Keys:
+    """A member's keys in Z85."""
+    return zmq.curve_keypair()
+
+
+@pytest.fixture
+def exchange(member: Keys) -> Iterator[ExchangeSocket]:
+    """The exchange's socket, which knows that member alone."""
+    public = z85.decode(member[0])
+    made = ExchangeSocket("127.0.0.1", 0, lambda key: key == public)
+    yield made
+    made.close()
+
+
+def attempt(port: int, keys: Keys | None, server_key: bytes) -> int:
+    """Connect and send a message; return the event that says what came of the handshake."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        if keys is not None:
+            socket.curve_publickey, socket.curve_secretkey = keys
+            socket.curve_serverkey = z85.encode(server_key)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSED)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send(b"a message")
+        assert monitor.poll(DEADLINE_MS)
+        event = int(recv_monitor_message(monitor)["event"])
+        socket.disable_monitor()
+        monitor.close(linger=0)
+        return event
+
+
+def test_a_members_message_comes_with_its_key(exchange: ExchangeSocket, member: Keys) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.curve_publickey, socket.curve_secretkey = member
+        socket.curve_serverkey = z85.encode(exchange.public_key)
+        socket.connect(f"tcp://127.0.0.1:{exchange.port}")
+        socket.send(b"a message")
+        assert exchange._socket.poll(DEADLINE_MS)
+        message = exchange.receive()
+    assert message is not None
+    assert (message.header, message.key) == (b"a message", z85.decode(member[0]))
+
+
+def test_other_peers_get_no_connection_and_none_of_their_messages_is_read(
+    exchange: ExchangeSocket, member: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = zmq.curve_keypair()
+    assert attempt(exchange.port, member, exchange.public_key) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert attempt(exchange.port, stranger, exchange.public_key) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    assert attempt(exchange.port, member, z85.decode(stranger[0])) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert attempt(exchange.port, None, b"") != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert "its key is no member's" in caplog.text
+
+
+def test_without_keys_the_socket_is_as_it_was() -> None:
+    made = ExchangeSocket("127.0.0.1", 0)
+    try:
+        assert made.public_key == b""
+        assert attempt(made.port, None, b"") == zmq.EVENT_HANDSHAKE_SUCCEEDED
+    finally:
+        made.close()
+
+
+class Worker:
+    """A reward worker that has joined, without any work."""
+
+    def __init__(self, address: str, name: str):
+        self.welcome = worker_pb2.Welcome()
+        self.is_here = asyncio.Event()
+        hello = worker_pb2.Hello(role=common_pb2.ROLE_REWARD, member_id=name, protocol=PROTOCOL)
+        self.membership = Membership(address, lambda: hello, self._take)
+        self.task = asyncio.create_task(self.membership.run())
+
+    async def _take(self, directive: worker_pb2.ConnectResponse) -> None:
+        if directive.WhichOneof("directive") == "welcome":
+            self.welcome = directive.welcome
+            self.is_here.set()
+
+    async def end(self) -> None:
+        self.task.cancel()
+        await asyncio.wait((self.task,))
+
+
+async def test_a_worker_speaks_for_itself_alone_and_certificates_change_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers of a real coordinator under TLS; one sends a request with the id and the secret of the other."""
+    folders = make_folders(tmp_path, coordinator="coordinator", worker="worker")
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", "")
+    monkeypatch.delenv("PACELINE_TOKEN_FILE")
+    monkeypatch.setenv(VARIABLE, str(folders["coordinator"]))
+    cluster = LocalCluster(tmp_path / "runs", ClusterSection())
+    workers: list[Worker] = []
+    try:
+        await asyncio.to_thread(cluster.start_coordinator)
+        monkeypatch.setenv(VARIABLE, str(folders["worker"]))
+        workers += [Worker(cluster.address, name) for name in ("reward-a", "reward-b")]
+        async with asyncio.timeout(DEADLINE_S):
+            for worker in workers:
+                await worker.is_here.wait()
+                reply, _ = await worker.membership.request(
+                    pb.ExchangeRequest(task=pb.TaskRequest(), run_id="none")
+                )
+                assert reply.status == pb.REPLY_STATUS_STALE
+            other, own = workers
+            forged = pb.ExchangeRequest(
+                protocol=PROTOCOL,
+                member_id="reward-a",
+                term=other.welcome.term,
+                secret=other.welcome.secret,
+                request_id=1 << 40,
+                run_id="none",
+                task=pb.TaskRequest(),
+            )
+            with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+                socket.curve_publickey = own.membership._public_key
+                socket.curve_secretkey = own.membership._private_key
+                socket.curve_serverkey = z85.encode(own.welcome.exchange_key)
+                socket.connect(own.welcome.exchange_endpoint)
+                await socket.send(forged.SerializeToString())
+                answer = pb.ExchangeReply.FromString((await socket.recv_multipart())[0])
+            assert answer.status == pb.REPLY_STATUS_INVALID
+            assert "the connection has another key than member 'reward-a' named" in answer.message
+            for name in ("coordinator", "worker"):
+                renew(tmp_path / "ca", name)
+            late = Worker(cluster.address, "reward-late")
+            workers.append(late)
+            await late.is_here.wait()
+            names = await asyncio.to_thread(lambda: [m.member_id for m in Client(cluster.address).members()])
+            assert sorted(names) == ["reward-a", "reward-b", "reward-late"]
+        assert "each worker speaks for itself alone" in cluster.log_path("coordinator").read_text()
+    finally:
+        for worker in workers:
+            await worker.end()
+        await asyncio.to_thread(cluster.stop)
