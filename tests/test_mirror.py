@@ -12,6 +12,10 @@ MAX_HOPS = 2
 """Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
 COVERED_BY = {
+    "rollout/native/scoring.py": "tests/services/rollout/openai/test_server.py",
+    "services/cli/serve_model.py": "tests/services/cli/evaluating/test_evaluate.py",
+    "services/cli/evaluating/gate.py": "test_evaluate.py",
+    "services/evaluation/runner.py": "tests/services/cli/evaluating/test_evaluate.py",
     "services/cli/recorded/curve_file.py": "test_report.py",
     "services/cli/recorded/report_sections.py": "test_report.py",
     "services/tracking/cursor.py": "test_follower.py",
