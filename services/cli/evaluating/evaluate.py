@@ -10,13 +10,38 @@ import click
 
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
+from paceline.tasks import FOLDER, task_file, task_names
 from services.cli.chat import spec_of_model
 from services.common.options import device_option, directory_option, json_option, print_json
 
 
+def _file_or_task(_context: click.Context, _argument: click.Parameter, name: str) -> Path:
+    file = task_file(name) or Path(name)
+    if not file.is_file():
+        raise click.BadParameter(
+            f"{name!r} is neither a file nor a task; tasks are {', '.join(task_names())}",
+            param_hint="FILE|TASK",
+        )
+    return file
+
+
+def _list_tasks(context: click.Context, _option: click.Parameter, is_set: bool) -> None:
+    if is_set:
+        click.echo("\n".join(task_names()))
+        context.exit()
+
+
 @click.command("eval")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.argument("file", metavar="FILE|TASK", callback=_file_or_task)
 @click.argument("overrides", nargs=-1)
+@click.option(
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_tasks,
+    help="List the tasks and exit.",
+)
 @click.option(
     "--model",
     required=True,
@@ -54,7 +79,8 @@ def evaluate(
     """Sample the validation prompts of FILE from a model, score them with its reward functions, and write the result.
 
     FILE has the keys of a run: data.validation, rewards, policy.generation, grpo.max_val_samples and
-    grpo.val_samples_per_prompt. So the spec of a run is such a file. OVERRIDES are as for a run.
+    grpo.val_samples_per_prompt. So the spec of a run is such a file. OVERRIDES are as for a run. A TASK is a file that comes
+    with Paceline, for a public data set; data.validation=./FILE with data.validation_config=null reads it from a file.
     """
     from paceline.evaluation.results import write_result
     from services.cli.serve_model import device_of
@@ -87,6 +113,8 @@ def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> R
     tree = read_tree(file)
     for override in overrides:
         apply_override(tree, override)
+    if file.parent == FOLDER and isinstance(tree["data"].get("validation"), str):
+        tree["data"]["validation"] = _from_here(tree["data"]["validation"])
     data = tree.get("data") if isinstance(tree.get("data"), dict) else {}
     if not data or not data.get("validation"):
         raise InvalidInput(f"{file}: data.validation is not set; name the data set with the problems")
@@ -102,6 +130,11 @@ def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> R
     # The training set is not read; a run's spec names one, and an evaluation file need not.
     tree["data"] = {"train": data["validation"], **data}
     return parse_spec(tree, base=file.parent)
+
+
+def _from_here(name: str) -> str:
+    """Return a path of this directory as an absolute one, and any other name unchanged."""
+    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
 
 
 def digests(spec: RunSpec) -> dict[str, str]:
