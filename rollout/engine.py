@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from paceline.errors import InvalidInput, PromptTooLong
-from paceline.groups import Completion, IntArray, Version
+from paceline.groups import Completion, FloatArray, IntArray, Version
 from paceline.spec import GenerationSection
 from rollout.stop_strings import StopStrings
 
@@ -138,6 +138,20 @@ class GenerationRequest:
     """Strings that end the completion, besides the stop tokens."""
 
 
+@dataclass(frozen=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of given tokens under the model itself: temperature 1, nothing left out."""
+
+    logprobs: FloatArray
+    """[P] of each token after those before it; the first one, which follows nothing, is NaN."""
+    top_ids: IntArray
+    """[P] the likeliest token at each position; the first one is -1."""
+    top_logprobs: FloatArray
+    """[P] its log-probability: equal to `logprobs` where the given token is as likely. The first one is NaN."""
+    version: Version
+    """The one version that computed all of them."""
+
+
 class Engine(Protocol):
     """A sampler with one set of weights, used from one asyncio loop."""
 
@@ -174,6 +188,13 @@ class Engine(Protocol):
         Raises Unavailable: no weights yet, closed, or logits that are not finite. Raises EngineDied: the engine stopped on an error.
         """
 
+    async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
+        """Return the log-probabilities of the [P] `token_ids`, which one version computes in one forward pass.
+
+        Raises InvalidInput: no tokens, more than the model takes, or unknown ones. Raises Unavailable and EngineDied as
+        `generate`.
+        """
+
     def abort(self, request_id: str) -> None:
         """Make its `generate` return the completion so far, with finish_reason `abort`. An unknown id is no error."""
 
@@ -199,6 +220,20 @@ def check_prompt_length(num_tokens: int, max_tokens: int) -> None:
         raise (PromptTooLong if num_tokens else InvalidInput)(
             f"the prompt has {num_tokens} tokens, must have 1 to {max_tokens - 1}: "
             "policy.max_total_sequence_length (or the model) bounds prompt and completion together"
+        )
+
+
+def check_scored_ids(token_ids: IntArray, max_tokens: int, vocab_size: int) -> None:
+    """Raise InvalidInput for tokens that `Engine.prompt_logprobs` cannot take."""
+    if not 0 < len(token_ids) <= max_tokens:
+        raise (PromptTooLong if len(token_ids) else InvalidInput)(
+            f"the text to score has {len(token_ids)} tokens, must have 1 to {max_tokens}: "
+            "policy.max_total_sequence_length (or the model) bounds it"
+        )
+    if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+        raise InvalidInput(
+            f"the text to score has token ids from {token_ids.min()} to {token_ids.max()}, the model knows 0 to "
+            f"{vocab_size - 1}; is it the model's own tokenizer?"
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from paceline.chat.answer_reader import AnswerPart, TextPart
 from paceline.chat.api_errors import error_answer
 from paceline.chat.call_formats import ToolCall
-from paceline.chat.choices import Choice, Delta, model_name, version_name
+from paceline.chat.choices import Choice, Delta, Echo, model_name, version_name
 from paceline.chat.frames import Event, ranges, usage
 from paceline.chat.messages import Json
 from paceline.errors import PacelineError
@@ -35,6 +35,7 @@ class Answer:
         at_first: Version,
         logprobs: bool,
         token_ids: bool,
+        top_logprobs: bool = False,
         include_usage: bool,
         decode: Callable[[list[int]], str],
     ) -> None:
@@ -44,6 +45,7 @@ class Answer:
         self._at_first = at_first
         self._logprobs = logprobs
         self._token_ids = token_ids
+        self._top_logprobs = top_logprobs
         self._include_usage = include_usage
         self._decode = decode
         self._created_s = int(time.time())
@@ -61,6 +63,8 @@ class Answer:
             entry["versions"] = ranges(choice.spans)
             if self._token_ids:
                 entry["prompt_token_ids"] = choice.prompt_ids.tolist()
+            if choice.echo is not None:
+                self._put_before(entry, choice, choice.echo)
             entries.append(entry)
         return self._frame("chat.completion" if self._chat else "text_completion", entries) | {
             "usage": usage(choices)
@@ -141,6 +145,35 @@ class Answer:
         if self._token_ids:
             entry["token_ids"] = list(part.token_ids)
         return entry
+
+    def _put_before(self, entry: Json, choice: Choice, echo: Echo) -> None:
+        """Put the prompt before the text of a choice, and its log-probabilities before those of the sampled tokens."""
+        prompt_ids = choice.prompt_ids.tolist()
+        entry["text"] = self._decode(prompt_ids) + entry["text"]
+        if echo.logprobs is None:
+            return
+        entry["prompt_version"] = list(echo.version or ())
+        token_ids = [*prompt_ids, *choice.token_ids]
+        numbers = self._text_logprobs(token_ids, [*echo.logprobs, *choice.logprobs], 0)
+        numbers["token_logprobs"][0] = None
+        if self._top_logprobs:
+            # At temperature 0 a sampled token is the likeliest one.
+            top_ids = [*echo.top_ids, *choice.token_ids]
+            tops = [*echo.top_logprobs, *choice.logprobs]
+            numbers["top_logprobs"] = [
+                None if index == 0 else self._likeliest(token, logprob, top_id, top)
+                for index, (token, logprob, top_id, top) in enumerate(
+                    zip(numbers["tokens"], numbers["token_logprobs"], top_ids, tops, strict=True)
+                )
+            ]
+        entry["logprobs"] = numbers
+
+    def _likeliest(self, token: str, logprob: float, top_id: int, top_logprob: float) -> Json:
+        """Return the given token and the likeliest one by their texts; of two tokens with one text the likelier."""
+        likeliest = {token: logprob}
+        text = self._decode([top_id])
+        likeliest[text] = max(top_logprob, likeliest.get(text, top_logprob))
+        return likeliest
 
     def _chat_logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float], _: int) -> Json:
         content = []

@@ -11,6 +11,20 @@ from paceline.groups import IntArray, VersionSpan
 
 
 @dataclass(frozen=True)
+class Echo:
+    """The prompt as a part of an answer, with its log-probabilities where they were requested."""
+
+    logprobs: Sequence[float] | None = None
+    """[P] under the model at temperature 1; the first one is NaN."""
+    top_ids: Sequence[int] = ()
+    """[P] the likeliest token at each position; the first one is -1."""
+    top_logprobs: Sequence[float] = ()
+    """[P]"""
+    version: tuple[int, ...] | None = None
+    """The version that computed them."""
+
+
+@dataclass(frozen=True)
 class Choice:
     """A finished completion, cut at its stop string if it met one."""
 
@@ -23,6 +37,8 @@ class Choice:
     spans: tuple[VersionSpan, ...]
     finish_reason: str
     """`stop` or `length`."""
+    echo: Echo | None = None
+    """Set when the answer begins with the prompt."""
 
     @property
     def content(self) -> str:

@@ -120,15 +120,20 @@ class CompletionAsk(Ask):
     prompt: str | Ids | Prompts | IdPrompts
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: int | None = None
+    echo: bool | None = None
+    """True when the answer begins with the prompt; with `logprobs` it has the log-probabilities of the prompt too."""
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionAsk:
-        if self.logprobs:
+        if self.logprobs and not (self.logprobs == 1 and self.echo and self.temperature == 0):
             raise Unsupported(
                 f"logprobs {self.logprobs} asks for other likely tokens, which the engine does not report; "
-                "logprobs=0 gives those of the sampled tokens",
+                "logprobs=0 gives those of the sampled tokens, and logprobs=1 with echo=true and temperature=0 the likeliest "
+                "token at each position",
                 "logprobs",
             )
+        if self.echo and (self.stream or (self.n or 1) > 1):
+            raise Unsupported("echo goes without stream and with n=1 only; remove it, or those", "echo")
         if self.best_of not in (None, self.n or 1):
             raise Unsupported(f"best_of {self.best_of} must equal n {self.n or 1}; remove it", "best_of")
         if not self.prompt or (not isinstance(self.prompt, str) and [] in self.prompt):

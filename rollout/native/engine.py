@@ -1,9 +1,9 @@
 """The native engine: continuous batching over a Hugging Face model, on a separate thread, for any machine.
 
 Promise: that of `rollout.engine.Engine`, and asyncio never waits for a forward pass. Only the thread uses model and batch;
-callers append to the inbox (`_waiting`, `_aborted`, `_updates`) under `_wake`, and get their answers through futures on
-their loops. A turn of the thread is: take the inbox, abort, change weights, let requests join, decode one token for every
-sequence. So aborts and new weights wait for one decode step, and new requests for free slots. When an error ends the
+callers append to the inbox (`_waiting`, `_aborted`, `_updates`, `_scorings`) under `_wake`, and get their answers through futures on
+their loops. A turn of the thread is: take the inbox, abort, change weights, let requests join, score some given texts, decode one token
+for every sequence. So aborts and new weights wait for one decode step, and new requests for free slots. When an error ends the
 thread, all waiting and later callers get its reason.
 """
 
@@ -25,12 +25,20 @@ import torch
 from torch import Tensor
 
 from paceline.errors import EngineDied, InvalidInput, Unavailable
-from paceline.groups import Completion, Version
+from paceline.groups import Completion, IntArray, Version
 from paceline.spec import RunSpec
 from paceline.weights.host_weights import HostWeights
-from rollout.engine import GenerationRequest, check_prefix, check_prompt_length, empty_completion
+from rollout.engine import (
+    GenerationRequest,
+    PromptLogprobs,
+    check_prefix,
+    check_prompt_length,
+    check_scored_ids,
+    empty_completion,
+)
 from rollout.native.batch import DecodeBatch, Ended, RunningSequence
 from rollout.native.model import load_native_model
+from rollout.native.scoring import Scoring, score_next
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +75,7 @@ class NativeEngine:
         self._waiting: deque[RunningSequence] = deque()
         self._aborted: list[RunningSequence] = []
         self._updates: deque[_Update] = deque()
+        self._scorings: deque[Scoring] = deque()
         self._closing = False
         self._error: BaseException | None = None
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -123,6 +132,18 @@ class NativeEngine:
         except asyncio.CancelledError:
             self._abort(sequence)
             raise
+
+    async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
+        """See `Engine.prompt_logprobs`. Texts that wait are scored together; between two passes the batch decodes."""
+        check_scored_ids(token_ids, self._model.max_tokens, self._model.vocab_size)
+        answer: asyncio.Future[PromptLogprobs] = asyncio.get_running_loop().create_future()
+        with self._wake:
+            self._refuse_if_ended()
+            if self.version is None:
+                raise Unavailable("the engine has no weights yet; call update_weights first")
+            self._scorings.append(Scoring(np.asarray(token_ids, np.int32), answer))
+            self._wake.notify()
+        return await answer
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
@@ -212,7 +233,14 @@ class NativeEngine:
         with self._wake:
             # No deadline: an idle engine waits for its callers, and close() is one of them.
             self._wake.wait_for(
-                lambda: batch.sequences or self._waiting or self._aborted or self._updates or self._closing
+                lambda: (
+                    batch.sequences
+                    or self._waiting
+                    or self._aborted
+                    or self._updates
+                    or self._scorings
+                    or self._closing
+                )
             )
             if self._closing:
                 return False
@@ -227,6 +255,9 @@ class NativeEngine:
             self._updates.popleft()
         if self._waiting and not self._updates:
             self._answer(batch.add(self._joining()))
+        if self._scorings:
+            assert self.version is not None
+            _resolve(score_next(self._scorings, self._model, self.version))
         if batch.sequences:
             self._answer(batch.step())
             self._tell_progress()
@@ -280,14 +311,20 @@ class NativeEngine:
             self._error, self._closing = error, True
             waiting, self._waiting = list(self._waiting), deque()
             updates, self._updates = list(self._updates), deque()
+            scorings, self._scorings = list(self._scorings), deque()
         if error is None:
             with torch.inference_mode():
                 self._answer(self._batch.remove(list(self._batch.sequences)))
             self._answer([_unstarted(sequence) for sequence in waiting])
-            _resolve([(update.answer, Unavailable("the engine was closed")) for update in updates])
+            left: list[asyncio.Future[Any]] = [
+                *(update.answer for update in updates),
+                *(scoring.answer for scoring in scorings),
+            ]
+            _resolve([(answer, Unavailable("the engine was closed")) for answer in left])
             self._ended.set_result(None)
             return
         futures: list[asyncio.Future[Any]] = [*self._answers.values(), *(update.answer for update in updates)]
+        futures += [scoring.answer for scoring in scorings]
         self._answers.clear()
         self._by_id.clear()
         _resolve([(future, _died(error)) for future in futures])

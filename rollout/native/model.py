@@ -38,6 +38,10 @@ ONEDNN_ROWS = 32
 """Fewest rows of a product for which oneDNN is faster."""
 
 
+SCORED_LOGITS = 1 << 26
+"""Float32 logits that scoring holds at a time."""
+
+
 WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"})
 """Model types that give every layer the window of their config, where it names one."""
 
@@ -75,6 +79,7 @@ class NativeModel:
         self._adapter = adapter
         self._window = window
         self._last_R: Tensor | None = None
+        self._hidden_RTH: Tensor | None = None
         self._head = Float32Head(module.get_output_embeddings()) if float32_head else None
         module.get_output_embeddings().register_forward_pre_hook(self._keep_last)
         if is_faster(self.device, self.dtype):
@@ -94,7 +99,7 @@ class NativeModel:
                 input_ids=ids_RT, position_ids=positions_1T, past_key_values=cache, use_cache=True
             )
         finally:
-            self._last_R = None
+            self._last_R = self._hidden_RTH = None
         return output.logits[:, 0]  # type: ignore[no-any-return]
 
     def decode(self, ids_R: Tensor, positions_R: Tensor, cache: SlotCache) -> Tensor:
@@ -107,6 +112,42 @@ class NativeModel:
             use_cache=True,
         )
         return output.logits[:, -1]  # type: ignore[no-any-return]
+
+    def score(self, ids_RT: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [R, T] log-probabilities of right-padded `ids_RT` at temperature 1, the likeliest tokens and their
+        log-probabilities; column 0 and the padding are meaningless.
+
+        Raises InvalidInput for a model that changes the logits after its LM head (a scale, a soft cap): the head is applied
+        to a few positions at a time, so that the logits of all of them are never in memory together.
+        """
+        self._last_R = lengths_R - 1
+        try:
+            output = self.module(input_ids=ids_RT, use_cache=False)
+            hidden_RTH = self._hidden_RTH
+        finally:
+            self._last_R = self._hidden_RTH = None
+        assert hidden_RTH is not None
+        head = self.module.get_output_embeddings()
+        rows_R = torch.arange(len(ids_RT), device=self.device)
+        last_RV = head(hidden_RTH[rows_R, lengths_R - 1][:, None])[:, 0]
+        if not torch.equal(last_RV, output.logits[:, 0]):
+            raise InvalidInput(
+                f"the model {type(self.module).__name__} changes its logits after the LM head, so the native engine cannot "
+                "score given texts; use the vllm backend"
+            )
+        logprobs_RT = torch.zeros(ids_RT.shape, device=self.device)
+        top_ids_RT = torch.zeros_like(ids_RT)
+        tops_RT = torch.zeros_like(logprobs_RT)
+        step = max(1, SCORED_LOGITS // (len(ids_RT) * self.vocab_size))
+        for start in range(0, ids_RT.shape[1] - 1, step):
+            after = slice(start + 1, min(start + step, ids_RT.shape[1] - 1) + 1)
+            logits_RTV = head(hidden_RTH[:, start : after.stop - 1]).float()
+            total_RT = logits_RTV.logsumexp(-1)
+            chosen_RT = logits_RTV.gather(-1, ids_RT[:, after, None])[..., 0]
+            best_RT, top_ids_RT[:, after] = logits_RTV.max(-1)
+            logprobs_RT[:, after] = chosen_RT - total_RT
+            tops_RT[:, after] = best_RT - total_RT
+        return logprobs_RT, top_ids_RT, tops_RT
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise InvalidInput if `weights` do not fit, see `WeightLayout.check`; where the run trains an adapter, `weights` are
@@ -148,6 +189,7 @@ class NativeModel:
         # In front of the LM head, so that it works for every architecture, scaled or soft-capped logits included.
         if self._last_R is None:
             return None
+        self._hidden_RTH = inputs[0]
         rows_R = torch.arange(len(self._last_R), device=self.device)
         return (inputs[0][rows_R, self._last_R][:, None], *inputs[1:])
 

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from paceline.errors import EngineDied, InvalidInput, PacelineError, Unavailable
 from paceline.files.model_source import model_source
-from paceline.groups import Completion, Version
+from paceline.groups import Completion, IntArray, Version
 from paceline.spec import RunSpec
-from rollout.engine import GenerationRequest, empty_completion
+from rollout.engine import GenerationRequest, PromptLogprobs, check_scored_ids, empty_completion
 from rollout.vllm.arguments import engine_arguments, engine_config
 from rollout.vllm.concurrency import ConcurrencyLimit, StepReport
 from rollout.vllm.engine_thread import EngineThread, died
@@ -41,8 +41,11 @@ from rollout.vllm.requests import (
     progress,
     reported_spans,
     sampling_params,
+    scored,
+    scoring_params,
     spans_so_far,
     stopped,
+    version_of,
 )
 from rollout.vllm.update import WeightUpdates
 from rollout.vllm.whole_weights import whole_weights
@@ -55,6 +58,8 @@ WATCH_S = 0.2
 """Seconds between two checks whether the engine lives, because vLLM does not report its end."""
 END_S = 0.5
 """Seconds in which the engine's processes may end by themselves, which they never do on CPUs; then the guard kills them."""
+SCORING_ATTEMPTS = 3
+"""Attempts to score a text under one version; new weights in between make another one."""
 log = logging.getLogger(__name__)
 
 
@@ -150,6 +155,14 @@ class VllmEngine:
         finally:
             if self._live.get(request.request_id) is sequence:
                 del self._live[request.request_id]
+
+    async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
+        """See `Engine.prompt_logprobs`: vLLM's own, of a request that samples one token more."""
+        check_scored_ids(token_ids, self._max_tokens - 1, self._vocab_size)
+        self._thread.refuse_if_ended()
+        if self.version is None:
+            raise Unavailable("the engine has no weights yet; call update_weights first")
+        return await self._thread.result(self._thread.submit(self._score(token_ids.tolist())))
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
@@ -267,6 +280,24 @@ class VllmEngine:
         finally:
             if queue is not None and not finished and not self._llm.errored:
                 await self._llm.abort(sequence.name)
+
+    async def _score(self, token_ids: list[int]) -> PromptLogprobs:
+        for _ in range(SCORING_ATTEMPTS):
+            label, name = self._updates.label, f"score#{next(self._numbers)}"
+            final: Any = None
+            try:
+                prompt = {"prompt_token_ids": token_ids, "cache_salt": label}
+                async for output in self._llm.generate(prompt, scoring_params(), name):
+                    final = output
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                if self._llm.errored:
+                    raise died(error) from error
+                raise Unavailable(f"vLLM refused to score a text: {error}") from error
+            if {label} == {span[0] for span in reported_spans(final.outputs[0])}:
+                return scored(token_ids, final.prompt_logprobs, version_of(label))
+        raise Unavailable("new weights came each time while a text was scored; try again")
 
     def _tell_progress(self, sequence: _Sequence, output: Any) -> None:
         tell = sequence.request.on_progress

@@ -6,14 +6,20 @@ The functions do not wait and keep no state. Versions travel through vLLM as lab
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
-from rollout.engine import GenerationRequest, check_prefix, check_prompt_length, empty_completion
+from rollout.engine import (
+    GenerationRequest,
+    PromptLogprobs,
+    check_prefix,
+    check_prompt_length,
+    empty_completion,
+)
 from rollout.stop_strings import StopScanner, cut
 
 LOWEST_TEMPERATURE = 0.01
@@ -85,6 +91,42 @@ def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[i
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE if watched else RequestOutputKind.FINAL_ONLY,
     )
+
+
+def scoring_params() -> Any:
+    """Return vLLM's parameters of a request for the log-probabilities of its prompt. They are those of the model's own
+    distribution: temperature and the like change sampled tokens alone."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        prompt_logprobs=1,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scored(token_ids: Sequence[int], entries: Sequence[Any], version: Version) -> PromptLogprobs:
+    """Return the scored prompt of [P] `token_ids`. `entries` is vLLM's list of mappings from token id to an object with
+    `logprob` and `rank`, None at the first position. Raises Unavailable for numbers that are not finite."""
+    num = len(token_ids)
+    logprobs, tops = np.full(num, np.nan, np.float32), np.full(num, np.nan, np.float32)
+    top_ids = np.full(num, -1, np.int32)
+    for index in range(1, num):
+        at = entries[index]
+        logprobs[index] = at[token_ids[index]].logprob
+        top_ids[index] = max(at, key=lambda token_id: at[token_id].logprob)
+        tops[index] = at[int(top_ids[index])].logprob
+    if not np.isfinite(logprobs[1:]).all():
+        raise Unavailable(
+            f"the model's logits under {tuple(version)} are not finite for a given text; newer weights or "
+            "policy.generation_precision=float32 may help"
+        )
+    return PromptLogprobs(logprobs, top_ids, tops, version)
 
 
 def progress(request: GenerationRequest, output: Any, spans: list[LabelSpan]) -> Completion:

@@ -58,6 +58,14 @@ COMMANDS = {
     "drain": ("services.cli.workers:drain", "Tell a worker to finish its work and leave."),
     "generate": ("services.cli.workers:generate", "Ask the newest weights for completions of a prompt."),
     "chat": ("services.cli.chat:chat", "Talk to a trained model in this process, without services."),
+    "eval": (
+        "services.cli.evaluating.evaluate:evaluate",
+        "Measure a model on the validation set of a file, without a run.",
+    ),
+    "gate": (
+        "services.cli.evaluating.gate:gate",
+        "Say whether a model may take the place of another, by two evaluations.",
+    ),
     "samples": (
         "services.cli.recorded.samples:samples",
         "Show the completions of a step or an evaluation with their rewards, or export all.",

@@ -22,6 +22,10 @@ SERVICES = {
         "services.host_agent.main:main",
         "The agent that brings weights to a host's workers; they start one by themselves.",
     ),
+    "model": (
+        "services.cli.serve_model:main",
+        "One model behind the OpenAI-compatible endpoint, without a run.",
+    ),
     "dashboard": (
         "services.dashboard.main:main",
         "A page that shows runs, and their records as JSON over HTTP.",

@@ -46,6 +46,8 @@ def samplers_of(served: Served, ask: EngineAsk, answer_id: str, pinned: Version 
             samplers.append(
                 Sampler(served, prompt_ids, params, request_id, one_seed, index, reader(), stops, pinned)
             )
+            if isinstance(ask, CompletionAsk) and ask.echo:
+                samplers[-1].echo, samplers[-1].scores_prompt = True, ask.wants_logprobs
     return samplers
 
 

@@ -21,9 +21,9 @@ QUEUE = 16
 class Gate:
     """Places for external sequences in an engine that decodes `batch_size` at a time."""
 
-    def __init__(self, batch_size: int) -> None:
-        self.places = max(1, batch_size // SHARE)
-        self.capacity = QUEUE * self.places
+    def __init__(self, batch_size: int, share: int = SHARE, queue: int = QUEUE) -> None:
+        self.places = max(1, batch_size // share)
+        self.capacity = queue * self.places
         self._taken = 0
         self._free = asyncio.Semaphore(self.places)
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.chat.answer_reader import AnswerPart, AnswerReader, calls_of, content_of, joined
-from paceline.chat.choices import Choice, Delta, cut_spans, model_name
+from paceline.chat.choices import Choice, Delta, Echo, cut_spans, model_name
 from paceline.chat.text_stream import TextStream
 from paceline.errors import NotFound, Unavailable
 from paceline.groups import Completion, IntArray, Version
@@ -53,6 +53,10 @@ class Sampler:
     stop: tuple[str, ...] = ()
     pinned: Version | None = None
     on_delta: Callable[[Delta], None] | None = None
+    echo: bool = False
+    """Put the prompt before the text."""
+    scores_prompt: bool = False
+    """With `echo`: compute the prompt's log-probabilities."""
     _parts: list[AnswerPart] = field(default_factory=list)
     _told: int = 0
     _stream: TextStream = field(init=False)
@@ -69,6 +73,7 @@ class Sampler:
             on_progress=self._progress if watched else None,
         )
         completion = await self.served.generate_external(request)
+        echo = await self._echo() if self.echo else None
         self._refuse_other_versions(completion)
         ended = completion.finish_reason == "stop"
         # The token that ends a completion is not part of its text, special or not.
@@ -90,6 +95,20 @@ class Sampler:
             completion.logprobs[:num_tokens].tolist(),
             cut_spans(completion.spans, num_tokens),
             "stop" if self._stream.stopped else completion.finish_reason,
+            echo,
+        )
+
+    async def _echo(self) -> Echo:
+        if not self.scores_prompt:
+            return Echo()
+        scored = await self.served.engine.prompt_logprobs(self.prompt_ids)
+        if self.pinned is not None and scored.version != self.pinned:
+            raise self._other_version()
+        return Echo(
+            scored.logprobs.tolist(),
+            scored.top_ids.tolist(),
+            scored.top_logprobs.tolist(),
+            tuple(scored.version),
         )
 
     def _progress(self, completion: Completion) -> None:
@@ -132,11 +151,13 @@ class Sampler:
 
     def _refuse_other_versions(self, completion: Completion) -> None:
         if self._gone(completion):
-            assert self.pinned is not None
-            raise VersionGone(
-                f"the worker took new weights while it generated; it serves {served_names(self.served)} now. "
-                f"Ask for {self.served.run_id!r} to let a completion live through updates"
-            )
+            raise self._other_version()
+
+    def _other_version(self) -> VersionGone:
+        return VersionGone(
+            f"the worker took new weights while it generated; it serves {served_names(self.served)} now. "
+            f"Ask for {self.served.run_id!r} to let a completion live through updates"
+        )
 
 
 def resolve(served: Served, model: str) -> Version | None:

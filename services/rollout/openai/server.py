@@ -33,8 +33,12 @@ from services.rollout.openai.sampling import Sampler, Served, decode, decode_all
 class Endpoint:
     """Endpoint for the run that `source` returns at the time of each request; None means that there is no run now."""
 
-    def __init__(self, source: Callable[[], Served | None]) -> None:
+    def __init__(
+        self, source: Callable[[], Served | None], *, make_gate: Callable[[int], Gate] = Gate
+    ) -> None:
+        """`make_gate` gives the gate for an engine that decodes so many sequences at a time."""
         self._source = source
+        self._make_gate = make_gate
         self._gate: tuple[Served, Gate] | None = None
         self._listener = JsonListener("the HTTP endpoint", "choose another --http-port")
         router = self._listener.app.router
@@ -84,6 +88,7 @@ class Endpoint:
             run_id=served.run_id,
             at_first=_version(served),
             logprobs=ask.wants_logprobs,
+            top_logprobs=isinstance(ask, CompletionAsk) and ask.logprobs == 1,
             token_ids=bool(ask.return_token_ids),
             include_usage=ask.include_usage,
             decode=partial(decode, served.tokenizer),
@@ -131,7 +136,7 @@ class Endpoint:
     def gate_of(self, served: Served) -> Gate:
         """Return the one gate of a run's external requests, whatever their route."""
         if self._gate is None or self._gate[0] is not served:
-            self._gate = (served, Gate(served.engine.max_batch_size))
+            self._gate = (served, self._make_gate(served.engine.max_batch_size))
         return self._gate[1]
 
 

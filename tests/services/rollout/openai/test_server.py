@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.chat.requests import ChatAsk, CompletionAsk
+from paceline.errors import InvalidInput
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from rollout.engine import GenerationRequest, SamplingParams
@@ -338,7 +339,10 @@ async def test_a_full_queue_says_so_and_training_keeps_its_places(
     [
         ({"presence_penalty": 0.5}, "presence_penalty", "not supported here"),
         ({"logit_bias": {"3": 1}}, "logit_bias", "not supported here"),
-        ({"echo": True}, "echo", "not supported here"),
+        ({"echo": True, "stream": True}, "echo", "without stream"),
+        ({"echo": True, "n": 2}, "echo", "n=1"),
+        ({"echo": True, "logprobs": 1}, "logprobs", "temperature=0"),
+        ({"echo": True, "logprobs": 2, "temperature": 0}, "logprobs", "logprobs=0"),
         ({"logprobs": 3}, "logprobs", "logprobs=0"),
         ({"best_of": 4, "n": 2}, "best_of", "best_of 4 must equal n 2"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
@@ -635,3 +639,52 @@ async def test_errors_of_http_itself_have_the_same_shape(url: str) -> None:
             async with session.request(method, url + path, **options) as answer:  # type: ignore[arg-type]
                 assert answer.status == status
                 assert message in json.loads(await answer.read())["error"]["message"]
+
+
+async def test_echo_gives_the_log_probabilities_of_given_texts_as_transformers_has_them(
+    client: AsyncOpenAI, run: EndpointRun, folder: Path
+) -> None:
+    auto: Any = Qwen3ForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32)
+    greedy_ids = (
+        await client.completions.create(
+            model=RUN, prompt="One", max_tokens=12, temperature=0, extra_body={"return_token_ids": True}
+        )
+    ).choices[0]
+    likely = [*run.tokenizer("One")["input_ids"], *greedy_ids.token_ids[:-1]]  # type: ignore[attr-defined]
+    prompts = [run.tokenizer("Two and three are five")["input_ids"], likely, [5]]
+    answer = await client.completions.create(
+        model=f"{RUN}@1.4", prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True
+    )
+    are_greedy = []
+    for ids, choice in zip(prompts, answer.choices, strict=True):
+        numbers: Any = choice.logprobs
+        assert choice.text.startswith(run.tokenizer.decode(ids))
+        assert len(numbers.tokens) == len(numbers.token_logprobs) == len(numbers.top_logprobs) == len(ids) + 1
+        assert numbers.token_logprobs[0] is None
+        assert numbers.top_logprobs[0] is None
+        assert choice.prompt_version == [1, 4]  # type: ignore[attr-defined]
+        ids_1T = torch.tensor([ids])
+        with torch.no_grad():
+            logprobs_TV = model(ids_1T).logits[0].log_softmax(-1)
+        expected = logprobs_TV[:-1].gather(1, ids_1T[0, 1:, None])[:, 0].numpy()
+        assert np.allclose(numbers.token_logprobs[1:-1], expected, atol=1e-4)
+        best = [max(top.values()) for top in numbers.top_logprobs[1:]]
+        assert np.allclose(best[:-1], logprobs_TV[:-1].max(-1).values.numpy(), atol=1e-4)
+        greedy = [given == top for given, top in zip(numbers.token_logprobs[1:-1], best[:-1], strict=True)]
+        assert greedy == (logprobs_TV[:-1].argmax(-1) == ids_1T[0, 1:]).tolist()
+        are_greedy += greedy
+    assert {True, False} == set(are_greedy)
+
+
+async def test_echo_without_log_probabilities_is_the_text_alone(client: AsyncOpenAI) -> None:
+    answer = await client.completions.create(model=RUN, prompt="One", max_tokens=3, echo=True)
+    assert answer.choices[0].text.startswith("One")
+    assert answer.choices[0].logprobs is None
+
+
+async def test_a_text_that_does_not_fit_is_refused_with_its_length(run: EndpointRun) -> None:
+    with pytest.raises(InvalidInput, match="has 5000 tokens"):
+        await run.engine.prompt_logprobs(np.full(5000, 3, np.int32))
+    with pytest.raises(InvalidInput, match="the model knows 0 to"):
+        await run.engine.prompt_logprobs(np.array([3, 10**6], np.int32))

@@ -1,0 +1,81 @@
+"""Statistics of an evaluation: pass@k, cons@k, and bootstrap intervals over problems. Pure.
+
+Promise: the same numbers and the same seed give the same interval.
+
+Suffixes: G problems, C completions of a problem, B resamples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+RESAMPLES = 2000
+LEVEL = 0.95
+"""Share of resamples within an interval."""
+
+CHUNK = 1 << 22
+"""Indices that are drawn at a time."""
+
+Floats = npt.NDArray[np.float64]
+
+
+class Estimate(NamedTuple):
+    """A mean over problems with its bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Return the chance that k of n completions, drawn without replacement, hold at least one of the c correct ones.
+
+    1 - C(n - c, k) / C(n, k): Chen et al., "Evaluating Large Language Models Trained on Code", 2021, equation 1. Raises
+    ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, not n {n}, c {c}, k {k}")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def consensus(answers: Sequence[str | None], scores: Sequence[float]) -> float:
+    """Return the score of the most frequent answer, of several equally frequent ones their mean; 0 without any answer.
+
+    `answers` and `scores` are those of one problem's completions; equal answers that scored differently count with their
+    mean.
+    """
+    by_answer: dict[str, list[float]] = {}
+    for answer, score in zip(answers, scores, strict=True):
+        if answer is not None:
+            by_answer.setdefault(answer, []).append(score)
+    if not by_answer:
+        return 0.0
+    most = max(map(len, by_answer.values()))
+    means = [sum(found) / most for found in by_answer.values() if len(found) == most]
+    return sum(means) / len(means)
+
+
+def bootstrap_means(values_G: Floats, seed: int, resamples: int = RESAMPLES) -> Floats:
+    """Return [B] means of resamples of the problems, drawn with replacement."""
+    random = np.random.default_rng(seed)
+    num = len(values_G)
+    rows = max(1, CHUNK // max(1, num))
+    parts = [
+        values_G[random.integers(0, num, (min(rows, resamples - start), num))].mean(axis=1)
+        for start in range(0, resamples, rows)
+    ]
+    return np.concatenate(parts)
+
+
+def estimate(values_G: Floats, seed: int, level: float = LEVEL) -> Estimate:
+    """Return the mean of [G] values and its percentile interval over problems. Raises ValueError without values."""
+    if not len(values_G):
+        raise ValueError("an estimate needs at least one problem")
+    tail = (1.0 - level) / 2
+    low, high = np.quantile(bootstrap_means(values_G, seed), [tail, 1.0 - tail])
+    return Estimate(float(values_G.mean()), float(low), float(high))

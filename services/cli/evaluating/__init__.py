@@ -1,0 +1,1 @@
+"""Commands that measure models outside of runs and compare the results."""

@@ -1,0 +1,1 @@
+"""Evaluation of one model without a run: `paceline eval`."""

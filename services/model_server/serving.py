@@ -1,0 +1,71 @@
+"""`paceline serve model`: an engine with one model's weights, behind the endpoint of a rollout worker.
+
+Promise: nothing trains beside it, so the endpoint's clients get the whole engine, and the model never changes: it is version
+0.0 until the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.groups import Completion
+from paceline.spec import RunSpec
+from rollout.engine import Engine, GenerationRequest, SamplingParams
+from services.rollout.openai.gate import Gate
+from services.rollout.openai.server import Endpoint
+
+QUEUE = 256
+"""Sequences that may run or wait, in multiples of those that the engine decodes at a time."""
+
+
+@dataclass
+class ServedModel:
+    """A model that clients ask for as `run_id`; see `services.rollout.openai.sampling.Served`."""
+
+    run_id: str
+    spec: RunSpec
+    engine: Engine
+    tokenizer: Any
+    params: SamplingParams
+
+    async def generate_external(self, request: GenerationRequest) -> Completion:
+        """See `Served.generate_external`."""
+        return await self.engine.generate(request)
+
+
+def model_label(model: str) -> str:
+    """Return the name that clients use for a model: the id of a run, or the last part of a folder or URL."""
+    return Path(model.removeprefix("run:").rstrip("/")).name or "model"
+
+
+@contextlib.asynccontextmanager
+async def opened_model(spec: RunSpec, name: str, device: str = "cpu") -> AsyncIterator[ServedModel]:
+    """Load the model of `spec` and close its engine at the end. Raises InvalidInput, EngineDied."""
+    from paceline.data.tokens import load_tokenizer
+    from rollout.engines import create_engine
+
+    tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
+    engine = await asyncio.to_thread(create_engine, spec, device=device, load_weights=True)
+    try:
+        await engine.ready()
+        params = SamplingParams.from_spec(spec.policy.generation)
+        yield ServedModel(name, spec, engine, tokenizer, params)
+    finally:
+        await engine.close()
+
+
+@contextlib.asynccontextmanager
+async def endpoint_of(served: ServedModel, host: str, port: int) -> AsyncIterator[str]:
+    """Serve a model, and give the endpoint's base URL. Raises Conflict when the port is taken."""
+    endpoint = Endpoint(lambda: served, make_gate=partial(Gate, share=1, queue=QUEUE))
+    try:
+        taken = await endpoint.start(host, port)
+        yield f"http://{f'[{host}]' if ':' in host else host}:{taken}/v1"
+    finally:
+        await endpoint.close()

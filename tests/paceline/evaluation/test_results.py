@@ -1,0 +1,62 @@
+"""Result files: read as they were written, refused when they were changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import DataError, NotFound
+from paceline.evaluation.results import (
+    RESULT,
+    SAMPLES,
+    digest_of,
+    folder_digest,
+    problem_id,
+    read_result,
+    write_result,
+)
+
+SAMPLE = {"problem": problem_id("1+1="), "reward": 1.0, "rewards": {"exact_match": 1.0}, "completion": "2 €"}
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    written = write_result(tmp_path / "new", {"metrics": {}, "digests": {"spec": "a"}}, [SAMPLE, SAMPLE])
+    result, samples = read_result(tmp_path / "new")
+    assert result == written
+    assert samples == [SAMPLE, SAMPLE]
+    assert read_result(tmp_path / "new" / RESULT) == (result, samples)
+    assert result["digests"].keys() == {"spec", "samples"}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"), [(RESULT, '"spec": "a"', '"spec": "b"'), (SAMPLES, "1.0", "0.0")]
+)
+def test_a_changed_file_is_refused(tmp_path: Path, name: str, old: str, new: str) -> None:
+    write_result(tmp_path, {"metrics": {}, "digests": {"spec": "a"}}, [SAMPLE])
+    file = tmp_path / name
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(DataError, match=f"{name} was changed"):
+        read_result(tmp_path)
+
+
+def test_files_that_are_no_result_are_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="paceline eval"):
+        read_result(tmp_path)
+    write_result(tmp_path, {"metrics": {}}, [SAMPLE])
+    (tmp_path / RESULT).write_text("[]")
+    with pytest.raises(DataError, match="no evaluation of format 1"):
+        read_result(tmp_path)
+    (tmp_path / RESULT).write_text("{")
+    with pytest.raises(DataError, match="not valid JSON"):
+        read_result(tmp_path)
+
+
+def test_digests_see_order_of_keys_not_but_every_byte_of_a_folder(tmp_path: Path) -> None:
+    assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "x").write_text("1")
+    first = folder_digest(tmp_path)
+    (tmp_path / "sub" / "x").write_text("2")
+    assert folder_digest(tmp_path) != first
