@@ -85,6 +85,7 @@ COMMANDS = {
         "services.cli.serve:serve",
         "Run one service: coordinator, rollout, reward, environment, learner or dashboard.",
     ),
+    "token": ("services.cli.token:token", "Make, list and revoke tokens with a role."),
     "doctor": ("services.cli.doctor:doctor", "Check this machine: what is missing and how to get it."),
 }
 
