@@ -12,6 +12,10 @@ MAX_HOPS = 2
 """Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
 COVERED_BY = {
+    "services/cli/token.py": "tests/services/common/access/test_token_table.py",
+    "services/common/access/caller.py": "test_callers.py",
+    "services/common/access/worker_callers.py": "test_rights.py",
+    "services/coordinator/access_servicer.py": "tests/services/common/access/test_rights.py",
     "services/cli/recorded/curve_file.py": "test_report.py",
     "services/cli/recorded/report_sections.py": "test_report.py",
     "services/tracking/cursor.py": "test_follower.py",
