@@ -12,6 +12,8 @@ PacelineError
 ├── CheckpointFault       a checkpoint that a session cannot begin from; an older one may do
 ├── LedgerFault           the ledger cannot be read or written; the coordinator ends with it
 ├── Busy                  as many requests as there is room for are under way; the same one may be taken later
+├── AccessDenied          the token of the call is missing, unknown, revoked or has expired
+├── NotPermitted          the caller is known, and may not make this call
 ├── Unavailable           the other side does not answer (now); trying again may help
 │   └── EngineDied        the rollout engine stopped on an error; its worker starts a new one
 └── NonFiniteLoss         a training step met NaN or infinity; names the groups
@@ -74,6 +76,14 @@ class Unavailable(PacelineError):
 
 class Busy(PacelineError):
     """As many requests as there is room for are under way; the same one may be taken later."""
+
+
+class AccessDenied(PacelineError):
+    """The token of the call is missing, unknown, revoked or has expired."""
+
+
+class NotPermitted(PacelineError):
+    """The caller is known and may not make this call. Says who may."""
 
 
 class NonFiniteLoss(PacelineError):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.errors import (
+    AccessDenied,
+    Busy,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    PacelineError,
+    Unavailable,
+)
 from paceline.tls.diagnosis import why_no_channel
 from paceline.tls.folder import TlsFolder
 
@@ -16,13 +25,22 @@ ERRORS = {
     "NOT_FOUND": NotFound,
     "FAILED_PRECONDITION": Conflict,
     "RESOURCE_EXHAUSTED": Busy,
+    "UNAUTHENTICATED": AccessDenied,
+    "PERMISSION_DENIED": NotPermitted,
     "UNAVAILABLE": Unavailable,
     "DEADLINE_EXCEEDED": Unavailable,
     "CANCELLED": Unavailable,
 }
 """Errors by status name; every other status is a PacelineError."""
 
-LASTING = ("NOT_FOUND", "INVALID_ARGUMENT", "UNIMPLEMENTED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
+LASTING = (
+    "NOT_FOUND",
+    "INVALID_ARGUMENT",
+    "UNIMPLEMENTED",
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+)
 """Statuses that a repeated call does not change."""
 
 

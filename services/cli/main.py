@@ -97,6 +97,7 @@ COMMANDS = {
         "services.cli.certs:certs",
         "Make a certificate authority and the short-lived certificates of processes and people.",
     ),
+    "token": ("services.cli.token:token", "Make, list and revoke tokens with a role."),
     "doctor": ("services.cli.doctor:doctor", "Check this machine: what is missing and how to get it."),
 }
 

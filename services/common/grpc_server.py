@@ -18,7 +18,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable, WireError
+from paceline.errors import (
+    AccessDenied,
+    Busy,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    PacelineError,
+    Unavailable,
+    WireError,
+)
 from paceline.rate_limited_log import SeldomFilter, unforeseen
 from paceline.tls.folder import TlsFolder, tls_folder
 from services.common.insecure import remind
@@ -65,6 +75,8 @@ STATUS = (
     (Conflict, grpc.StatusCode.FAILED_PRECONDITION),
     (Busy, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (AccessDenied, grpc.StatusCode.UNAUTHENTICATED),
+    (NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
     (PacelineError, grpc.StatusCode.INTERNAL),
 )
 """Error and status; the first match wins."""

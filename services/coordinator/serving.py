@@ -17,6 +17,8 @@ from paceline.files.names import BLOBS_NAME, LEDGER_NAME
 from paceline.token import TOKEN_NAME, make_token, token_path
 from protos.externalscaler import externalscaler_pb2, externalscaler_pb2_grpc
 from protos.paceline.v1 import (
+    access_pb2,
+    access_pb2_grpc,
     bundle_pb2,
     bundle_pb2_grpc,
     records_pb2,
@@ -28,12 +30,15 @@ from protos.paceline.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from services.common.access.callers import TokenCallers
+from services.common.access.token_table import FILE_NAME as TOKENS_NAME
 from services.common.grpc_server import STOP_GRACE_S, GrpcServer
 from services.common.processes.file_limit import Capacity
 from services.common.processes.ready_file import announce
 from services.common.scrape import metrics_endpoint
 from services.common.token_guard import TokenGuard
 from services.common.zmq_keepalive import in_brackets
+from services.coordinator.access_servicer import AccessServicer
 from services.coordinator.blobs.store import BlobStore
 from services.coordinator.bundle_servicer import BundleServicer
 from services.coordinator.disk_space import wait_for_space
@@ -86,10 +91,11 @@ class CoordinatorService:
         """Serve until `stop` is set. Raises errors of SQLite and of the disk, also in an ExceptionGroup."""
         await wait_for_space(self.directory, stop)
         ledger = Ledger(self.directory / LEDGER_NAME, store=self.store)
+        callers = self._callers()
         server = GrpcServer(
             self.host,
             self.port,
-            self._token_guard(),
+            TokenGuard(callers, ledger.submitter),
             self.capacity.max_connections,
             mutual=True,
             people_port=self.people_port,
@@ -108,10 +114,11 @@ class CoordinatorService:
                 min_free_bytes=self.min_free_bytes,
             ),
             self.scaling_period_s,
+            callers.refusal,
         )
         endpoint = f"tcp://{in_brackets(self.host)}:{coordinator.server.port}"
         records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
-        self._add_servicers(server, coordinator, records, self.exchange_endpoint or endpoint)
+        self._add_servicers(server, coordinator, records, callers, self.exchange_endpoint or endpoint)
         scaler_server = self._scaler_server(coordinator)
         await coordinator.recover()
         await server.start()
@@ -138,16 +145,26 @@ class CoordinatorService:
         coordinator.close()
         ledger.close()
 
-    def _token_guard(self) -> TokenGuard:
+    def _callers(self) -> TokenCallers:
         token_file = token_path(self.directory / TOKEN_NAME)
         token = make_token(token_file)
         if token_file.stat().st_mode & 0o077:
             log.warning("others on this host can read the token in %s; chmod 600 it", token_file)
-        return TokenGuard(lambda: token, token_file)
+        return TokenCallers(lambda: token, token_file, self.directory / TOKENS_NAME)
 
     def _add_servicers(
-        self, server: GrpcServer, coordinator: Coordinator, records: RecordsServicer, exchange_endpoint: str
+        self,
+        server: GrpcServer,
+        coordinator: Coordinator,
+        records: RecordsServicer,
+        callers: TokenCallers,
+        exchange_endpoint: str,
     ) -> None:
+        server.add(
+            AccessServicer(callers),
+            access_pb2_grpc.add_AccessServiceServicer_to_server,
+            _name(access_pb2, "AccessService"),
+        )
         server.add(
             RunServicer(coordinator),
             run_pb2_grpc.add_RunServiceServicer_to_server,

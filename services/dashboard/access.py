@@ -51,4 +51,8 @@ class Access:
         for role in (Role.READER, Role.OPERATOR):
             if hmac.compare_digest(sent, self.key(role).encode()):
                 found = max(found, role)
-        return min(found, Role.READER) if self._read_only else found
+        return self.limited(found)
+
+    def limited(self, role: Role) -> Role:
+        """Return a role within what this dashboard permits at all."""
+        return min(role, Role.READER) if self._read_only else role

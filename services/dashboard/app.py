@@ -79,11 +79,11 @@ class Dashboard:
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
         """Say what the caller may do."""
-        return web.json_response({"role": self._gateway.role(request).name.lower()})
+        return web.json_response({"role": (await self._gateway.role(request)).name.lower()})
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         """Answer {runId, ids} with the text of each token, or null where the tokenizer is not on this machine."""
-        self._gateway.role(request)
+        await self._gateway.role(request)
         try:
             body = await request.json()
         except ValueError as error:

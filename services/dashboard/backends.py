@@ -26,10 +26,10 @@ EVENTS_AT_ONCE = 500
 class Backend(Protocol):
     """Answers calls. Methods raise PacelineError or grpc.aio.AioRpcError."""
 
-    async def call(self, method: Method, request: Any) -> Any:
-        """Return the response."""
+    async def call(self, method: Method, request: Any, token: str = "") -> Any:
+        """Return the response. `token` is the caller's; without one the dashboard's is used."""
 
-    def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
+    def stream(self, method: Method, request: Any, token: str = "") -> AsyncIterator[Any]:
         """Yield the responses."""
 
     async def close(self) -> None:
@@ -43,24 +43,24 @@ class CoordinatorBackend:
         self._channel = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))
         self._token_file = token_file
 
-    async def call(self, method: Method, request: Any) -> Any:
+    async def call(self, method: Method, request: Any, token: str = "") -> Any:
         """Return the response."""
         call = self._channel.unary_unary(f"/{method.path}", _to_bytes, method.response.FromString)
         limit_s = LONG_CALL_S if method.path in LONG_CALLS else CALL_S
-        return await call(request, timeout=limit_s, metadata=self._metadata())
+        return await call(request, timeout=limit_s, metadata=self._metadata(token))
 
-    async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
+    async def stream(self, method: Method, request: Any, token: str = "") -> AsyncIterator[Any]:
         """Yield the responses."""
         call = self._channel.unary_stream(f"/{method.path}", _to_bytes, method.response.FromString)
-        async for response in call(request, metadata=self._metadata()):
+        async for response in call(request, metadata=self._metadata(token)):
             yield response
 
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close(None)
 
-    def _metadata(self) -> Any:
-        return metadata(read_token(self._token_file))
+    def _metadata(self, token: str) -> Any:
+        return metadata(token or read_token(self._token_file))
 
 
 class LedgerBackend:
@@ -71,14 +71,14 @@ class LedgerBackend:
         self._thread = ThreadPoolExecutor(1, "records")
         self._reader: RecordsReader | None = None
 
-    async def call(self, method: Method, request: Any) -> Any:
+    async def call(self, method: Method, request: Any, token: str = "") -> Any:
         """Return the response. Raises Unavailable for a call that needs a coordinator."""
         if isinstance(request, records_pb2.VerifyRunRequest):
             await self._on_thread(lambda: self._opened().ledger.run(request.run_id))  # raises NotFound
             return await verify_apart(self._path, request)
         return await self._on_thread(self._answer, method, request)
 
-    async def stream(self, method: Method, request: Any) -> AsyncIterator[Any]:
+    async def stream(self, method: Method, request: Any, token: str = "") -> AsyncIterator[Any]:
         """Yield the events on record; only Watch is answered."""
         if not isinstance(request, run_pb2.WatchRequest):
             raise _needs_coordinator(method)

@@ -1,7 +1,8 @@
 """The REST interface: every call of the coordinator as JSON over HTTP, streams as server-sent events.
 
 Promise: a request is answered with the call's response or with Connect's error, a code and a message, and no request ends the
-service. The role of the caller decides which calls it may make.
+service. The role of the caller decides which calls it may make; a named token goes on to the coordinator, which decides by its
+own table.
 """
 
 from __future__ import annotations
@@ -14,8 +15,20 @@ import grpc
 from aiohttp import web
 from google.protobuf import json_format
 
-from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.errors import (
+    AccessDenied,
+    Busy,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    PacelineError,
+    Unavailable,
+)
 from paceline.rate_limited_log import unforeseen
+from protos.paceline.v1 import access_pb2
+from services.common.access.caller import CallerRole
+from services.common.access.token_table import PREFIX, digest_of
 from services.dashboard.access import Access, Role
 from services.dashboard.backends import Backend
 from services.dashboard.methods import Method, methods
@@ -43,8 +56,11 @@ CODES = (
     (Conflict, "failed_precondition"),
     (Busy, "resource_exhausted"),
     (Unavailable, "unavailable"),
+    (AccessDenied, "unauthenticated"),
+    (NotPermitted, "permission_denied"),
     (PacelineError, "internal"),
 )
+IDENTIFY = "paceline.v1.AccessService/Identify"
 MAX_STREAMS = 64
 """Streams that are answered at a time, each of which holds a stream of the coordinator."""
 
@@ -67,9 +83,16 @@ class Gateway:
         self._methods = methods()
         self._streams = 0
 
-    def role(self, request: web.Request) -> Role:
-        """Return the role of a request. Raises Refused for nobody."""
+    async def role(self, request: web.Request) -> Role:
+        """Return the role of a request; the coordinator names those of a token that it has made. Raises Refused for nobody,
+        grpc.aio.AioRpcError."""
         role = self._access.role(request.headers.get("Authorization", ""))
+        if role is Role.NOBODY and (token := _named_token(request)):
+            wanted = access_pb2.IdentifyRequest(token_sha256=bytes.fromhex(digest_of(token)))
+            found = await self._backend.call(self._methods[IDENTIFY], wanted, token)
+            steers = {CallerRole.SUBMITTER, CallerRole.OPERATOR} & set(found.roles)
+            role = Role.OPERATOR if steers else Role.READER if CallerRole.VIEWER in found.roles else role
+            role = self._access.limited(role)
         if role is Role.NOBODY:
             raise Refused(
                 "unauthenticated",
@@ -80,7 +103,7 @@ class Gateway:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer `POST /package.Service/Method`. Raises Refused, PacelineError, grpc.aio.AioRpcError."""
-        role = self.role(request)
+        role, token = await self.role(request), _named_token(request)
         path = f"{request.match_info['service']}/{request.match_info['method']}"
         method = self._methods.get(path)
         if method is None:
@@ -89,11 +112,13 @@ class Gateway:
             raise Refused("permission_denied", f"{method.path} changes something, and this key only reads")
         message = await _message(request, method)
         if method.streams:
-            return await self._stream(request, method, message)
-        response = await self._backend.call(method, message)
+            return await self._stream(request, method, message, token)
+        response = await self._backend.call(method, message, token)
         return web.Response(text=_json(response), content_type="application/json")
 
-    async def _stream(self, request: web.Request, method: Method, message: Any) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, method: Method, message: Any, token: str
+    ) -> web.StreamResponse:
         if self._streams >= MAX_STREAMS:
             raise Refused("resource_exhausted", f"{self._streams} streams are open; close one, or try again")
         self._streams += 1
@@ -103,7 +128,7 @@ class Gateway:
         try:
             await response.prepare(request)
             try:
-                async for part in self._backend.stream(method, message):
+                async for part in self._backend.stream(method, message, token):
                     await response.write(f"data: {_json(part)}\n\n".encode())
                 await response.write(b"event: end\ndata: {}\n\n")
             except ConnectionResetError:  # the caller has left
@@ -114,6 +139,12 @@ class Gateway:
         finally:
             self._streams -= 1
         return response
+
+
+def _named_token(request: web.Request) -> str:
+    """Return the request's token if it is one of `paceline token create`, else an empty text."""
+    sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return sent if sent.startswith(PREFIX) else ""
 
 
 async def _message(request: web.Request, method: Method) -> Any:

@@ -60,7 +60,7 @@ def main(
         worker = EnvironmentWorker(
             coordinator, f"{name}-{uuid.uuid4().hex[:8]}", processes, functions_from=functions_from
         )
-        server = GrpcServer(host, port, worker_guard())
+        server = GrpcServer(host, port, worker_guard(coordinator))
         worker.address = f"{reachable}:{server.port}"
         worker.assigned.on_readiness = partial(server.set_serving, NAME)
         metrics = member_metrics("environment", worker.membership, host, metrics_port)

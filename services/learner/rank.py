@@ -327,7 +327,7 @@ def main(
 
 
 async def _serve(rank: LearnerRank, host: str, port: int, metrics_port: int | None = None) -> GrpcServer:
-    server = GrpcServer(host, port, worker_guard())
+    server = GrpcServer(host, port, worker_guard(rank.membership.coordinator))
     servicer = LearnerServicer(rank)
     server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
     await server.start()

@@ -66,7 +66,7 @@ def main(
             functions_from=functions_from,
             only=only,
         )
-        server = GrpcServer(host, port, worker_guard())
+        server = GrpcServer(host, port, worker_guard(coordinator))
         servicer = RewardServicer(worker)
         server.add(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
         worker.address = f"{reachable}:{server.port}"

@@ -74,7 +74,7 @@ def main(
         )
         worker.engine_settings = engine_settings
         worker.cpu_chosen = device == "cpu"
-        server = GrpcServer(host, port, worker_guard())
+        server = GrpcServer(host, port, worker_guard(coordinator))
         servicer = RolloutServicer(worker)
         server.add(
             servicer, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"

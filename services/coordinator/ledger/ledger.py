@@ -134,6 +134,16 @@ class Ledger(LedgerFile):
         row = self._first_of(f"SELECT {PRIORITY} FROM runs WHERE run_id = ?", run_id)
         return int(row["priority"]) if row is not None else 0
 
+    def submitter(self, run_id: str) -> str:
+        """Return the name of the caller that submitted a run, a fact of its first event; empty where it is not on record.
+        Raises NotFound."""
+        self.run(run_id)
+        row = self._first_of(
+            "SELECT json_extract(json, '$.submitter') AS fact FROM events WHERE run_id = ? AND sequence = 1",
+            run_id,
+        )
+        return str(row["fact"] or "") if row is not None else ""
+
     def add_run(
         self,
         run_id: str,

@@ -19,13 +19,14 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.errors import LedgerFault
 from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
 from paceline.tls.folder import tls_folder
+from services.common.access.caller import Caller
 from services.common.insecure import insecurity
 from services.coordinator.blobs.store import BlobStore
 from services.coordinator.exchange import evaluation
@@ -78,9 +79,11 @@ class Coordinator:
         functions_from: Sequence[Path] = (),
         blobs: BlobStore | None = None,
         scaling_period_s: float = PERIOD_S,
+        refusal: Callable[[Caller], str] = lambda caller: "",
     ):
         """`blobs` has the files of the runs; by default those beneath `directory`. `scaling_period_s` are the seconds between
-        two decisions on the sizes of pools."""
+        two decisions on the sizes of pools. `refusal` returns why a member's caller does not count any more, or an empty
+        text."""
         self.ledger = ledger
         self.committed = Ledger(ledger.path, read_only=True)
         """Read-only connection for answers to clients: it does not see a transaction that is not committed."""
@@ -104,6 +107,7 @@ class Coordinator:
         self.context = RunContext(ledger, self.exchange, self.lock, self.run_log, self.server, self.watchers)
         self.stopping = False
         self.pool = Pool(self, members)
+        self._refusal = refusal
         self.states = RunStates(self.context, self.pool.assignments)
         self.faults = Faults(self.context, members, self.states, self.pool.assignments)
         self.blobs = blobs or BlobStore(directory / BLOBS_NAME)
@@ -157,6 +161,7 @@ class Coordinator:
             raise self._ledger_fault
         duties = (
             self.starter.start_next,
+            self._put_out_revoked,
             self._expire_silent,
             self._check,
             self._preemption.check,
@@ -172,6 +177,12 @@ class Coordinator:
                 raise
             except Exception as error:  # of one member or one run; the next tick tries again
                 unforeseen.note("the coordinator's duties", error)
+
+    async def _put_out_revoked(self) -> None:
+        """End the membership of those whose token was revoked or has expired."""
+        for member in self.members.all():
+            if member.caller is not None and (why := self._refusal(member.caller)):
+                await self.pool.put_out(member, why)
 
     async def _expire_silent(self) -> None:
         if not self.context.delays.waits_for:  # else no worker can connect, and silence means nothing

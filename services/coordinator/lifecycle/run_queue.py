@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import Busy, InvalidInput
+from paceline.errors import Busy, InvalidInput, NotPermitted
 from paceline.files.storage import Folder
 from paceline.files.store_root import refusal as refusal_of_store
 from paceline.models.auto_settings import is_open, planned
@@ -19,6 +19,7 @@ from paceline.models.memory_plan import Room
 from paceline.models.shape import read_shape
 from paceline.spec import RunSpec
 from paceline.spec.reading import portable_yaml, submitted_spec
+from services.common.access.caller import current_caller
 from services.coordinator.exchange.uploads.group_checks import refuse_large_groups
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.restored_backup import free_name
@@ -68,6 +69,12 @@ class RunQueue:
             )
         spec, text = await self._read(spec_yaml)
         refuse_large_groups(spec)
+        caller = current_caller()
+        if caller is not None and spec.priority > 0 and not caller.steers_all:
+            raise NotPermitted(
+                f"priority is {spec.priority}, and a run of a higher priority goes before the runs of others; a submitter's is "
+                "0 at most"
+            )
         if submission and (run_id := self._ledger.run_of_submission(submission)) is not None:
             return run_id
         if found := references(spec, self._ledger):
@@ -96,7 +103,15 @@ class RunQueue:
             if run_id is not None:
                 return run_id
             run_id = self._add_run(
-                spec, text, submission, warnings, {"message": "; ".join(said), "bundle": bundle}
+                spec,
+                text,
+                submission,
+                warnings,
+                {
+                    "message": "; ".join(said),
+                    "bundle": bundle,
+                    "submitter": caller.name if caller is not None else "",
+                },
             )
         log.info("run %s is queued", run_id)
         await self._watchers.notify()

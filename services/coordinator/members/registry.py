@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
+from services.common.access.caller import Caller
 from services.common.function_sums import FunctionSums
 from services.common.logged_metrics import LoggedMetrics
 from services.coordinator.members.directive_queue import DirectiveQueue
@@ -85,6 +86,8 @@ class Member:
     """Times of its warnings, newest last."""
     failed_s: deque[float] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
     """Times of its new faults, newest last."""
+    caller: Caller | None = None
+    """Who it joined as; None where no guard is."""
     stream_error: Exception | None = None
     """Error of one of its reports; its stream ends with it."""
     gauges: dict[str, float] = field(default_factory=dict)

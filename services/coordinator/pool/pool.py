@@ -15,11 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.errors import LedgerFault
+from paceline.errors import AccessDenied, LedgerFault
 from paceline.groups import Version
 from paceline.models.folder_size import named_size
 from paceline.rate_limited_log import unforeseen
 from protos.paceline.v1 import common_pb2, worker_pb2
+from services.common.access.caller import current_caller
 from services.coordinator.exchange import evaluation, leases, overdue, quarantine
 from services.coordinator.exchange.batches import session_faults
 from services.coordinator.exchange.engines import holds_leases
@@ -153,6 +154,7 @@ class Pool:
             shown_secret=hello.secret,
             exchange_key=hello.exchange_key,
             host=checked_host(hello.host_agent) if hello.HasField("host_agent") else None,
+            caller=current_caller(),
         )
         if earlier is not None:
             member.offered.extend(earlier.offered)
@@ -238,6 +240,11 @@ class Pool:
         if member.role == common_pb2.ROLE_LEARNER:
             await self.assignments.assign_learner()
         await self._runs.act_on(notices)
+
+    async def put_out(self, member: Member, why: str) -> None:
+        """Remove a member whose caller does not count any more, and end its stream with the reason."""
+        member.stream_error = AccessDenied(why)
+        await self.leave(member, why)
 
     @contextmanager
     def _kept_on_fault(self, member: Member) -> Iterator[None]:

@@ -20,6 +20,9 @@ from paceline.spec import ClusterSection
 from paceline.token import make_token, metadata, open_channel, read_token
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.common.access.caller import CallerRole
+from services.common.access.callers import TokenCallers
+from services.common.access.rights import Right
 from services.common.grpc_server import GrpcServer
 from services.common.membership import Membership
 from services.common.token_guard import TokenGuard, worker_guard
@@ -110,7 +113,10 @@ async def test_what_a_stranger_sends_is_not_read() -> None:
     def register(_: Any, server: grpc.aio.Server) -> None:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
 
-    server = GrpcServer("127.0.0.1", 0, TokenGuard(lambda: "secret", Path("token")))
+    rights = {f"test.Service/{name}": Right(frozenset(CallerRole)) for name in handlers}
+    server = GrpcServer(
+        "127.0.0.1", 0, TokenGuard(TokenCallers(lambda: "secret", Path("token")), rights=rights)
+    )
     server.add(None, register, "test.Service")
     content, known = bytes(1 << 20), metadata("secret")
     async with server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:

@@ -8,6 +8,7 @@ from paceline.errors import WireError
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.common.access.rights import EXCHANGE
 from services.coordinator.exchange import episodes, leases, scores, submissions
 from services.coordinator.exchange.batches import delivery
 from services.coordinator.exchange.engines import holds_leases
@@ -18,14 +19,7 @@ from services.coordinator.members.senders import Standing
 OF_LEASES = ("lease", "group", "lease_return")
 """Kinds of requests of the workers that hold the run's leases."""
 
-ROLES = {
-    "turn": common_pb2.ROLE_ENVIRONMENT,
-    "episode_end": common_pb2.ROLE_ENVIRONMENT,
-    "task": common_pb2.ROLE_REWARD,
-    "score": common_pb2.ROLE_REWARD,
-    "batch": common_pb2.ROLE_LEARNER,
-    "receipt": common_pb2.ROLE_LEARNER,
-}
+ROLES = {kind: next(iter(roles)) for kind, roles in EXCHANGE.items() if kind not in OF_LEASES}
 """Role whose members send each other kind of request."""
 
 

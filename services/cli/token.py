@@ -1,0 +1,91 @@
+"""`paceline token create|list|revoke`: the named tokens of the coordinator whose directory this is."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import click
+
+from paceline.errors import Conflict
+from paceline.token import TOKEN_NAME, read_token, token_path
+from services.common.access.caller import CallerRole
+from services.common.access.token_table import BOOTSTRAP, DAY_S, FILE_NAME, read_table
+from services.common.access.token_table import create as create_token
+from services.common.access.token_table import revoke as revoke_token
+from services.common.options import directory_option, json_option, print_json, token_file_option
+
+
+@click.group()
+def token() -> None:
+    """Make, list and revoke tokens of a coordinator, on its host. It counts them within a second, without a restart."""
+
+
+@token.command()
+@click.argument("name")
+@click.option(
+    "--role",
+    required=True,
+    type=click.Choice([role.value for role in CallerRole]),
+    help="viewer reads; submitter also submits, and steers their own runs; operator does everything but work; worker is for "
+    "workers; scraper reads metrics and the status.",
+)
+@click.option(
+    "--days",
+    default=90.0,
+    show_default=True,
+    type=click.FloatRange(min=0.0),
+    help="Days for which it counts; 0 is without end.",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="New file for the token, mode 0600. Default: print it."
+)
+@directory_option
+def create(name: str, role: str, days: float, out: Path | None, directory: Path) -> None:
+    """Make a token for NAME and show it, once: the coordinator keeps its digest alone."""
+    if out is not None and out.exists():
+        raise Conflict(f"{out} exists already; name a new file with --out")
+    made = create_token(directory / FILE_NAME, name, CallerRole(role), days * DAY_S)
+    if out is None:
+        click.echo(made)
+        return
+    with open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(made + "\n")
+    click.echo(f"token {name} ({role}) is in {out}")
+
+
+@token.command(name="list")
+@directory_option
+@json_option
+def list_tokens(directory: Path, as_json: bool) -> None:
+    """List the tokens with their roles. None of them can be shown again."""
+    rows = sorted(read_table(directory / FILE_NAME).values(), key=lambda row: row.created_s)
+    now_s = time.time()
+    if as_json:
+        fields = ("name", "role", "created_s", "expires_s", "revoked_s")
+        found = [
+            {each: getattr(row, each) for each in fields} | {"valid": not row.refusal(now_s)} for row in rows
+        ]
+        print_json({"tokens": found})
+        return
+    for row in rows:
+        state = "revoked" if row.revoked_s else "expired" if row.refusal(now_s) else "valid"
+        until = (
+            time.strftime("until %Y-%m-%d", time.gmtime(row.expires_s)) if row.expires_s else "without end"
+        )
+        click.echo(f"{row.name:24} {row.role or 'all roles':10} {state:8} {until}")
+    if not rows:
+        click.echo("no named tokens; the token in the directory has every role")
+
+
+@token.command()
+@click.argument("name")
+@directory_option
+@token_file_option
+def revoke(name: str, directory: Path) -> None:
+    """Revoke the tokens of NAME: within five seconds its calls are refused, its streams end, and its workers are out. The name of
+    the token that the coordinator made in its directory is `bootstrap`."""
+    bootstrap = read_token(token_path(directory / TOKEN_NAME)) if name == BOOTSTRAP else ""
+    number = revoke_token(directory / FILE_NAME, name, bootstrap)
+    click.echo(f"revoked {number} token{'s' if number > 1 else ''} of {name}")

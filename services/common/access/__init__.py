@@ -1,0 +1,1 @@
+"""Access to calls: who makes one, by which token, and which roles may."""

@@ -1,0 +1,107 @@
+"""The one table of rights: which roles may make which call, and which workers may send which request to the exchange.
+
+A call without a row is refused to everybody. Tests compare the table with the methods of every proto, and with what real
+servers permit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from protos.paceline.v1 import common_pb2
+from services.common.access.caller import CallerRole
+
+VIEWER, SUBMITTER, OPERATOR, WORKER, SCRAPER = CallerRole
+
+
+@dataclass(frozen=True)
+class Right:
+    """The right to make one call."""
+
+    roles: frozenset[CallerRole]
+    changes: bool = False
+    """Whether the call changes something; the audit log has it then, also when it is permitted."""
+    own_run: bool = False
+    """Whether a submitter may make it for their own runs alone; the request's field `run_id` names the run."""
+
+
+def _reads(*more: CallerRole) -> Right:
+    return Right(frozenset({VIEWER, SUBMITTER, OPERATOR, *more}))
+
+
+def _changes(*roles: CallerRole) -> Right:
+    return Right(frozenset(roles), changes=True)
+
+
+STEERS = Right(frozenset({SUBMITTER, OPERATOR}), changes=True, own_run=True)
+
+RPCS: Mapping[str, Right] = {
+    "paceline.v1.RunService/Submit": _changes(SUBMITTER, OPERATOR),
+    "paceline.v1.RunService/Get": _reads(),
+    "paceline.v1.RunService/List": _reads(),
+    "paceline.v1.RunService/Watch": _reads(),
+    "paceline.v1.RunService/Cancel": STEERS,
+    "paceline.v1.RunService/Pause": STEERS,
+    "paceline.v1.RunService/Resume": STEERS,
+    "paceline.v1.RunService/DropGroups": STEERS,
+    "paceline.v1.RunService/Checkpoint": STEERS,
+    "paceline.v1.WorkerService/Connect": _changes(WORKER),
+    "paceline.v1.WorkerService/ListMembers": _reads(),
+    "paceline.v1.WorkerService/Drain": _changes(OPERATOR),
+    "paceline.v1.BundleService/Missing": Right(frozenset({SUBMITTER, OPERATOR})),
+    "paceline.v1.BundleService/Put": _changes(SUBMITTER, OPERATOR),
+    "paceline.v1.BundleService/Fetch": Right(frozenset({WORKER, OPERATOR})),
+    "paceline.v1.RecordsService/GetMetrics": _reads(),
+    "paceline.v1.RecordsService/ListEvents": _reads(),
+    "paceline.v1.RecordsService/ListSamples": _reads(),
+    "paceline.v1.RecordsService/GetGroupLife": _reads(),
+    "paceline.v1.RecordsService/GetBooks": _reads(),
+    "paceline.v1.RecordsService/VerifyRun": _reads(),
+    "paceline.v1.RecordsService/ListBatches": _reads(),
+    "paceline.v1.RecordsService/ListCheckpoints": _reads(),
+    "paceline.v1.RecordsService/GetSpec": _reads(),
+    "paceline.v1.RecordsService/CompareSpecs": _reads(),
+    "paceline.v1.RecordsService/ReadLog": _reads(),
+    "paceline.v1.RecordsService/ListGauges": _reads(),
+    "paceline.v1.RecordsService/GetGaugeHistory": _reads(),
+    "paceline.v1.RecordsService/GetTokenStatistics": _reads(),
+    "paceline.v1.StatusService/Status": _reads(SCRAPER),
+    "paceline.v1.AccessService/Identify": _reads(WORKER, SCRAPER),
+    # A scaler sets the bounds of its pool until its next call, so a viewer may not call it; no run changes by it.
+    "externalscaler.ExternalScaler/IsActive": Right(frozenset({OPERATOR})),
+    "externalscaler.ExternalScaler/StreamIsActive": Right(frozenset({OPERATOR})),
+    "externalscaler.ExternalScaler/GetMetricSpec": Right(frozenset({OPERATOR})),
+    "externalscaler.ExternalScaler/GetMetrics": Right(frozenset({OPERATOR})),
+    # The workers' own services. They do not know who submitted a run, so no call here is for a submitter's own runs.
+    "paceline.v1.RolloutService/Generate": Right(frozenset({SUBMITTER, OPERATOR, WORKER})),
+    "paceline.v1.RolloutService/Status": _reads(),
+    "paceline.v1.RolloutService/Drain": _changes(OPERATOR),
+    "paceline.v1.RewardService/Score": Right(frozenset({SUBMITTER, OPERATOR})),
+    "paceline.v1.RewardService/ListFunctions": _reads(),
+    "paceline.v1.LearnerService/Status": _reads(),
+    "paceline.v1.LearnerService/Checkpoint": _changes(OPERATOR),
+    "paceline.v1.LearnerService/Export": _changes(OPERATOR),
+}
+"""The right to each rpc, by `package.Service/Method`."""
+
+_ROLLOUT, _REWARD, _LEARNER, _ENVIRONMENT = (
+    common_pb2.ROLE_ROLLOUT,
+    common_pb2.ROLE_REWARD,
+    common_pb2.ROLE_LEARNER,
+    common_pb2.ROLE_ENVIRONMENT,
+)
+
+EXCHANGE: Mapping[str, frozenset[common_pb2.Role.ValueType]] = {
+    "lease": frozenset({_ROLLOUT, _ENVIRONMENT}),
+    "group": frozenset({_ROLLOUT, _ENVIRONMENT}),
+    "lease_return": frozenset({_ROLLOUT, _ENVIRONMENT}),
+    "turn": frozenset({_ENVIRONMENT}),
+    "episode_end": frozenset({_ENVIRONMENT}),
+    "task": frozenset({_REWARD}),
+    "score": frozenset({_REWARD}),
+    "batch": frozenset({_LEARNER}),
+    "receipt": frozenset({_LEARNER}),
+}
+"""Workers that may send each kind of request to the exchange. Each request carries the secret of a Welcome, which only a
+caller with the role `worker` gets. Of the two that hold leases, a run has one (`holds_leases`)."""

@@ -1,0 +1,135 @@
+"""The named tokens of a coordinator, in `tokens.json` in its directory (mode 0600, replaced whole).
+
+A token is 32 random bytes, so nobody can guess one from its digest, and a plain SHA-256 protects it at rest: a slow or a keyed
+hash protects secrets that people choose. The file has digests alone; the token is shown once, when it is made.
+
+Commands edit the file under a lock, the coordinator reads it anew within CHECK_S of a change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from paceline.errors import Conflict, InvalidInput, NotFound
+from paceline.files.whole_file import sync_folder
+from services.common.access.caller import CallerRole
+
+FILE_NAME = "tokens.json"
+FORMAT = 1
+BOOTSTRAP = "bootstrap"
+"""Name of the token that the coordinator makes in its directory. It has every role."""
+PREFIX = "plt_"
+"""Beginning of a token, by which scanners of secrets find one."""
+NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+MAX_TOKENS = 10_000
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class NamedToken:
+    """One row of the table. Times are seconds since 1970."""
+
+    name: str
+    role: str
+    sha256: str
+    created_s: float
+    expires_s: float = 0.0
+    """0: never."""
+    revoked_s: float = 0.0
+    """0: not revoked."""
+
+    def refusal(self, now_s: float) -> str:
+        """Return why the token does not count; empty where it does."""
+        if self.revoked_s:
+            return f"the token {self.name} was revoked; ask an operator for another"
+        if self.expires_s and now_s >= self.expires_s:
+            day = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.expires_s))
+            return f"the token {self.name} expired at {day}; ask an operator for another"
+        return ""
+
+
+def digest_of(token: str) -> str:
+    """Return the SHA-256 of a token, in hexadecimal digits."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def read_table(path: Path) -> Mapping[str, NamedToken]:
+    """Return the tokens by their digest; none where there is no file. Raises Conflict for a file that is no table."""
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise Conflict(f"{path} has format {content['format']!r}, this version reads {FORMAT}; update it")
+        tokens = [NamedToken(**row) for row in content["tokens"]]
+        for token in tokens:
+            if token.role:
+                CallerRole(token.role)
+        return {token.sha256: token for token in tokens}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise Conflict(
+            f"{path} is damaged ({type(error).__name__}); restore it, or delete it and make the tokens again"
+        ) from None
+    except OSError as error:
+        raise Conflict(f"{path} cannot be read: {error.strerror}") from None
+
+
+def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
+    """Add a token that lasts for `lasts_s` seconds (0: without end) and return it. Raises InvalidInput; Conflict for a
+    name that a valid token has."""
+    if not NAME.fullmatch(name) or name == BOOTSTRAP:
+        raise InvalidInput(
+            f"the name {name[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ @ -, and not {BOOTSTRAP!r}"
+        )
+    now_s, token = time.time(), PREFIX + secrets.token_hex(32)
+    with _edited(path) as table:
+        if any(row.name == name and not row.refusal(now_s) for row in table.values()):
+            raise Conflict(f"a token {name} is valid already; revoke it, or choose another name")
+        if len(table) >= MAX_TOKENS:
+            raise Conflict(f"{path} has {MAX_TOKENS} tokens, which is the most; remove revoked ones")
+        row = NamedToken(name, role.value, digest_of(token), now_s, now_s + lasts_s if lasts_s else 0.0)
+        table[row.sha256] = row
+    return token
+
+
+def revoke(path: Path, name: str, bootstrap: str = "") -> int:
+    """Revoke the tokens of a name; return how many. `bootstrap` is the bootstrap token, for its name. Raises NotFound."""
+    now_s, number = time.time(), 0
+    with _edited(path) as table:
+        if name == BOOTSTRAP and bootstrap:
+            sha256 = digest_of(bootstrap)
+            table.setdefault(sha256, NamedToken(BOOTSTRAP, "", sha256, now_s))
+        for sha256, row in list(table.items()):
+            if row.name == name and not row.revoked_s:
+                table[sha256], number = replace(row, revoked_s=now_s), number + 1
+    if not number:
+        raise NotFound(f"no valid token {name[:80]!r} in {path}; `paceline token list` shows the names")
+    return number
+
+
+@contextlib.contextmanager
+def _edited(path: Path) -> Iterator[dict[str, NamedToken]]:
+    """Yield the table to change; it is written when the block ends well. One process edits at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path.with_name(f"{path.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o600), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        table = dict(read_table(path))
+        yield table
+        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        partial.unlink(missing_ok=True)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"format": FORMAT, "tokens": [asdict(row) for row in table.values()]}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)

@@ -1,0 +1,163 @@
+"""The table of rights: a row for every method of every proto, and real servers that permit what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import pkgutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import pytest
+import pytest_asyncio
+from episode_drivers import ENVIRONMENT
+from google.protobuf import message_factory
+from google.protobuf.descriptor_pb2 import MethodOptions
+
+import protos.externalscaler
+import protos.paceline.v1
+from paceline.token import metadata
+from protos.paceline.v1 import common_pb2, exchange_pb2, learner_pb2_grpc, reward_pb2_grpc
+from protos.paceline.v1 import rollout_pb2_grpc as rollout_grpc
+from services.common.access.caller import CallerRole
+from services.common.access.callers import TokenCallers
+from services.common.access.rights import EXCHANGE, RPCS
+from services.common.access.token_table import create
+from services.common.grpc_server import GrpcServer
+from services.common.token_guard import TokenGuard, worker_guard
+from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.lifecycle.coordinator import Coordinator
+from services.coordinator.members.registry import Members
+from services.coordinator.records_servicer import RecordsServicer
+from services.coordinator.serving import CoordinatorService
+from services.learner.servicer import LearnerServicer
+from services.reward.servicer import RewardServicer
+from services.rollout.servicer import RolloutServicer
+
+DEADLINE_S = 30.0
+REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+OF_WORKERS = ("RolloutService", "RewardService", "LearnerService")
+
+
+def all_methods() -> Iterator[Any]:
+    """Yield the descriptor of every method of every proto."""
+    for package in (protos.paceline.v1, protos.externalscaler):
+        for found in pkgutil.iter_modules(package.__path__):
+            if found.name.endswith("_pb2"):
+                module = importlib.import_module(f"{package.__name__}.{found.name}")
+                for service in module.DESCRIPTOR.services_by_name.values():
+                    yield from service.methods
+
+
+METHODS = {f"{method.containing_service.full_name}/{method.name}": method for method in all_methods()}
+
+
+def test_every_method_of_every_proto_has_a_row_and_every_row_a_method() -> None:
+    assert METHODS
+    assert set(RPCS) == set(METHODS)
+
+
+def test_calls_without_side_effects_change_nothing_and_some_role_may_make_each() -> None:
+    for path, method in METHODS.items():
+        assert RPCS[path].roles, path
+        if method.GetOptions().idempotency_level == MethodOptions.NO_SIDE_EFFECTS:
+            assert not RPCS[path].changes, path
+        if RPCS[path].own_run:
+            assert "run_id" in method.input_type.fields_by_name, path
+
+
+def test_every_kind_of_exchange_request_has_a_row() -> None:
+    kinds = exchange_pb2.ExchangeRequest.DESCRIPTOR.oneofs_by_name["body"].fields
+    assert set(EXCHANGE) == {kind.name for kind in kinds}
+
+
+@pytest_asyncio.fixture
+async def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, int]]:
+    """A coordinator's server and a worker's with all workers' services, whose own token has the role worker."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    coordinator = Coordinator(ledger, tmp_path, Members(60.0), "127.0.0.1", 0)
+    callers = TokenCallers(lambda: "boot", tmp_path / "token", tmp_path / "tokens.json")
+    server = GrpcServer("127.0.0.1", 0, TokenGuard(callers, ledger.submitter))
+    records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
+    service = cast(Any, SimpleNamespace(capacity=None))
+    CoordinatorService._add_servicers(service, server, coordinator, records, callers, "tcp://127.0.0.1:1")
+    (tmp_path / "worker").write_text(create(tmp_path / "tokens.json", "w", CallerRole.WORKER, 0.0))
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", str(tmp_path / "worker"))
+    workers = GrpcServer("127.0.0.1", 0, worker_guard(f"127.0.0.1:{server.port}"))
+    nobody = cast(Any, SimpleNamespace())
+    workers.add(LearnerServicer(nobody), learner_pb2_grpc.add_LearnerServiceServicer_to_server, "l")
+    workers.add(RewardServicer(nobody), reward_pb2_grpc.add_RewardServiceServicer_to_server, "r")
+    workers.add(RolloutServicer(nobody), rollout_grpc.add_RolloutServiceServicer_to_server, "g")
+    await server.start()
+    await workers.start()
+    yield server.port, workers.port
+    await coordinator.end_streams()
+    await workers.stop(0.0)
+    await server.stop(0.0)
+    await records.close()
+    coordinator.close()
+    ledger.close()
+
+
+async def code_of(channel: grpc.aio.Channel, method: Any, token: str) -> grpc.StatusCode:
+    """Call a method with an empty request and return the status."""
+    kind = (
+        ("stream" if method.client_streaming else "unary")
+        + "_"
+        + ("stream" if method.server_streaming else "unary")
+    )
+    call = getattr(channel, kind)(f"/{method.containing_service.full_name}/{method.name}")
+    content = message_factory.GetMessageClass(method.input_type)().SerializeToString()
+    request = iter([content]) if method.client_streaming else content
+    answer = call(request, metadata=metadata(token), timeout=DEADLINE_S)
+    try:
+        await (answer.read() if method.server_streaming else answer)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    finally:
+        answer.cancel()
+    return grpc.StatusCode.OK
+
+
+async def test_real_servers_permit_what_the_table_says(ports: tuple[int, int], tmp_path: Path) -> None:
+    tokens = {role: create(tmp_path / "tokens.json", f"one-{role.value}", role, 0.0) for role in CallerRole}
+    permitted: dict[str, set[CallerRole]] = {path: set() for path in METHODS}
+    async with asyncio.timeout(10 * DEADLINE_S):
+        for port, is_worker in zip(ports, (False, True), strict=True):
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                for path, method in METHODS.items():
+                    if (method.containing_service.name in OF_WORKERS) != is_worker:
+                        continue
+                    for nobody in ("", "plt_unknown"):
+                        assert await code_of(channel, method, nobody) is grpc.StatusCode.UNAUTHENTICATED, path
+                    for role, token in tokens.items():
+                        code = await code_of(channel, method, token)
+                        assert code is not grpc.StatusCode.UNAUTHENTICATED, (path, role)
+                        assert code is not grpc.StatusCode.UNIMPLEMENTED, path
+                        if code not in REFUSED:
+                            permitted[path].add(role)
+    assert permitted == {path: set(right.roles) for path, right in RPCS.items()}
+
+
+ROLES = [role for role in common_pb2.Role.values() if role != common_pb2.ROLE_UNSPECIFIED]
+
+
+def test_the_exchange_permits_what_the_table_says(make_world: Any) -> None:
+    """A run's leases are either rollout workers' or environment workers', so both kinds of runs are tried."""
+    permitted: dict[str, set[int]] = {kind: set() for kind in EXCHANGE}
+    for sections in ({}, ENVIRONMENT):
+        world = make_world(**sections)
+        for kind in EXCHANGE:
+            for role in ROLES:
+                member_id = f"m-{kind}-{role}"
+                world.enter(member_id, role)
+                request = exchange_pb2.ExchangeRequest(request_id=1, member_id=member_id)
+                getattr(request, kind).SetInParent()
+                arrived = world.send(request)
+                message = arrived.reply.message
+                if "worker to send" not in message and "has no environment" not in message:
+                    permitted[kind].add(role)
+    assert permitted == {kind: set(roles) for kind, roles in EXCHANGE.items()}

@@ -1,0 +1,107 @@
+"""Named tokens: what the file keeps, who may read it, and when a token stops to count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
+from services.cli.main import main
+from services.common.access.caller import CallerRole
+from services.common.access.callers import CHECK_S, TokenCallers
+from services.common.access.token_table import BOOTSTRAP, create, digest_of, read_table, revoke
+
+
+def test_the_file_has_digests_alone_and_is_its_owners(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    token = create(path, "ann", CallerRole.SUBMITTER, 60.0)
+    assert len(bytes.fromhex(token.removeprefix("plt_"))) == 32
+    assert token.removeprefix("plt_") not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    (row,) = read_table(path).values()
+    assert (row.name, row.role, row.sha256) == ("ann", "submitter", digest_of(token))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["tokens.json", "tokens.json.lock"]
+
+
+def test_names_are_checked_and_a_valid_one_is_not_taken_twice(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    for name in ("", "a b", "x" * 65, BOOTSTRAP, "a\nb"):
+        with pytest.raises(InvalidInput, match="has to be"):
+            create(path, name, CallerRole.VIEWER, 0.0)
+    create(path, "ann", CallerRole.VIEWER, 0.0)
+    with pytest.raises(Conflict, match="a token ann is valid already"):
+        create(path, "ann", CallerRole.VIEWER, 0.0)
+    assert revoke(path, "ann") == 1
+    with pytest.raises(NotFound, match="no valid token 'ann'"):
+        revoke(path, "ann")
+    create(path, "ann", CallerRole.VIEWER, 0.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"format": 2, "tokens": []}', '{"format": 1, "tokens": [{}]}']
+)
+def test_a_damaged_file_says_so(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokens.json").write_text(text)
+    with pytest.raises(Conflict, match=r"tokens\.json"):
+        TokenCallers(lambda: "boot", tmp_path / "token", tmp_path / "tokens.json")
+
+
+async def test_a_token_counts_until_it_is_revoked_or_expires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, now_s = tmp_path / "tokens.json", [0.0]
+    monkeypatch.setattr("services.common.access.callers.time.monotonic", lambda: now_s[0])
+    late_s = [0.0]
+    callers = TokenCallers(lambda: "boot", tmp_path / "token", path, clock=lambda: late_s[0])
+    with pytest.raises(AccessDenied, match="another token"):
+        await callers.caller("plt_none")
+    token = create(path, "ann", CallerRole.VIEWER, 60.0)
+    now_s[0] += CHECK_S
+    ann = await callers.caller(token)
+    assert (ann.name, ann.roles) == ("ann", {CallerRole.VIEWER})
+    late_s[0] = read_table(path)[digest_of(token)].expires_s
+    with pytest.raises(AccessDenied, match="the token ann expired at"):
+        await callers.caller(token)
+    late_s[0] = 0.0
+    assert callers.refusal(ann) == ""
+    revoke(path, "ann")
+    now_s[0] += CHECK_S
+    assert "was revoked" in callers.refusal(ann)
+    path.write_text("{")  # damage does not open a door, nor close the others
+    now_s[0] += CHECK_S
+    assert "was revoked" in callers.refusal(ann)
+    assert (await callers.caller("boot")).steers_all
+
+
+async def test_the_bootstrap_token_can_be_retired(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    revoke(path, BOOTSTRAP, "boot")
+    with pytest.raises(AccessDenied, match="the token bootstrap was revoked"):
+        await TokenCallers(lambda: "boot", tmp_path / "token", path).caller("boot")
+    fresh = TokenCallers(lambda: "another", tmp_path / "token", path)
+    assert (await fresh.caller("another")).roles == set(CallerRole)
+
+
+def test_the_commands_make_list_and_revoke(tmp_path: Path) -> None:
+    def run(*arguments: str, status: int = 0) -> str:
+        done = CliRunner().invoke(main, ["token", *arguments, "--directory", str(tmp_path)])
+        assert done.exit_code == status, done.output
+        return done.output
+
+    printed = run("create", "ann", "--role", "submitter").strip()
+    assert digest_of(printed) in read_table(tmp_path / "tokens.json")
+    out = tmp_path / "worker-token"
+    run("create", "pool", "--role", "worker", "--days", "0", "--out", str(out))
+    assert out.stat().st_mode & 0o777 == 0o600
+    assert out.read_text().strip() not in run("list")
+    assert "is valid already" in run("create", "ann", "--role", "viewer", status=1)
+    run("revoke", "ann")
+    listed = json.loads(run("list", "--json"))["tokens"]
+    assert [(row["name"], row["role"], row["valid"]) for row in listed] == [
+        ("ann", "submitter", False),
+        ("pool", "worker", True),
+    ]
+    assert "no valid token" in run("revoke", "ann", status=1)
