@@ -84,9 +84,9 @@ def renew_command(folder: Path, names: tuple[str, ...], days: float | None) -> N
 @json_option
 def show(folder: Path, as_json: bool) -> None:
     """List the authority and the certificates in FOLDER, or the certificate of a --tls-dir."""
-    found = dict(issued(folder)) or {folder.name: _own(folder)}
+    found: dict[str, Certificate | None] = {**dict(issued(folder))} or {folder.name: _own(folder)}
     if (folder / AUTHORITY).is_file():
-        found = {"(authority)": read_certificate((folder / AUTHORITY).read_bytes())} | found
+        found = {"(authority)": read_certificate((folder / AUTHORITY).read_bytes()), **found}
     facts = [_facts(name, certificate) for name, certificate in found.items() if certificate is not None]
     if as_json:
         for line in facts:
