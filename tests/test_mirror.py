@@ -12,6 +12,7 @@ MAX_HOPS = 2
 """Modules of the packages between a test and one that it covers. A module's name in a string counts as an import."""
 
 COVERED_BY = {
+    "paceline/spec/sections/offline_grpo.py": "tests/learner/objectives/test_offline_grpo.py",
     "services/cli/recorded/curve_file.py": "test_report.py",
     "services/cli/recorded/report_sections.py": "test_report.py",
     "services/tracking/cursor.py": "test_follower.py",
