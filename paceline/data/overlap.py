@@ -31,7 +31,7 @@ class OverlapIndex:
     def _ngrams(self, text: str) -> Iterator[int]:
         words = WORD.findall(text.lower())
         for start in range(max(1, len(words) - self._words + 1) if words else 0):
-            yield xxhash.xxh3_64_intdigest(" ".join(words[start : start + self._words]))
+            yield xxhash.xxh3_64_intdigest(" ".join(words[start : start + self._words]).encode())
 
 
 def text_of(prompt: object) -> str:

@@ -55,7 +55,7 @@ def texts() -> list[dict[str, Any]]:
     return [
         {"prompt": f"{n}+1=", "completion": completion, "final_reward": reward}
         for n in range(6)
-        for completion, reward in ((str(n + 1), 1.0), ("0", 0.0), ("77", 0.25))
+        for completion, reward in ((str(n + 1), 1.0), ("0", 0.0), ("77", 0.0))
     ]
 
 
@@ -124,10 +124,10 @@ def test_advantages_are_relative_to_the_prompt(model: Path, tmp_path: Path) -> N
         update={"offline_grpo": spec.offline_grpo.model_copy(update={"advantage": "dr_grpo"})}
     )
     _, source = prepared(dr_grpo)
-    mean = (1.0 + 0.0 + 0.25) / 3
+    mean = (1.0 + 0.0 + 0.0) / 3
     for row in range(len(source)):
         found = [sample.advantage for sample in source.of_row(row)]
-        assert found == pytest.approx([1.0 - mean, -mean, 0.25 - mean])
+        assert found == pytest.approx([1.0 - mean, -mean, -mean])
 
 
 @pytest.mark.parametrize(
