@@ -98,7 +98,7 @@ class TraceGroups:
     Own exports that name a group stay in it; all other traces belong to the group of their prompt.
     """
 
-    columns = ("traces",)
+    columns: tuple[str, ...] = ("traces",)
 
     def __init__(
         self, rows: Part, keys: TraceKeys, *, least_reward: float | None = None, max_size: int = 64

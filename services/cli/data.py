@@ -132,8 +132,8 @@ def _prompts(rows: Rows, prompt_key: str) -> Iterator[str]:
     """Yield the text of each prompt, of the first of the usual columns that there is; none where there is none."""
     from paceline.data.overlap import text_of
 
-    key = next((name for name in (prompt_key, *PROMPT_COLUMNS) if name in rows.columns), None)
-    return (text_of(rows[index].get(key)) for index in range(len(rows) if key is not None else 0))
+    key = next((name for name in (prompt_key, *PROMPT_COLUMNS) if name in rows.columns), "")
+    return (text_of(rows[index].get(key)) for index in range(len(rows) if key else 0))
 
 
 def _overlap(train: Rows, evaluation: Rows, prompt_key: str) -> dict[str, Any]:
