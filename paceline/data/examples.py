@@ -89,9 +89,9 @@ def check_example(spec: RunSpec) -> RowCheck:
                 lambda table: _passing_labeled_completions(table, data),
             )
         case "traces":
-            keys = trace_keys(spec)
+            of_trace = trace_keys(spec)
             return RowCheck(
-                lambda row: read_trace(row, keys), (), lambda table: np.zeros(table.num_rows, bool)
+                lambda row: read_trace(row, of_trace), (), lambda table: np.zeros(table.num_rows, bool)
             )
         case _:
             raise ValueError(f"algorithm {spec.algorithm!r} reads no examples")
