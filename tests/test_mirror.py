@@ -24,6 +24,7 @@ COVERED_BY = {
     "services/common/access/caller.py": "test_callers.py",
     "services/common/access/worker_callers.py": "test_rights.py",
     "services/coordinator/access_servicer.py": "tests/services/common/access/test_rights.py",
+    "paceline/spec/sections/offline_grpo.py": "tests/learner/objectives/test_offline_grpo.py",
     "services/cli/recorded/curve_file.py": "test_report.py",
     "services/cli/recorded/report_sections.py": "test_report.py",
     "services/tracking/cursor.py": "test_follower.py",

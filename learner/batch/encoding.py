@@ -8,6 +8,7 @@ import numpy as np
 
 from learner.batch.samples import PreferenceLabel, TrainingSample
 from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring
+from paceline.data.traces import TraceTokens
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
 
@@ -28,6 +29,11 @@ class ExampleEncoder:
         prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, *self._template)
         self._check_length(np.concatenate((prompt_ids, ids)))
         return TrainingSample(number, prompt_ids, ids, label=label)
+
+    def recorded(self, number: int, tokens: TraceTokens) -> TrainingSample:
+        """Return recorded tokens with the log-probabilities of the policy that sampled them."""
+        self._check_length(np.concatenate((tokens.prompt_ids, tokens.token_ids)))
+        return TrainingSample(number, tokens.prompt_ids, tokens.token_ids, tokens.logprobs)
 
     def cut_completion(
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel

@@ -8,13 +8,15 @@ chosen and rejected completions is on one rank, its sequences share a group id, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from learner.batch.encoding import ExampleEncoder
 from learner.batch.samples import TrainingSample
-from paceline.data.examples import check_example
-from paceline.data.rows import PromptSource, open_source
+from paceline.data.examples import open_examples
+from paceline.data.rows import PromptSource
 from paceline.errors import InvalidInput
+from paceline.groups import FloatArray
 from paceline.spec import RunSpec
 
 
@@ -65,11 +67,12 @@ class ExampleSource:
         self._encoder = ExampleEncoder(spec, tokenizer)
         source = spec.data.source(validation=validation)
         self._name = source.name
-        self._rows = open_source(source, check_example(spec))
+        self._rows = open_examples(spec, validation=validation)
         shuffled = spec.data.shuffle and not validation
         self._order = PromptSource(self._rows, spec.data, spec.seed, shuffle=shuffled)
         self._validation = validation
         self._reference: dict[RowPair, list[float]] | None = None
+        self._behaviour: dict[int, FloatArray] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -105,15 +108,32 @@ class ExampleSource:
         try:
             if pair.completions != pair.prompt:
                 return [self._mismatched(pair, number)]
-            return self._maker.samples(
+            samples = self._maker.samples(
                 self._rows[pair.prompt], number, self._encoder, self._reference_sums(pair)
             )
+            return self._with_behaviour(pair.prompt, samples)
         except InvalidInput as error:
             raise InvalidInput(f"row {pair.prompt} of {self._name}: {error}") from None
 
     def set_reference(self, logprobs: dict[RowPair, list[float]]) -> None:
         """Set Σ_t log π_ref of each completion, in the order of `of_pair`; samples carry them from now on."""
         self._reference = logprobs
+
+    def set_behaviour(self, logprobs: dict[int, FloatArray]) -> None:
+        """Set log μ of the samples of each row that have none, one after the other; `of_row` gives them from now on."""
+        self._behaviour = logprobs
+
+    def _with_behaviour(self, row: int, samples: list[TrainingSample]) -> list[TrainingSample]:
+        known = self._behaviour.get(row)
+        if known is None:
+            return samples
+        found, start = [], 0
+        for sample in samples:
+            if sample.behaviour_logprobs_T is None:
+                end = start + len(sample.completion_ids)
+                sample, start = replace(sample, behaviour_logprobs_T=known[start:end]), end
+            found.append(sample)
+        return found
 
     @property
     def _count(self) -> int:

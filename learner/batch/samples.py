@@ -76,6 +76,8 @@ class TrainingSample:
     """[T] log π_ref (of a teacher or of the policy as it was), where the reward pool serves it."""
     truncated: bool = False
     """True when cut off at its token limit: the value of its last state stands for the missing rewards (`gae`)."""
+    advantage: float | None = None
+    """Advantage of its tokens, where the data set decides it (`offline_grpo`)."""
     row: SampleRow | None = None
     """Its place in an episode; None where the completion is the whole sample."""
 

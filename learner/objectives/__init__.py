@@ -7,6 +7,7 @@ from learner.objectives.distillation import Distillation
 from learner.objectives.dpo import Dpo
 from learner.objectives.grpo import Grpo
 from learner.objectives.kto import Kto
+from learner.objectives.offline_grpo import OfflineGrpo
 from learner.objectives.orpo import Orpo
 from learner.objectives.reward_model import RewardModel
 from learner.objectives.sft import Sft
@@ -28,6 +29,8 @@ def objective_of(spec: RunSpec) -> Objective:
             return Orpo(spec)
         case "kto":
             return Kto(spec)
+        case "offline_grpo":
+            return OfflineGrpo(spec)
         case "rm":
             return RewardModel(spec)
         case _:

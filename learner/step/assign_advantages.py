@@ -51,8 +51,11 @@ def with_advantages(
 ) -> list[Update]:
     """Return the updates with an advantage for each token; dummies get 0. The weights of the rewards are those of `step`.
 
-    All ranks call it together, after `with_frozen_logprobs`. Examples and the rollouts of a distillation get none.
+    All ranks call it together, after `with_frozen_logprobs`. Traces have theirs from the data set; other examples and the
+    rollouts of a distillation get none.
     """
+    if spec.trains_traces:
+        return _of_data_set(batch, updates, device)
     if not spec.samples or spec.has_teacher:
         return list(updates)
     if critic is not None:
@@ -82,6 +85,23 @@ def with_advantages(
         advantages = _clipped(advantages, spec)
     return _replaced(
         updates, [replace(m, advantages_N=v) for m, v in zip(micro_batches, advantages, strict=True)]
+    )
+
+
+def _of_data_set(
+    batch: Sequence[TrainingSample], updates: Sequence[Update], device: torch.device
+) -> list[Update]:
+    """Return the updates with the advantages that the samples carry."""
+    advantages_S = torch.tensor([sample.advantage or 0.0 for sample in batch], dtype=torch.float32)
+    return _replaced(
+        updates,
+        [
+            replace(
+                micro,
+                advantages_N=advantages_S[torch.tensor(micro.indices)].to(device)[micro.packed.sequence_N],
+            )
+            for micro in _real(updates)
+        ],
     )
 
 

@@ -39,7 +39,7 @@ def with_frozen_logprobs(
 
 def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device) -> list[Update]:
     """Return the updates with M2PO's limit, found over the tokens of all of them on all ranks."""
-    if not spec.samples or spec.loss_fn.m2_threshold is None:
+    if not (spec.samples or spec.trains_traces) or spec.loss_fn.m2_threshold is None:
         return list(updates)
     micro_batches = [m for update in updates for m in update.micro_batches if not m.is_dummy]
     moments = [
@@ -55,7 +55,9 @@ def _needs_proximal(spec: RunSpec) -> bool:
     """Return whether log π_prox differs from log π in the step, or is needed before the loss."""
     loss_fn = spec.loss_fn
     several = spec.policy.num_updates_per_step > 1 and loss_fn.proximal_policy == "exact"
-    return spec.samples and (several or loss_fn.m2_threshold is not None or loss_fn.use_kl_in_reward)
+    return (spec.samples or spec.trains_traces) and (
+        several or loss_fn.m2_threshold is not None or loss_fn.use_kl_in_reward
+    )
 
 
 def given(values_N: Tensor | None) -> Tensor:

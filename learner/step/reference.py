@@ -12,6 +12,7 @@ All ranks make each call together.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -123,6 +124,65 @@ class PrecomputedReference(Reference):
         return sums_S
 
 
+class AskedBehaviour(Reference):
+    """The starting policy as the behaviour policy of traces that have no log-probabilities, asked once, before training. Its
+    log-probabilities are in memory then, four bytes a token; KL terms are those of `kl_reference`."""
+
+    def __init__(
+        self, spec: RunSpec, kl_reference: Reference, device: torch.device, temperature: float
+    ) -> None:
+        self._policy, self._device, self._temperature = spec.policy, device, temperature
+        self._kl_reference = kl_reference
+
+    def prepare(self, source: ExampleSource, rank: int) -> None:
+        """Ask for every w-th row on each rank, then exchange the log-probabilities."""
+        rows, ranks = source.rows_used(), world_size()
+        model: PreTrainedModel | None = None
+        values_of: dict[int, list[np.ndarray]] = {}
+        for block in range(math.ceil(math.ceil(len(rows) / ranks) / BLOCK_ROWS)):
+            numbers = range(rank, len(rows), ranks)[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
+            asked = [
+                replace(sample, group_id=number)
+                for number in numbers
+                for sample in source.of_row(rows[number])
+                if sample.behaviour_logprobs_T is None
+            ]
+            missing = torch.tensor([len(asked)], device=self._device)
+            if not int(max_over_ranks(missing).item()):
+                continue
+            if model is None:
+                model = load_reference(self._policy, self._device)
+            reference = LocalReference(model, self._temperature, self._policy.logprob_chunk_tokens)
+            numbered = torch.cat(
+                [torch.zeros(0, 2, dtype=torch.float64, device=self._device)]
+                + [
+                    torch.stack((torch.full_like(values_T, sample.group_id), values_T), 1)
+                    for sample, values_T in zip(asked, self._ask(reference, asked), strict=True)
+                ]
+            )
+            table = rows_of_all_ranks(numbered)[0].cpu().numpy()
+            for number in np.unique(table[:, 0]):
+                of_row = table[table[:, 0] == number, 1].astype(np.float32)
+                values_of.setdefault(rows[int(number)], []).append(of_row)
+        source.set_behaviour({row: np.concatenate(parts) for row, parts in values_of.items()})
+
+    def logprobs(self, packed: PackedBatch) -> Tensor | None:
+        return self._kl_reference.logprobs(packed)
+
+    def _ask(self, reference: LocalReference, samples: list[TrainingSample]) -> list[Tensor]:
+        """Return [T] float64 log μ of each sample; every rank makes as many passes as the rank with the most micro-batches."""
+        micro_batches = pack([s.num_row_tokens for s in samples], self._policy.row_tokens)
+        passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=self._device)).item())
+        found = [torch.zeros(0, dtype=torch.float64, device=self._device) for _ in samples]
+        for i in range(passes):
+            indices = micro_batches[i] if i < len(micro_batches) else []
+            packed = pack_samples([samples[index] for index in indices] or [_dummy()], self._device)
+            logprobs_N = reference.logprobs(packed).double()
+            for place, index in enumerate(indices):
+                found[index] = logprobs_N[packed.sequence_N == place]
+        return found
+
+
 def reference_of(
     spec: RunSpec, policy: PreTrainedModel, device: torch.device, temperature: float
 ) -> Reference:
@@ -132,6 +192,15 @@ def reference_of(
         return PoolReference()
     if spec.precomputes_reference:
         return PrecomputedReference(spec, device)
+    if spec.trains_traces:
+        return AskedBehaviour(spec, _frozen_reference(spec, policy, device, temperature), device, temperature)
+    return _frozen_reference(spec, policy, device, temperature)
+
+
+def _frozen_reference(
+    spec: RunSpec, policy: PreTrainedModel, device: torch.device, temperature: float
+) -> Reference:
+    """Return the model that the learner holds beside the policy."""
     frozen = spec.frozen_policy
     if frozen is None:
         return Reference()

@@ -163,6 +163,7 @@ class Trainer:
         updates = plan_updates(measured, 0, self.spec, self.objective, self.device, num_updates=1)
         self.model.train(False)  # an adapter may drop inputs while it is trained
         updates = with_frozen_logprobs(updates, self.spec, self._logprobs, self.reference)
+        updates = with_advantages(measured, updates, self.spec, self.device, None)
         if self.objective.measures_mismatched:
             updates = self._with_batch_kl(updates, held_out)
         (update,) = updates

@@ -7,6 +7,7 @@ Forms that are read, by algorithm:
                      chosen and rejected as whole conversations, without a prompt: their common beginning is the prompt;
                      context, completions: [{rank, completion}, …], as NeMo RL has it: the lowest rank is chosen
     kto              prompt, completion, label
+    offline_grpo     traces (`paceline.data.traces`), of which each prompt's are one example
 
 A completion is text, or the messages that follow the prompt. Promise: whatever `read_*` accepts can be tokenised, short
 of a chat template that refuses it; everything else is a DataError that says what to change.
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from paceline.data.column_scan import (
     Mask,
@@ -28,8 +31,9 @@ from paceline.data.column_scan import (
     texts,
 )
 from paceline.data.messages import are_messages, plain
-from paceline.data.rows import check_columns, check_prompt, check_text
+from paceline.data.rows import Rows, check_columns, check_prompt, check_text, open_source
 from paceline.data.tokens import with_system_prompt
+from paceline.data.traces import Trace, TraceGroups, TraceKeys, read_trace
 from paceline.errors import DataError
 from paceline.spec import DataSection, RunSpec
 
@@ -84,8 +88,48 @@ def check_example(spec: RunSpec) -> RowCheck:
                 (data.prompt_key, data.completion_key, data.label_key),
                 lambda table: _passing_labeled_completions(table, data),
             )
+        case "traces":
+            of_trace = trace_keys(spec)
+            return RowCheck(
+                lambda row: read_trace(row, of_trace), (), lambda table: np.zeros(table.num_rows, bool)
+            )
         case _:
             raise ValueError(f"algorithm {spec.algorithm!r} reads no examples")
+
+
+def open_examples(spec: RunSpec, *, validation: bool = False) -> Rows:
+    """Return the examples of the training (or validation) data: its rows, of traces their groups. Raises DataError,
+    Unreadable as `open_source`."""
+    source = spec.data.source(validation=validation)
+    rows = open_source(source, check_example(spec))
+    if not spec.trains_traces:
+        return rows
+    section = spec.offline_grpo
+    try:
+        return TraceGroups(
+            rows,
+            trace_keys(spec),
+            least_reward=section.min_reward_threshold,
+            max_size=section.max_traces_per_group,
+        )
+    except DataError as error:
+        raise DataError(f"{source.field}: {error}") from None
+
+
+def trace_keys(spec: RunSpec) -> TraceKeys:
+    """Return the columns of the traces of a spec."""
+    return TraceKeys(spec.data.prompt_key, spec.data.completion_key, spec.offline_grpo.reward_keys)
+
+
+def read_traces(row: dict[str, Any], spec: RunSpec) -> list[Trace]:
+    """Return the traces of one example, text ones with data.system_prompt. Raises DataError."""
+    traces = [read_trace(trace, trace_keys(spec)) for trace in row["traces"]]
+    return [
+        trace
+        if trace.tokens is not None
+        else trace._replace(prompt=_prompt(trace.prompt, (trace.completion,), spec.data))
+        for trace in traces
+    ]
 
 
 def _passing_demonstrations(table: Any, data: DataSection) -> Mask:

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -193,9 +194,9 @@ class JsonLines:
             f"row {index} of {self._path} is not what it was when the file was opened ({what}); put the file back as it was"
         )
 
-    def _index(self, file: IO[bytes], check: Callable[[dict[str, Any]], None] | None) -> list[int]:
+    def _index(self, file: IO[bytes], check: Callable[[dict[str, Any]], None] | None) -> array[int]:
         """Return the offset of each row in bytes."""
-        offsets, keys, position, path = [], None, 0, self._path
+        offsets, keys, position, path = array("q"), None, 0, self._path  # eight bytes a row, unlike a list
         for number, line in enumerate(file, start=1):
             self._digest.update(line)
             if line.strip():
@@ -221,8 +222,10 @@ def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
+        syntax = error if isinstance(error, json.JSONDecodeError) else None
+        at, why = ("", error) if syntax is None else (f", column {syntax.pos + 1}", syntax.msg)
         raise DataError(
-            f"{path}, line {number}: not valid JSON ({error}): {line[:60]!r}; fix or remove it"
+            f"{path}, line {number}{at}: not valid JSON ({why}): {line[:60]!r}; fix or remove it"
         ) from None
     if not isinstance(row, dict):
         raise DataError(f"{path}, line {number}: {type(row).__name__} instead of an object with columns")

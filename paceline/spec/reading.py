@@ -26,6 +26,7 @@ from paceline.spec.keys import ITEM
 from paceline.spec.sections.base import STORED
 from paceline.spec.sections.bundle import BundleSection
 from paceline.spec.sections.environment import EnvironmentSection
+from paceline.spec.sections.offline_grpo import OfflineGrpoSection
 from paceline.spec.sections.policy import ParallelSection
 
 MAX_PATH = 1024
@@ -52,6 +53,7 @@ NEWER_KEYS: dict[str, Any] = {
     "bundle": BundleSection().model_dump(mode="json"),
     "environment": EnvironmentSection().model_dump(mode="json"),
     "policy.parallel": ParallelSection().model_dump(mode="json"),
+    "offline_grpo": OfflineGrpoSection().model_dump(mode="json"),
     "priority": 0,
     "max_hours": None,
     "rewards.N.weight_schedule": [],

@@ -16,6 +16,7 @@ from paceline.spec.sections.distillation import DistillationSection
 from paceline.spec.sections.environment import EnvironmentSection
 from paceline.spec.sections.grpo import WITH_GROUP_BASELINE, AsyncGrpoSection, GrpoSection
 from paceline.spec.sections.loss import LossSection, preset_of
+from paceline.spec.sections.offline_grpo import OfflineGrpoSection
 from paceline.spec.sections.policy import PolicySection
 from paceline.spec.sections.supervised import (
     DpoSection,
@@ -29,7 +30,7 @@ from paceline.spec.sections.system import CheckpointingSection, ClusterSection, 
 from paceline.spec.value import ValueSection
 from paceline.spec.warnings import settings_warnings, unread
 
-Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm", "distillation"]
+Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm", "distillation", "offline_grpo"]
 
 
 class RunSpec(Section):
@@ -43,7 +44,7 @@ class RunSpec(Section):
     algorithm: Algorithm = "grpo"
     """Algorithm and its training data: `grpo` from rollouts; from a data set's examples `sft` (completions), `dpo`
     and `orpo` (preference pairs), `kto` (good and bad completions), `rm` (a reward model from pairs); `distillation`
-    from rollouts that a teacher scores token by token."""
+    from rollouts that a teacher scores token by token; `offline_grpo` from recorded completions with rewards."""
     policy: PolicySection
     data: DataSection
     grpo: GrpoSection = GrpoSection()
@@ -56,6 +57,7 @@ class RunSpec(Section):
     orpo: OrpoSection = OrpoSection()
     rm: RmSection = RmSection()
     distillation: DistillationSection = DistillationSection()
+    offline_grpo: OfflineGrpoSection = OfflineGrpoSection()
     rewards: tuple[RewardFunctionSection, ...] = ()
     environment: EnvironmentSection = EnvironmentSection()
     bundle: BundleSection = BundleSection()
@@ -87,6 +89,11 @@ class RunSpec(Section):
         """The section of an algorithm that trains on a data set's examples; None for one that samples."""
         section = self.algorithm_section
         return section if isinstance(section, ExamplesSection) else None
+
+    @property
+    def trains_traces(self) -> bool:
+        """Return whether the run trains on recorded completions, by the policy loss."""
+        return self.algorithm_section.uses_policy_loss
 
     @property
     def max_num_steps(self) -> int:
@@ -174,7 +181,11 @@ class RunSpec(Section):
         age = self.async_grpo.max_trajectory_age_steps
         return (
             *settings_warnings(self.loss_fn, age, samples=self.samples),
-            *unread(self.algorithm, sections, samples=self.samples),
+            *unread(
+                self.algorithm,
+                {name: s for name, s in sections.items() if name != "loss_fn" or not self.trains_traces},
+                samples=self.samples,
+            ),
         )
 
     @model_validator(mode="before")
@@ -265,6 +276,8 @@ class RunSpec(Section):
             )
 
     def _check_examples(self, section: ExamplesSection) -> None:
+        if self.trains_traces:
+            self.offline_grpo.check_with(self.loss_fn)
         if section.validates and self.data.validation is None:
             raise ValueError(
                 f"{self.algorithm}.val_period, val_at_start or val_at_end is set, but data.validation is not; name a "

@@ -27,6 +27,7 @@ COMMANDS = {
             "orpo": "imitate and prefer at once, without a reference",
             "rm": "a reward model from pairs",
             "distillation": "from rollouts and a teacher",
+            "offline_grpo": "from recorded completions with rewards",
         }.items()
     },
     "spec": ("services.cli.spec:spec", "Check a spec and print it resolved, or explain its keys."),
@@ -35,6 +36,7 @@ COMMANDS = {
         "services.cli.imports:import_spec",
         "Write a spec from a configuration of TRL, NeMo RL, verl or prime-rl.",
     ),
+    "data": ("services.cli.data:data", "Show the data of a spec: counts, lengths, samples, overlap."),
     "sweep": (
         "services.cli.sweeping.sweep:sweep",
         "Search over keys of a spec, by runs one after the other.",
@@ -69,6 +71,10 @@ COMMANDS = {
     "samples": (
         "services.cli.recorded.samples:samples",
         "Show the completions of a step or an evaluation with their rewards, or export all.",
+    ),
+    "traces": (
+        "services.cli.recorded.traces:traces",
+        "Write what a run has sampled as traces, or make preference pairs of traces.",
     ),
     "metrics": ("services.cli.recorded.metrics:metrics", "Show or export the metrics of a run."),
     "plot": ("services.cli.recorded.plot:plot", "Write the curves of runs as an HTML page, SVG or PNG."),

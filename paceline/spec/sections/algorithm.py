@@ -28,6 +28,8 @@ class AlgorithmSection(Section):
     """True if the model has a scoring head in place of the LM head."""
     compares_policies: ClassVar[bool] = True
     """True if its loss compares the policy with another one, so that both must compute without dropout."""
+    uses_policy_loss: ClassVar[bool] = False
+    """True if it trains on a data set's examples by the policy loss, whose settings are `loss_fn`'s."""
     has_teacher: ClassVar[bool] = False
     """True if `frozen_policy` is another model than the policy."""
 

@@ -11,7 +11,7 @@ from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, Positi
 from paceline.spec.sections.loss import LossSection
 from paceline.spec.sections.policy import PolicySection
 
-ExampleForm = Literal["demonstration", "preference", "labeled_completion"]
+ExampleForm = Literal["demonstration", "preference", "labeled_completion", "traces"]
 
 
 class ExamplesSection(AlgorithmSection):

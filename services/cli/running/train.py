@@ -1,7 +1,7 @@
-"""`paceline grpo|sft|dpo|kto|orpo|rm|distillation SPEC`: train a spec of that algorithm, with local services or at a
+"""`paceline grpo|sft|dpo|kto|orpo|rm|distillation|offline_grpo SPEC`: train a spec of that algorithm, with local services or at a
 coordinator.
 
-They are one command under seven names, because algorithms differ in the source of the batch and in the loss, which the
+They are one command under eight names, because algorithms differ in the source of the batch and in the loss, which the
 spec names. The name is what the user means, so a spec with another algorithm is refused.
 """
 
@@ -77,4 +77,6 @@ def _train(
         follow(client, client.submit(wanted).run_id, shown=shown)
 
 
-grpo, sft, dpo, kto, orpo, rm, distillation = (_command(algorithm) for algorithm in get_args(Algorithm))
+grpo, sft, dpo, kto, orpo, rm, distillation, offline_grpo = (
+    _command(algorithm) for algorithm in get_args(Algorithm)
+)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paceline.data.examples import check_example
-from paceline.data.rows import PromptSource, open_prompts, open_source
+from paceline.data.examples import open_examples
+from paceline.data.rows import PromptSource, open_prompts
+from paceline.data.traces import TraceGroups
 from paceline.spec import RunSpec
 
 
@@ -17,6 +18,8 @@ class RunData(NamedTuple):
     prompts: PromptSource | None = None
     """Training prompts; None for examples, which the learner reads."""
     validation: PromptSource | None = None
+    report: str = ""
+    """What was used of the training data and left out, for people; empty where there is nothing to say."""
 
 
 def open_data(spec: RunSpec) -> RunData:
@@ -24,11 +27,10 @@ def open_data(spec: RunSpec) -> RunData:
     Raises DataError."""
     data = spec.data
     if spec.examples is not None:
-        check = check_example(spec)
-        rows = open_source(data.source(), check)
+        rows = open_examples(spec)
         if spec.examples.validates and data.validation is not None:
-            open_source(data.source(validation=True), check)
-        return RunData(len(rows))
+            open_examples(spec, validation=True)
+        return RunData(len(rows), report=rows.report if isinstance(rows, TraceGroups) else "")
     prompts = open_prompts(spec.data, spec.seed)
     validation = open_prompts(spec.data, spec.seed, validation=True) if spec.data.validation else None
     return RunData(len(prompts), prompts, validation)

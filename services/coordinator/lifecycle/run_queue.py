@@ -89,6 +89,8 @@ class RunQueue:
         data, warnings = await self._openings.open(
             submission or uuid.uuid4().hex, partial(self._checked_data, spec, bundle)
         )
+        if data.report:
+            said.append(f"data.train: {data.report}")
         if spec.max_num_epochs is not None:
             spec = spec.with_steps_of_epochs(data.num_rows)
             text = await asyncio.to_thread(portable_yaml, spec)

@@ -108,7 +108,7 @@ def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"prompt": "a"}', '{"prompt": '], "line 2: not valid JSON"),
+        (['{"prompt": "a"}', '{"prompt": '], "line 2, column 13: not valid JSON (Expecting value)"),
         (['{"prompt": "a"}', "", "[1]"], "line 3: list instead of an object"),
         (
             ['{"prompt": "a"}', '{"prompt": ""}'],

@@ -387,5 +387,5 @@ def test_up_refuses_bad_data_before_any_worker_starts(spec_path: Path, tmp_path:
     assert result.exit_code == 1
     started, error = result.stderr.splitlines()
     assert started.startswith("coordinator at 127.0.0.1:")
-    assert error.startswith(f"Error: {tmp_path / 'train.jsonl'}, line 1: not valid JSON")
+    assert error.startswith(f"Error: {tmp_path / 'train.jsonl'}, line 1, column 1: not valid JSON")
     assert sorted(path.name for path in (runs / "logs").glob("*.log")) == ["coordinator.log"]

@@ -1,0 +1,236 @@
+"""Traces: recorded completions with rewards, and their groups by prompt, which `offline_grpo` trains on.
+
+Rows that are read:
+
+    own export     prompt_ids, token_ids, logprobs and final_reward, as `paceline traces export` writes them: the behaviour
+                   policy is the recorded one
+    text           prompt, completion and a reward: the behaviour policy is taken to be the starting policy
+    TRL            the Parquet files of its completions: step, prompt, completion, a column for each reward function, and
+                   advantage; the reward is the sum over the functions
+
+Promise: a group has at least two traces of different rewards, and each trace that is left out is counted by its reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.data.joined_rows import Part
+from paceline.data.messages import plain
+from paceline.errors import DataError
+from paceline.groups import FloatArray, IntArray
+
+REWARD_KEY = "final_reward"
+TRL_COLUMNS = frozenset({"step", "prompt", "completion", "advantage"})
+"""Columns of TRL's completions that are no reward functions."""
+TOKEN_COLUMNS = ("prompt_ids", "token_ids", "logprobs")
+
+
+class TraceTokens(NamedTuple):
+    """Tokens of a trace, with the log-probabilities under the policy that sampled them."""
+
+    prompt_ids: IntArray
+    token_ids: IntArray
+    logprobs: FloatArray
+
+
+class Trace(NamedTuple):
+    """One recorded completion."""
+
+    prompt: Any
+    """Text or chat messages."""
+    completion: Any
+    """Text, or messages that follow the prompt."""
+    reward: float | None
+    """None where the row has none: nothing judged the completion."""
+    tokens: TraceTokens | None
+    """None for a text row."""
+
+
+class TraceKeys(NamedTuple):
+    """Columns of a trace."""
+
+    prompt: str = "prompt"
+    completion: str = "completion"
+    rewards: tuple[str, ...] = ()
+    """Columns whose sum is the reward; empty: `final_reward`, or the reward functions of TRL's completions."""
+
+
+def read_trace(row: Mapping[str, Any], keys: TraceKeys) -> Trace:
+    """Return the trace of a row. Raises DataError with the column, the value and a remedy."""
+    from paceline.data.rows import check_columns, check_prompt, check_text
+
+    check_prompt(dict(row), keys.prompt)
+    reward = _reward(row, keys)
+    tokens = _tokens(row)
+    if tokens is None:
+        check_columns(dict(row), (keys.completion,))
+        check_text(row[keys.completion], keys.completion)
+    prompt, completion = row[keys.prompt], row.get(keys.completion, "")
+    if not isinstance(prompt, str) and isinstance(completion, str) and tokens is None:
+        completion = [{"role": "assistant", "content": completion}]
+    return Trace(plain(prompt), plain(completion), reward, tokens)
+
+
+def format_of(row: Mapping[str, Any]) -> str:
+    """Return the name of a trace row's format, for people."""
+    if all(row.get(name) is not None for name in TOKEN_COLUMNS):
+        return "own export"
+    return "TRL completions" if REWARD_KEY not in row and row.keys() >= TRL_COLUMNS else "text"
+
+
+def prompt_digest(prompt: Any) -> bytes:
+    """Return 16 bytes that identify a prompt, text or messages."""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class TraceGroups:
+    """Rows of traces as rows of groups: `{"traces": [row, …]}`. Memory holds numbers alone.
+
+    Own exports that name a group stay in it; all other traces belong to the group of their prompt.
+    """
+
+    columns: tuple[str, ...] = ("traces",)
+
+    def __init__(
+        self, rows: Part, keys: TraceKeys, *, least_reward: float | None = None, max_size: int = 64
+    ) -> None:
+        """Group `rows`. Traces below `least_reward` are left out; a prompt of more than `max_size` traces is several groups.
+
+        Raises DataError: no group is left.
+        """
+        self._rows, self.fingerprint = rows, rows.fingerprint
+        self.left_out: Counter[str] = Counter()
+        """Traces that are in no group, by reason."""
+        self.formats: Counter[str] = Counter()
+        """Traces in groups, by format."""
+        members: dict[bytes, list[tuple[int, float]]] = {}
+        formats: dict[int, str] = {}
+        for index in range(len(rows)):
+            row = rows[index]
+            trace = read_trace(row, keys)
+            if trace.reward is None:
+                self.left_out["no reward"] += 1
+            elif least_reward is not None and trace.reward < least_reward:
+                self.left_out["reward below min_reward_threshold"] += 1
+            else:
+                members.setdefault(_group_key(row, trace), []).append((index, trace.reward))
+                formats[index] = format_of(row)
+        self._groups: list[list[int]] = []
+        for traces in members.values():
+            for start in range(0, len(traces), max_size):
+                self._add(traces[start : start + max_size], formats)
+        if not self._groups:
+            raise DataError(
+                f"the {len(rows)} traces have no prompt with two different rewards ({_counted(self.left_out)}), so there is "
+                "nothing to compare; add traces of the same prompts"
+            )
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return group `index`. Raises Unreadable as the rows do."""
+        return {"traces": [self._rows[row] for row in self._groups[index]]}
+
+    @property
+    def report(self) -> str:
+        """Return a sentence on the groups, the behaviour policy and what was left out."""
+        used = sum(map(len, self._groups))
+        policies = [
+            f"{number:,} have the recorded behaviour policy"
+            if name == "own export"
+            else f"{number:,} ({name} rows) take the starting policy as behaviour policy"
+            for name, number in sorted(self.formats.items())
+        ]
+        left = f"; left out: {_counted(self.left_out)}" if self.left_out else ""
+        return f"{len(self):,} groups of {used:,} traces, of which {', '.join(policies)}{left}"
+
+    def _add(self, traces: Sequence[tuple[int, float]], formats: Mapping[int, str]) -> None:
+        if len(traces) == 1:
+            self.left_out["only trace of its prompt"] += 1
+        elif len({reward for _, reward in traces}) == 1:
+            self.left_out["all traces of the prompt have one reward"] += len(traces)
+        else:
+            self._groups.append([index for index, _ in traces])
+            self.formats.update(formats[index] for index, _ in traces)
+
+
+def _group_key(row: Mapping[str, Any], trace: Trace) -> bytes:
+    group = row.get("group_id") if trace.tokens is not None else None
+    return prompt_digest(trace.prompt) + (b"" if group is None else str(group).encode())
+
+
+def _counted(left_out: Counter[str]) -> str:
+    return ", ".join(f"{number:,} ({reason})" for reason, number in left_out.most_common()) or "none left out"
+
+
+def _reward(row: Mapping[str, Any], keys: TraceKeys) -> float | None:
+    """Return the reward of a row; None where it has none. Raises DataError."""
+    names = keys.rewards or ((REWARD_KEY,) if REWARD_KEY in row else _of_trl(row))
+    if not names:
+        raise DataError(
+            f"no column {REWARD_KEY!r} among {sorted(row)}; name the columns of the reward in offline_grpo.reward_keys"
+        )
+    total, known = 0.0, False
+    for name in names:
+        if name not in row:
+            raise DataError(f"no column {name!r} among {sorted(row)}; correct offline_grpo.reward_keys")
+        value = row[name]
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            continue
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise DataError(
+                f"column {name!r} has to be a finite number, not {value!r:.80}; correct the row or remove it"
+            )
+        total, known = total + float(value), True
+    return total if known else None
+
+
+def _of_trl(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns of TRL's reward functions, which hold numbers; none for other rows."""
+    if not row.keys() >= TRL_COLUMNS:
+        return ()
+    return tuple(
+        name for name, value in row.items() if name not in TRL_COLUMNS and isinstance(value, int | float)
+    )
+
+
+def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
+    """Return the recorded tokens; None for a text row. Raises DataError where they cannot belong together."""
+    if any(row.get(name) is None for name in TOKEN_COLUMNS):
+        return None
+    if row.get("messages") is not None:
+        raise DataError(
+            "column 'messages' is that of an episode, whose rows have several prompts; export a run without an environment"
+        )
+    try:
+        prompt_ids, token_ids = (np.asarray(row[name], np.int32) for name in TOKEN_COLUMNS[:2])
+        logprobs = np.asarray(row["logprobs"], np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"columns {', '.join(TOKEN_COLUMNS)} have to be lists of numbers ({error}); write the export as JSONL or Parquet"
+        ) from None
+    if (
+        prompt_ids.ndim != 1
+        or not len(prompt_ids)
+        or token_ids.ndim != 1
+        or token_ids.shape != logprobs.shape
+    ):
+        raise DataError(
+            f"column 'token_ids' has {token_ids.size} tokens and 'logprobs' {logprobs.size} values for a prompt of "
+            f"{prompt_ids.size}; each token needs one log-probability and a prompt before it"
+        )
+    if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
+        raise DataError(
+            "column 'logprobs' has a value that is no log-probability (finite, at most 0); export the run again"
+        )
+    return TraceTokens(prompt_ids, token_ids, logprobs)

@@ -1,0 +1,70 @@
+"""traces export and traces pairs: what they write trains again, and what they leave out is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import paceline
+from trained_ledger import RUN_ID, Writer
+
+from paceline.data.examples import read_preference
+from paceline.data.rows import open_rows
+from paceline.data.traces import TraceGroups, TraceKeys
+from paceline.spec import DataSection
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Path]:
+    writer = Writer(tmp_path, str(tmp_path / "model"))
+    try:
+        writer.train_a_step()
+        yield tmp_path / "runs"
+    finally:
+        writer.ledger.close()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_an_export_is_a_group_with_its_tokens(runs: Path, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"traces{suffix}"
+    result = paceline("traces", "export", RUN_ID, path, "--directory", runs, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["rows"] == 2
+    groups = TraceGroups(open_rows(str(path), "train"), TraceKeys())
+    assert groups.formats == {"own export": 2}
+
+
+def test_a_file_without_lists_is_refused(runs: Path, tmp_path: Path) -> None:
+    result = paceline("traces", "export", RUN_ID, tmp_path / "traces.csv", "--directory", runs)
+    assert result.exit_code == 2
+    assert "name such a file" in result.output
+
+
+def test_pairs_are_rows_of_preferences_with_a_report(tmp_path: Path) -> None:
+    traces = tmp_path / "traces.jsonl"
+    rows = [{"question": f"{n}", "answer": f"{r}", "score": r} for n in range(20) for r in (1.0, 0.6, 0.2)]
+    traces.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ("--prompt-key", "question", "--completion-key", "answer", "--reward-key", "score")
+    files = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
+    result = paceline("traces", "pairs", traces, files[0], *columns, "--held-out", "0.3", files[1])
+    assert result.exit_code == 0, result.output
+    assert "20 pairs of 20 of 20 prompts" in result.output
+    assert "left out: 20 traces (reward from 0.5 to below 0.7)" in result.output
+    pairs = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
+    assert len(pairs[0]) + len(pairs[1]) == 20
+    assert pairs[1]
+    read = read_preference(pairs[0][0], DataSection(train="unused"))
+    assert (read.chosen, read.rejected, read.margin) == ("1.0", ("0.2",), 0.8)
+
+
+def test_a_malformed_trace_is_named_with_its_line(tmp_path: Path) -> None:
+    traces = tmp_path / "traces.jsonl"
+    traces.write_text('{"prompt": "a", "completion": "b", "final_reward": "good"}\n')
+    result = paceline("traces", "pairs", traces, tmp_path / "pairs.jsonl")
+    assert result.exit_code == 1
+    assert (
+        "traces.jsonl, line 1: column 'final_reward' has to be a finite number, not 'good'" in result.output
+    )
+    assert not (tmp_path / "pairs.jsonl").exists()
