@@ -54,12 +54,14 @@ def test_a_worker_that_adds_a_hundredth_is_found_and_the_step_is_the_same(
         assert each.mean == pytest.approx(0.01 if group_id in wrong else 0.0, abs=1e-5)
         assert each.tokens == sum(s.num_trained_tokens for s in exact if s.group_id == group_id)
     again = trainer_of().train_step(exact, 0)
-    assert metrics["loss"] == again["loss"] and metrics["grad_norm"] == again["grad_norm"]
+    assert metrics["loss"] == again["loss"]
+    assert metrics["grad_norm"] == again["grad_norm"]
 
 
 def test_the_standard_error_is_that_of_completions_where_their_tokens_err_together() -> None:
     together = group_difference(4, [np.full(10, 0.02), np.full(10, -0.02)])
-    assert together.mean == pytest.approx(0.0) and together.tokens == 20
+    assert together.mean == pytest.approx(0.0)
+    assert together.tokens == 20
     # Sums ±0.2 of two completions: √(0.08 · 2) / 20.
     assert together.standard_error == pytest.approx(0.02)
     apart = group_difference(4, [np.array([0.02, -0.02])] * 2)

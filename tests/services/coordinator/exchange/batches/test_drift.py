@@ -20,9 +20,7 @@ NOISES = {
 """Completions, lengths, scale of a token's difference in nats, and scale of the part that a group's tokens share."""
 
 
-def observations(
-    noise: str, number: int, rng: np.random.Generator, bias: float = 0.0
-) -> list[Observation]:
+def observations(noise: str, number: int, rng: np.random.Generator, bias: float = 0.0) -> list[Observation]:
     """Groups of a bfloat16 sampler: heavy-tailed differences by token (Student's t with 3 degrees of freedom), a part that the
     tokens of a group share, and the mean of σ²/2 that sampling from the noisy distribution gives."""
     completions, (shortest, longest), scale, shared = NOISES[noise]
@@ -58,7 +56,8 @@ def test_a_correct_worker_is_never_named_in_ten_thousand_groups(noise: str) -> N
     )
     print(f"{noise}: {alarms} false alarms in {GROUPS} compared groups")
     assert alarms == 0
-    assert test.named == [] and test.groups == GROUPS
+    assert test.named == []
+    assert test.groups == GROUPS
 
 
 @pytest.mark.parametrize("noise", sorted(NOISES))
@@ -70,7 +69,8 @@ def test_a_hundredth_of_a_nat_is_named(noise: str, bias: float) -> None:
     number, finding = until_named(test, observations(noise, 500, rng, bias))
     print(f"{noise}, {bias:+}: named after {number} compared groups, mean {finding.mean:+.4f}")
     assert math.copysign(1, finding.mean) == math.copysign(1, bias)
-    assert finding.others is not None and abs(finding.others) < 0.003
+    assert finding.others is not None
+    assert abs(finding.others) < 0.003
     assert test.named == ["wrong"]
 
 

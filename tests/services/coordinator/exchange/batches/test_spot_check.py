@@ -29,9 +29,7 @@ def train(world: World, rollouts: list[Rollout], reward: Reward, learner: Learne
     tokens = sum(world.group(group.group_id)["tokens"] for group in part)
     receipt = pb.Receipt(step=step, rank=0, world_size=1, tokens=tokens)
     for group in part:
-        receipt.groups.add(
-            group_id=group.group_id, digest=group.digest, scores_digest=group.scores_digest
-        )
+        receipt.groups.add(group_id=group.group_id, digest=group.digest, scores_digest=group.scores_digest)
         wrong = 0.01 if holder[group.group_id] == "broken" else 0.0
         receipt.comparisons.add(group_id=group.group_id, mean=wrong, standard_error=5e-4, tokens=800)
     assert learner._send(0, receipt=receipt).reply.status == COMMITTED
@@ -44,7 +42,8 @@ def test_the_worker_that_is_off_is_named(make_world: MakeWorld) -> None:
         assert len(train(world, rollouts, reward, learner, step)) == 2
     (warning,) = [w for w in world.kinds("warning") if "spot_check" in w]
     assert warning["spot_check"] == "broken"
-    assert "broken are off by +0.0100 nats" in warning["message"] and "drain" in warning["message"]
+    assert "broken are off by +0.0100 nats" in warning["message"]
+    assert "drain" in warning["message"]
     metrics = world.kinds("step")[-1]["metrics"]
     assert metrics["spot_check/groups"] == 6
     assert metrics["spot_check/named_workers"] == 1
