@@ -28,6 +28,7 @@ from learner.model.policy import compute_dtype, packed_logprobs
 from learner.objectives import objective_of
 from learner.objectives.base import LossResult, TokenArrays
 from learner.step.assign_advantages import with_advantages
+from learner.step.comparison import SamplerComparison
 from learner.step.critic import Critic
 from learner.step.frozen import with_frozen_logprobs, with_m2_limit
 from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
@@ -67,6 +68,8 @@ class Trainer:
         """Updates of the last step that were left out."""
         self.token_statistics: TokenStatistics | None = None
         """Takes what the next steps compute of single tokens, where the caller has set it."""
+        self.comparison: SamplerComparison | None = None
+        """Takes log-probabilities by the weights that the next step starts from, where the caller has set it."""
 
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks.
@@ -94,6 +97,7 @@ class Trainer:
             updates = with_m2_limit(updates, self.spec, self.device)
             if self.objective.measures_mismatched:
                 updates = self._with_batch_kl(updates, batch)
+        self._note_proximal(updates)
         sums: dict[str, float] = {}
         grad_norms = []
         self.skipped = []
@@ -124,6 +128,13 @@ class Trainer:
             **batch_metrics(trained, updates, step, self.spec, self._shape, self.device),
             **self._mean_over_ranks({**watch.seconds(), "step_s": time.perf_counter() - started_s}),
         }
+
+    def _note_proximal(self, updates: Sequence[Update]) -> None:
+        """Leave the proximal log-probabilities to the comparison, where the step has computed them."""
+        if self.comparison is not None:
+            for micro in (m for update in updates for m in update.micro_batches if not m.is_dummy):
+                if micro.frozen.proximal_N is not None:
+                    self.comparison.note(micro.packed, micro.frozen.proximal_N)
 
     @property
     def synced_reference(self) -> PreTrainedModel | None:
@@ -221,6 +232,7 @@ class Trainer:
     def _accumulate_gradients(self, update: Update, watch: Stopwatch) -> list[LossResult]:
         """Run every micro-batch forward and backward; afterwards the gradients are those of the global batch, times the scale."""
         results = []
+        comparison, self.comparison = self.comparison, None  # later updates start from other weights
         scale = (
             self.world_size * self._loss_scale.factor
         )  # FSDP averages gradients over ranks, the loss is a sum
@@ -228,7 +240,7 @@ class Trainer:
             is_last = i == len(update.micro_batches) - 1
             set_gradient_sync(self.model, self.device, is_last)
             with watch.measure("forward_s"):
-                result = self._loss(micro, update, self.token_statistics)
+                result = self._loss(micro, update, self.token_statistics, comparison)
             with watch.measure("backward_s"):
                 (result.loss * scale).backward()  # type: ignore[no-untyped-call]
             results.append(replace(result, loss=result.loss.detach()))
@@ -238,13 +250,19 @@ class Trainer:
         return results
 
     def _loss(
-        self, micro: MicroBatch, update: Update, statistics: TokenStatistics | None = None
+        self,
+        micro: MicroBatch,
+        update: Update,
+        statistics: TokenStatistics | None = None,
+        comparison: SamplerComparison | None = None,
     ) -> LossResult:
         logprobs_N, entropy_N = self._logprobs(
             micro.packed, entropy_gradient=self.objective.with_entropy_gradient
         )
         if statistics is not None and not micro.is_dummy:
             statistics.note(micro.packed, logprobs_N, entropy_N)
+        if comparison is not None and not micro.is_dummy:
+            comparison.note(micro.packed, logprobs_N)
         tokens = TokenArrays(
             current_N=logprobs_N,
             entropy_N=entropy_N,

@@ -63,6 +63,7 @@ NEWER_KEYS: dict[str, Any] = {
     "value.optimizer.offload": False,
     "logger.profile_period": 0,
     "logger.keep_token_stats": 2,
+    "logger.verify_share": 0.002,
     "logger.trackers": [],
     "logger.default_rules": True,
     "logger.rules": [],

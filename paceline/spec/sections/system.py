@@ -134,6 +134,9 @@ class LoggerSection(Section):
     keep_token_stats: Annotated[int, Field(ge=0, le=64)] = 2
     """Groups of a step, of those that rank 0 trains, of which the learner's log-probability and entropy of each token are kept for the
     page; 0 keeps none."""
+    verify_share: Annotated[float, Field(ge=0, le=1)] = 0.002
+    """Smallest share of each rollout worker's groups of which the learner compares the log-probabilities with its own; a worker that is
+    off in the mean is named in the run's events. 0: never."""
     profile_period: NonNegativeInt = 0
     """Every so many steps rank 0 of the learner runs torch's profiler, for the metrics of the time in collectives; the step is
     slower by it. 0: never."""

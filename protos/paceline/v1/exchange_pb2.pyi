@@ -1075,6 +1075,7 @@ class BatchGroup(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     REFERENCE_FRAME_FIELD_NUMBER: _builtins.int
     SCORES_DIGEST_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
     group_id: _builtins.int
     """The group."""
     digest: _builtins.str
@@ -1088,6 +1089,8 @@ class BatchGroup(_message.Message):
     log-probabilities if there are any. The exchange sends it with a part. In a receipt it is the digest that the rank
     computed from the scores that it received.
     """
+    verify: _builtins.bool
+    """In a part: true where the rank has to compare the worker's log-probabilities with its own (`logger.verify_share`)."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """In a part: rewards [C, F] in row-major order, NaN where a function returned None. Empty in a receipt."""
@@ -1100,14 +1103,49 @@ class BatchGroup(_message.Message):
         rewards: _abc.Iterable[_builtins.float] | None = ...,
         reference_frame: _builtins.int = ...,
         scores_digest: _builtins.str = ...,
+        verify: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "group_id", b"group_id", "reference_frame", b"reference_frame", "rewards", b"rewards", "scores_digest", b"scores_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "group_id", b"group_id", "reference_frame", b"reference_frame", "rewards", b"rewards", "scores_digest", b"scores_digest", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BatchGroup: _TypeAlias = BatchGroup  # noqa: Y015
+
+@_typing.final
+class Comparison(_message.Message):
+    """Difference between a worker's log-probabilities of a group and those that the learner computes with the same weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    STANDARD_ERROR_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.int
+    """The group."""
+    mean: _builtins.float
+    """Mean over its tokens of the worker's log-probability less the learner's, in nats."""
+    standard_error: _builtins.float
+    """Standard error of that mean, in nats, by the spread over the group's completions."""
+    tokens: _builtins.int
+    """Tokens that were compared."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.int = ...,
+        mean: _builtins.float = ...,
+        standard_error: _builtins.float = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "mean", b"mean", "standard_error", b"standard_error", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Comparison: _TypeAlias = Comparison  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):
@@ -1141,6 +1179,7 @@ class Receipt(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    COMPARISONS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step."""
     rank: _builtins.int
@@ -1157,6 +1196,10 @@ class Receipt(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Metrics of the step, equal on all ranks; the coordinator records rank 0's."""
 
+    @_builtins.property
+    def comparisons(self) -> _containers.RepeatedCompositeFieldContainer[Global___Comparison]:
+        """Comparisons of groups that were marked with `verify`. A group whose tokens have another version is left out."""
+
     def __init__(
         self,
         *,
@@ -1166,10 +1209,11 @@ class Receipt(_message.Message):
         groups: _abc.Iterable[Global___BatchGroup] | None = ...,
         tokens: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        comparisons: _abc.Iterable[Global___Comparison] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "metrics", b"metrics", "rank", b"rank", "step", b"step", "tokens", b"tokens", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comparisons", b"comparisons", "groups", b"groups", "metrics", b"metrics", "rank", b"rank", "step", b"step", "tokens", b"tokens", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

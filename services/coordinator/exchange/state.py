@@ -25,6 +25,7 @@ from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.coordinator.exchange.batches.spot_choice import SpotCheck
 from services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
 from services.coordinator.exchange.lease_durations import LeaseDurations
 from services.coordinator.exchange.throughput import Throughput
@@ -160,6 +161,8 @@ class Exchange:
 
         self.failure_counts = FailureCounts()
         self.drops_in_a_row = DropsInARow()
+        self.spot_check = SpotCheck()
+        """Comparisons of the samplers' log-probabilities with the learner's."""
 
         self._freed = False
         self._unopened_warned_s = -math.inf
@@ -402,6 +405,7 @@ class Exchange:
             self.reserved.clear()
             self.offered.clear()
             self.overdue.clear()
+            self.spot_check = SpotCheck()
             self.failure_counts, self.drops_in_a_row = FailureCounts(), DropsInARow()
 
     # Replies

@@ -55,6 +55,14 @@ class GroupQueries:
             (run_id, step),
         ).fetchall()
 
+    def samplers_of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
+        """Return the id, attempts, holders and oldest version of the groups of a step's batch, in their order."""
+        return self._db.execute(
+            "SELECT group_id, attempt, holders, oldest_step FROM groups INDEXED BY step_groups"
+            " WHERE run_id = ? AND step = ? ORDER BY rank_order",
+            (run_id, step),
+        ).fetchall()
+
     def first_step_without_payloads(self, run_id: str, start: int, end: int) -> int | None:
         """Return the first step in [start, end) of whose groups some have no result any more."""
         row = self._db.execute(

@@ -76,6 +76,11 @@ COMPLETIONS = Part("train", "Completions of the batch", "By the coordinator and 
            "below 0.1; above, raise `policy.generation.max_new_tokens` or see `grpo.overlong_filtering`"),
     Metric("zero_advantage_fraction", "share", "tokens whose advantage is 0", "below 0.5; at 1 the rewards train nothing"),
     Metric("trained_tokens", "tokens", "completion tokens of the batch"),
+    Metric("spot_check/groups", "groups", "groups of which the learner has compared the log-probabilities (`logger.verify_share`), in this "
+           "life of the coordinator", "absent where no group had the version that its step starts from"),
+    Metric("spot_check/largest_difference", "nats", "rollout worker's log-probability less the learner's, mean over tokens and the "
+           "worker's newest compared groups, of the worker with the largest", "within ±0.003"),
+    Metric("spot_check/named_workers", "workers", "workers that were named because they are off in the mean", "0"),
     Metric("age", "steps", "mean age of the tokens: the step minus the step of the version that sampled them",
            "at most `async_grpo.max_trajectory_age_steps`, except for late groups"),
     Metric("age/<age>", "groups", "groups of that age in the batch"),

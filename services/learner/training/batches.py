@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from learner.step.comparison import GroupDifference, SamplerComparison
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Group
 from paceline.wire import decode_group
@@ -112,8 +113,15 @@ class BatchClient:
                 log.error("%s; it is fetched again", error)
         return None
 
-    def send_receipt(self, batch: RankBatch, step: int, tokens: int, metrics: dict[str, float]) -> None:
-        """Report that this rank has trained `batch`; rank 0's metrics are the step's."""
+    def send_receipt(
+        self,
+        batch: RankBatch,
+        step: int,
+        tokens: int,
+        metrics: dict[str, float],
+        comparisons: Sequence[GroupDifference] = (),
+    ) -> None:
+        """Report that this rank has trained `batch`, with its comparisons; rank 0's metrics are the step's."""
         receipt = pb.Receipt(
             step=step,
             rank=self._rank.rank,
@@ -124,6 +132,7 @@ class BatchClient:
             ],
             tokens=tokens,
             metrics=metrics if self._rank.rank == 0 else {},
+            comparisons=[pb.Comparison(**compared._asdict()) for compared in comparisons],
         )
         reply, _ = self._request(
             pb.ExchangeRequest(run_id=self._run_id, session=self._session, receipt=receipt),
@@ -145,3 +154,19 @@ class BatchClient:
             )
         except TimeoutError:
             raise Unavailable("the coordinator did not answer before this rank had to go") from None
+
+
+def comparison_of(batch: RankBatch, session: int, step: int) -> SamplerComparison | None:
+    """Return what compares the groups of `batch` that the coordinator has marked; None without any. Groups with tokens of another
+    version than (session, step), which the step starts from, are left out: an earlier session's weights may differ."""
+    group_ids = [
+        sent.group_id
+        for sent, group in zip(batch.reply.groups, batch.groups, strict=True)
+        if sent.verify
+        and all(
+            (span.session, span.step) == (session, step)
+            for completion in group.completions
+            for span in completion.spans
+        )
+    ]
+    return SamplerComparison(group_ids) if group_ids else None

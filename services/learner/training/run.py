@@ -42,7 +42,7 @@ from services.learner.rank_group import (
     set_collective_timeout,
 )
 from services.learner.training.agreement import StepAgreement
-from services.learner.training.batches import BatchClient, RankBatch
+from services.learner.training.batches import BatchClient, RankBatch, comparison_of
 from services.learner.training.checkpoints import NotShared, SessionCheckpoints
 from services.learner.training.collective_time import collective_time
 from services.learner.training.exports import Rank0RunExports, RunExports
@@ -298,9 +298,10 @@ class LearnerRun:
             before = self._validate() if self.step == 0 else {}
             statistics = observed(self._spec, self._rank.rank, batch.groups)
             self._trainer.token_statistics = statistics
+            comparison = self._trainer.comparison = comparison_of(batch, self.session, self.step)
             with collective_time(self._is_profiled(), self._rank.device) as in_collectives:
                 metrics = self._trainer.train_step(samples, self.step)
-            self._trainer.token_statistics = None
+            self._trainer.token_statistics, self._trainer.comparison = None, None
             metrics |= in_collectives
             if self._spec.samples:
                 metrics |= completion_metrics(batch.groups, self._rank.device)
@@ -321,7 +322,9 @@ class LearnerRun:
         tokens = (
             batch.num_tokens if self._spec.samples else sum(len(sample.completion_ids) for sample in samples)
         )
-        self._batches.send_receipt(batch, self.step - 1, tokens, metrics)
+        self._batches.send_receipt(
+            batch, self.step - 1, tokens, metrics, [] if comparison is None else comparison.results()
+        )
         if statistics is not None:
             self._rank.report(report_of(statistics.of(samples), self.run_id, self.session, self.step - 1))
         self._log_progress(metrics)

@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.tracing import step_traceparent
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.batches import damaged_groups, session_faults
+from services.coordinator.exchange.batches import damaged_groups, session_faults, spot_check
 from services.coordinator.exchange.batches.selection import fix_if_due
 from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment
@@ -95,6 +95,7 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
         return exchange.refuse(request, message)
     receipts = exchange.ledger.receipts
     receipts.add(run.run_id, request.session, receipt)
+    spot_check.take(exchange, run, receipt)
     if receipt.rank == 0:
         exchange.notice("metrics", step=receipt.step, session=request.session, metrics=dict(receipt.metrics))
     if receipts.count(run.run_id, request.session, receipt.step, receipt.world_size) == receipt.world_size:
@@ -148,6 +149,7 @@ def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Ou
             scores_digest=group["scores_digest"],
         )
         payloads.append(payload.arrays)
+    spot_check.mark(exchange, run, wanted.step, batch["chain"], reply.batch)
     if run.spec.pool_serves_reference:
         for given in reply.batch.groups:
             reference = exchange.ledger.payload(run.run_id, given.group_id, "reference", last=True)
@@ -179,6 +181,6 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
         ledger.count(run.run_id, "tokens:trained", num_tokens)
         ledger.batches.mark_trained(run.run_id, step)
         ends["chain"] = batch["chain"]
-        metrics = json.loads(batch["metrics_json"])
+        metrics = json.loads(batch["metrics_json"]) | spot_check.metrics(exchange)
     ledger.update_run(run.run_id, **ends)
     exchange.notice("step", step=step, metrics=metrics)

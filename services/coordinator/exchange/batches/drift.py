@@ -1,0 +1,158 @@
+"""Sequential test for a worker whose log-probabilities are wrong in the mean. Pure: numbers in, findings out.
+
+An observation is one group: the mean over its tokens of log μ - log π in nats, where μ is what the worker reported and π
+what the learner computed with the same weights, with the standard error of that mean. A correct worker has a mean of a few
+thousandths at most, because kernels and number formats differ; a wrong kernel or a broken GPU has more.
+
+The test is a cumulative sum (E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954) of the log-likelihood ratio
+between a mean of FAULTY and one of TOLERATED, one sum for each sign. For Gaussian noise of standard deviation σ an
+observation x adds
+
+    (FAULTY - TOLERATED) / σ² · (x - (FAULTY + TOLERATED) / 2)
+
+to the sum, which never falls below 0. A worker is named when a sum reaches THRESHOLD. Noise is neither Gaussian nor
+known, so an observation adds at most MAX_INCREMENT (no single group names a worker), counts as at most CLIP_SIGMAS σ, and
+σ is the largest of three estimates: the group's own standard error, the median of all groups' standard errors, and the
+spread of the groups around the median of their worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+TOLERATED = 0.003
+"""Largest mean, in nats a token, that a correct worker may have."""
+
+FAULTY = 0.01
+"""Mean that the test is made to find."""
+
+THRESHOLD = 18.0
+"""Sum at which a worker is named: a likelihood ratio of e^18, some 7·10⁷."""
+
+MAX_INCREMENT = 9.5
+"""Largest addition of one group, so that at least two groups name a worker."""
+
+CLIP_SIGMAS = 4.0
+
+SMALLEST_SIGMA = 2e-4
+"""Nats. A smaller standard error is not believed: rounding errors of the tokens of a group are alike."""
+
+SPREAD_FROM = 8
+"""Observations from which their spread is an estimate of the noise."""
+
+MAX_OBSERVATIONS = 256
+"""Newest observations, of all workers together, that the estimates of the noise are made from."""
+
+MAX_WORKERS = 4096
+"""Workers that are remembered; the one that was observed least recently is forgotten first."""
+
+MAD_TO_SIGMA = 1.4826
+"""Standard deviation of a Gaussian by its median absolute deviation."""
+
+
+class Observation(NamedTuple):
+    """What the learner computed of one group."""
+
+    mean: float
+    """Mean over tokens of the worker's log-probability less the learner's, in nats."""
+    standard_error: float
+    """Standard error of that mean, in nats, by the spread over the group's completions."""
+    tokens: int
+    """Tokens that were compared."""
+
+
+class Finding(NamedTuple):
+    """A worker whose log-probabilities are wrong."""
+
+    member_id: str
+    mean: float
+    """Mean of its newest groups, in nats a token."""
+    groups: int
+    """Groups since its sum was 0 last."""
+    others: float | None
+    """Median over all other workers of their means; None without others."""
+    times: int
+    """How often it has been named, this time included."""
+
+
+@dataclass
+class _Worker:
+    """Sums and newest observations of one worker."""
+
+    above: float = 0.0
+    below: float = 0.0
+    groups: int = 0
+    since_zero: int = 0
+    named: int = 0
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+
+
+class DriftTest:
+    """The test of one run's workers."""
+
+    def __init__(self) -> None:
+        self._workers: OrderedDict[str, _Worker] = OrderedDict()
+        self._deviations: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
+        self._errors: deque[float] = deque(maxlen=MAX_OBSERVATIONS)
+        self.groups = 0
+        """Groups observed."""
+
+    def observe(self, member_id: str, observation: Observation) -> Finding | None:
+        """Take one group of a worker in. Return a finding when the worker is named by it; numbers that are not finite are
+        ignored."""
+        if not all(map(math.isfinite, observation[:2])) or observation.tokens <= 0:
+            return None
+        worker = self._workers.setdefault(member_id, _Worker())
+        self._workers.move_to_end(member_id)
+        while len(self._workers) > MAX_WORKERS:
+            self._workers.popitem(last=False)
+        self.groups += 1
+        worker.groups += 1
+        worker.newest.append(observation.mean)
+        self._errors.append(observation.standard_error)
+        if len(worker.newest) > 1:
+            self._deviations.append(abs(observation.mean - median(worker.newest)))
+        return self._add(member_id, worker, observation)
+
+    @property
+    def largest_mean(self) -> float:
+        """Return the mean, in nats a token, that is farthest from 0 among the workers; each by its newest groups."""
+        return max((median(worker.newest) for worker in self._workers.values()), key=abs, default=0.0)
+
+    @property
+    def named(self) -> list[str]:
+        """Return the workers that have been named, sorted."""
+        return sorted(member_id for member_id, worker in self._workers.items() if worker.named)
+
+    def _add(self, member_id: str, worker: _Worker, observation: Observation) -> Finding | None:
+        sigma = self._sigma(observation.standard_error)
+        bound = max(2 * FAULTY, CLIP_SIGMAS * sigma)
+        mean = min(max(observation.mean, -bound), bound)
+        weight, middle = (FAULTY - TOLERATED) / sigma**2, (FAULTY + TOLERATED) / 2
+        worker.above = max(0.0, worker.above + min(weight * (mean - middle), MAX_INCREMENT))
+        worker.below = max(0.0, worker.below + min(weight * (-mean - middle), MAX_INCREMENT))
+        worker.since_zero = worker.since_zero + 1 if worker.above or worker.below else 0
+        if max(worker.above, worker.below) < THRESHOLD:
+            return None
+        newest = list(worker.newest)[-worker.since_zero :]
+        worker.named += 1
+        finding = Finding(
+            member_id, sum(newest) / len(newest), worker.since_zero, self._others(member_id), worker.named
+        )
+        worker.above = worker.below = 0.0
+        worker.since_zero = 0
+        return finding
+
+    def _sigma(self, standard_error: float) -> float:
+        sigma = max(standard_error, median(self._errors), SMALLEST_SIGMA)
+        if len(self._deviations) >= SPREAD_FROM:
+            sigma = max(sigma, MAD_TO_SIGMA * median(self._deviations))
+        return sigma
+
+    def _others(self, member_id: str) -> float | None:
+        means = [median(worker.newest) for name, worker in self._workers.items() if name != member_id]
+        return median(means) if means else None

@@ -1,0 +1,104 @@
+"""The sequential test by simulation: a biased worker is named soon, a correct bfloat16 worker never."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from services.coordinator.exchange.batches.drift import MAX_WORKERS, DriftTest, Finding, Observation
+
+GROUPS = 10_000
+
+NOISES = {
+    "short": (4, (12, 32), 0.02, 0.0005),
+    "usual": (8, (50, 400), 0.02, 0.001),
+    "long": (8, (500, 2000), 0.03, 0.001),
+    "coarse": (8, (50, 400), 0.05, 0.002),
+}
+"""Completions, lengths, scale of a token's difference in nats, and scale of the part that a group's tokens share."""
+
+
+def observations(noise: str, number: int, rng: np.random.Generator, bias: float = 0.0) -> list[Observation]:
+    """Groups of a bfloat16 sampler: heavy-tailed differences by token (Student's t with 3 degrees of freedom), a part that the
+    tokens of a group share, and the mean of σ²/2 that sampling from the noisy distribution gives."""
+    completions, (shortest, longest), scale, shared = NOISES[noise]
+    lengths_GC = rng.integers(shortest, longest + 1, (number, completions))
+    common_G = shared * rng.standard_t(3, number)
+    found = []
+    for lengths_C, common in zip(lengths_GC, common_G, strict=True):
+        values = scale * rng.standard_t(3, lengths_C.sum()) / math.sqrt(3) + scale**2 / 2 + common + bias
+        values = values.clip(-1, 1)
+        mean = float(values.mean())
+        sums_C = np.add.reduceat(values - mean, np.concatenate(([0], lengths_C.cumsum()[:-1])))
+        by_completions = math.sqrt((sums_C**2).sum() * completions / (completions - 1)) / len(values)
+        error = max(by_completions, float(values.std()) / math.sqrt(len(values)))
+        found.append(Observation(mean, error, len(values)))
+    return found
+
+
+def until_named(test: DriftTest, groups: list[Observation]) -> tuple[int, Finding]:
+    """Return after how many groups the worker is named, and the finding."""
+    for number, observation in enumerate(groups, 1):
+        finding = test.observe("wrong", observation)
+        if finding is not None:
+            return number, finding
+    raise AssertionError(f"not named in {len(groups)} groups")
+
+
+@pytest.mark.parametrize("noise", ["short", "usual", "coarse"])
+def test_a_correct_worker_is_never_named_in_ten_thousand_groups(noise: str) -> None:
+    rng, test = np.random.default_rng(7), DriftTest()
+    alarms = sum(
+        test.observe(f"honest-{number % 2}", observation) is not None
+        for number, observation in enumerate(observations(noise, GROUPS, rng))
+    )
+    print(f"{noise}: {alarms} false alarms in {GROUPS} compared groups")
+    assert alarms == 0
+    assert test.named == []
+    assert test.groups == GROUPS
+
+
+@pytest.mark.parametrize("noise", sorted(NOISES))
+@pytest.mark.parametrize("bias", [0.01, -0.01])
+def test_a_hundredth_of_a_nat_is_named(noise: str, bias: float) -> None:
+    rng, test = np.random.default_rng(3), DriftTest()
+    for observation in observations(noise, 4, rng):
+        assert test.observe("honest", observation) is None
+    number, finding = until_named(test, observations(noise, 500, rng, bias))
+    print(f"{noise}, {bias:+}: named after {number} compared groups, mean {finding.mean:+.4f}")
+    assert math.copysign(1, finding.mean) == math.copysign(1, bias)
+    assert finding.others is not None
+    assert abs(finding.others) < 0.003
+    assert test.named == ["wrong"]
+
+
+def test_two_compared_groups_are_enough_where_completions_are_long() -> None:
+    rng, test = np.random.default_rng(5), DriftTest()
+    for observation in observations("long", 4, rng):
+        test.observe("honest", observation)
+    number, _ = until_named(test, [Observation(0.0112, 0.0004, 8000)] * 2)
+    assert number == 2
+
+
+def test_a_worker_that_breaks_late_is_named_too() -> None:
+    rng, test = np.random.default_rng(9), DriftTest()
+    for observation in observations("usual", 1000, rng):
+        assert test.observe("wrong", observation) is None
+    until_named(test, observations("usual", 100, rng, 0.01))
+
+
+def test_no_single_group_names_a_worker_and_bad_numbers_are_ignored() -> None:
+    test = DriftTest()
+    assert test.observe("a", Observation(1.0, 1e-6, 1000)) is None
+    for mean, error, tokens in ((math.nan, 0.1, 5), (0.1, math.inf, 5), (0.1, 0.1, 0)):
+        assert test.observe("a", Observation(mean, error, tokens)) is None
+    assert test.groups == 1
+
+
+def test_the_number_of_workers_is_bounded() -> None:
+    test = DriftTest()
+    for number in range(MAX_WORKERS + 10):
+        test.observe(str(number), Observation(0.0, 0.001, 10))
+    assert len(test._workers) == MAX_WORKERS

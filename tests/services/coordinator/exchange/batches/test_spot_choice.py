@@ -1,0 +1,45 @@
+"""Which groups are compared: the first of each worker, then at least its share, of the step's own version alone."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any, cast
+
+from services.coordinator.exchange.batches.spot_choice import FIRST_CHECKS, SpotCheck
+
+
+def batch(step: int, workers: list[str], attempt: int = 1, age: int = 0) -> list[sqlite3.Row]:
+    rows: list[dict[str, Any]] = [
+        {"group_id": 100 * step + i, "attempt": attempt, "holders": worker, "oldest_step": step - age}
+        for i, worker in enumerate(workers)
+    ]
+    return cast("list[sqlite3.Row]", rows)
+
+
+def chosen_in(check: SpotCheck, step: int, rows: list[sqlite3.Row]) -> list[str]:
+    return sorted(check.choose(f"chain-{step}", step, rows, 0.002).values())
+
+
+def test_the_first_groups_are_compared_and_then_at_least_two_in_a_thousand() -> None:
+    check = SpotCheck(seed=1)
+    workers = [worker for worker in ("a", "b") for _ in range(5)]
+    compared = [chosen_in(check, step, batch(step, workers)) for step in range(1000)]
+    assert compared[:FIRST_CHECKS] == [["a", "b"]] * FIRST_CHECKS
+    for first in range(FIRST_CHECKS, 800):  # any thousand groups of a worker
+        for worker in ("a", "b"):
+            number = sum(worker in names for names in compared[first : first + 200])
+            assert 2 <= number <= 4
+
+
+def test_the_same_batch_has_the_same_choice() -> None:
+    check = SpotCheck(seed=1)
+    rows = batch(0, ["a", "a", "a", "b"])
+    assert check.choose("x", 0, rows, 0.002) is check.choose("x", 0, rows, 0.002)
+    assert check.chosen("y") == {}
+
+
+def test_older_versions_and_groups_of_several_workers_are_left_out() -> None:
+    check = SpotCheck(seed=1)
+    assert chosen_in(check, 0, batch(0, ["a"], attempt=2)) == []
+    assert chosen_in(check, 1, batch(1, ["a"], age=1)) == []
+    assert chosen_in(check, 2, batch(2, ["a"])) == ["a"]
