@@ -187,7 +187,8 @@ class Engines:
     def _stub(self, address: str) -> Any:
         if address not in self._channels:
             self._channels[address] = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))
-        return rollout_pb2_grpc.RolloutServiceStub(self._channels[address])
+        channel: Any = self._channels[address]  # has the part of a channel that stubs use
+        return rollout_pb2_grpc.RolloutServiceStub(channel)
 
 
 class LeasedTokens:

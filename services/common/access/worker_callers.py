@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import grpc
 
 from paceline.errors import AccessDenied, Unavailable
+from paceline.tls.channels import open_aio_channel
 from paceline.token import VARIABLE, is_same, metadata, read_token, token_path
 from protos.paceline.v1 import access_pb2, access_pb2_grpc
 from services.common.access.caller import Caller, CallerRole
@@ -85,7 +86,7 @@ class WorkerCallers:
 
     async def _ask(self, digest: str, own: str) -> _Answer:
         request = access_pb2.IdentifyRequest(token_sha256=bytes.fromhex(digest))
-        async with grpc.aio.insecure_channel(self._coordinator) as channel:
+        async with open_aio_channel(self._coordinator) as channel:
             stub = access_pb2_grpc.AccessServiceStub(channel)
             async with asyncio.timeout(2 * CALL_S):
                 answer = await stub.Identify(request, timeout=CALL_S, metadata=metadata(own))
