@@ -25,9 +25,9 @@ from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.batches.spot_choice import SpotCheck
 from services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
 from services.coordinator.exchange.lease_durations import LeaseDurations
+from services.coordinator.exchange.spot_choice import SpotCheck
 from services.coordinator.exchange.throughput import Throughput
 from services.coordinator.ledger.batch_split import Splits
 from services.coordinator.ledger.group_queries import GroupQueries

@@ -12,7 +12,7 @@ State lives in memory, and a coordinator's restart begins the counts anew.
 from __future__ import annotations
 
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.batches.drift import TOLERATED, Finding, Observation
+from services.coordinator.exchange.drift import TOLERATED, Finding, Observation
 from services.coordinator.exchange.state import ActiveRun, Exchange
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from services.coordinator.exchange.batches.drift import MAX_WORKERS, DriftTest, Finding, Observation
+from services.coordinator.exchange.drift import MAX_WORKERS, DriftTest, Finding, Observation
 
 GROUPS = 10_000
 
