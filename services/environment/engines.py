@@ -86,7 +86,7 @@ class Engines:
         self.run_id = run_id
         self.list = EngineList()
         self._changed = asyncio.Event()
-        self._channels: dict[str, RenewedChannel] = {}
+        self._channels: dict[str, Any] = {}
         self._num_calls: Counter[str] = Counter()
         """Calls that wait for their answers, by address."""
         self._closing: set[asyncio.Future[None]] = set()
