@@ -118,6 +118,11 @@ class DriftTest:
             self._deviations.append(abs(observation.mean - median(worker.newest)))
         return self._add(member_id, worker, observation)
 
+    def is_suspected(self, member_id: str) -> bool:
+        """Return whether the newest groups of a worker speak for a fault, however little."""
+        worker = self._workers.get(member_id)
+        return worker is not None and worker.since_zero > 0
+
     @property
     def largest_mean(self) -> float:
         """Return the mean, in nats a token, that is farthest from 0 among the workers; each by its newest groups."""

@@ -1,7 +1,7 @@
 """Choice of the groups that the learner compares with its own log-probabilities. Pure.
 
 Promise: the first FIRST_CHECKS groups of a worker, and then at least the share `logger.verify_share` of its groups, are due for a
-comparison. No worker can foresee which. The same batch has the same choice, however often it is requested.
+comparison, and the next group at once while the newest ones speak for a fault. No worker can foresee which. The same batch has the same choice, however often it is requested.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 from paceline.groups import held_attempt
-from services.coordinator.exchange.drift import DriftTest
+from services.coordinator.exchange.drift import DriftTest, Finding, Observation
 
 FIRST_CHECKS = 4
 """Groups of a new worker that are compared as soon as they can be."""
@@ -60,6 +60,13 @@ class SpotCheck:
                 self._until_due[worker] = int(self._random.uniform(0.5, 1.0) / share)
         self._trim(chain, chosen)
         return chosen
+
+    def observe(self, worker: str, observation: Observation) -> Finding | None:
+        """Take a comparison of a worker in. Return a finding when it is named."""
+        finding = self.test.observe(worker, observation)
+        if self.test.is_suspected(worker):
+            self._until_due[worker] = 0
+        return finding
 
     def chosen(self, chain: str) -> dict[int, str]:
         """Return the earlier choice for a batch; empty where there was none."""

@@ -39,7 +39,7 @@ def take(exchange: Exchange, run: ActiveRun, receipt: pb.Receipt) -> None:
         if not worker:
             continue
         observation = Observation(compared.mean, compared.standard_error, compared.tokens)
-        finding = exchange.spot_check.test.observe(worker, observation)
+        finding = exchange.spot_check.observe(worker, observation)
         if finding is not None and finding.times & (finding.times - 1) == 0:  # the first, second, fourth …
             exchange.notice("warning", message=explain(finding), spot_check=worker, nats=finding.mean)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import sqlite3
+from typing import cast
 
 import numpy as np
 import pytest
 
 from services.coordinator.exchange.drift import MAX_WORKERS, DriftTest, Finding, Observation
+from services.coordinator.exchange.spot_choice import SpotCheck
 
 GROUPS = 10_000
 
@@ -87,6 +90,28 @@ def test_a_worker_that_breaks_late_is_named_too() -> None:
     for observation in observations("usual", 1000, rng):
         assert test.observe("wrong", observation) is None
     until_named(test, observations("usual", 100, rng, 0.01))
+
+
+@pytest.mark.parametrize("noise", ["short", "coarse"])
+@pytest.mark.parametrize("bias", [0.01, -0.01])
+def test_a_worker_that_breaks_late_is_named_within_a_thousand_of_its_groups(noise: str, bias: float) -> None:
+    """With the usual `logger.verify_share`: after a first hint its next groups are all compared."""
+    rng, check = np.random.default_rng(4), SpotCheck(seed=2)
+    groups = {
+        "wrong": [*observations(noise, 600, rng), *observations(noise, 1000, rng, bias)],
+        "honest": observations(noise, 1600, rng),
+    }
+    named: dict[str, int] = {}
+    for step in range(1600):
+        rows = [
+            {"group_id": worker, "attempt": 1, "holders": worker, "oldest_step": step} for worker in groups
+        ]
+        for worker in check.choose(str(step), step, cast("list[sqlite3.Row]", rows), 0.002).values():
+            if check.observe(worker, groups[worker][step]) is not None:
+                named.setdefault(worker, step)
+    print(f"{noise}, {bias:+}: named {named['wrong'] - 600} groups after it broke")
+    assert list(named) == ["wrong"]
+    assert 600 <= named["wrong"] < 1600
 
 
 def test_no_single_group_names_a_worker_and_bad_numbers_are_ignored() -> None:

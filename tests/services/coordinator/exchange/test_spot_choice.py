@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from typing import Any, cast
 
+from services.coordinator.exchange.drift import Observation
 from services.coordinator.exchange.spot_choice import FIRST_CHECKS, SpotCheck
 
 
@@ -29,6 +30,21 @@ def test_the_first_groups_are_compared_and_then_at_least_two_in_a_thousand() -> 
         for worker in ("a", "b"):
             number = sum(worker in names for names in compared[first : first + 200])
             assert 2 <= number <= 4
+
+
+def test_a_suspected_worker_is_compared_again_at_once() -> None:
+    check = SpotCheck(seed=1)
+    for step in range(FIRST_CHECKS):
+        assert chosen_in(check, step, batch(step, ["a", "b"])) == ["a", "b"]
+        for worker in ("a", "b"):
+            check.observe(worker, Observation(0.0, 0.001, 1000))
+    assert chosen_in(check, 10, batch(10, ["a", "b"])) == []
+    assert check.observe("a", Observation(0.012, 0.003, 1000)) is None
+    assert chosen_in(check, 11, batch(11, ["a", "b"])) == ["a"]
+    check.observe("a", Observation(-0.02, 0.003, 1000))
+    check.observe("a", Observation(0.0, 0.003, 1000))
+    assert chosen_in(check, 12, batch(12, ["a", "b"])) == ["a"], "it was due before it was cleared"
+    assert chosen_in(check, 13, batch(13, ["a", "b"])) == []
 
 
 def test_the_same_batch_has_the_same_choice() -> None:
