@@ -17,10 +17,11 @@ from services.common.options import directory_option, token_file_option
 from services.common.processes.ready_file import announce
 from services.common.scrape import metrics_endpoint
 from services.common.zmq_keepalive import in_brackets
-from services.dashboard.access import Access, Role
+from services.dashboard.access import Access
 from services.dashboard.app import Dashboard
 from services.dashboard.backends import Backend, CoordinatorBackend, LedgerBackend
 from services.dashboard.gateway import Gateway
+from services.dashboard.links import say_links
 from services.dashboard.pieces import Pieces
 
 USUAL_PORT = 7080
@@ -82,8 +83,7 @@ def main(
             address = f"{in_brackets(host)}:{await dashboard.start(host, port)}"
             announce(ready_file, address)
             if not ready_file:  # a supervisor prints them itself, and logs should not have keys
-                click.echo(f"page:           {link(address, access, Role.OPERATOR)}")
-                click.echo(f"page, to read:  {link(address, access, Role.READER)}")
+                say_links(address, access)
             log.info("the dashboard of %s listens on %s", coordinator or ledger, address)
             async with metrics_endpoint(host, metrics_port):
                 await stop.wait()
@@ -92,11 +92,6 @@ def main(
             await backend.close()
 
     run_service(serve)
-
-
-def link(address: str, access: Access, role: Role) -> str:
-    """Return the page's link for a role. The key is behind `#`, which browsers do not send to any server."""
-    return f"http://{address}/#key={access.key(role)}"
 
 
 if __name__ == "__main__":
