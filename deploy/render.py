@@ -26,8 +26,10 @@ COMPOSE_HEAD = """#
 #   docker compose -f deploy/compose.yaml run --rm cli submit spec.yaml --wait
 #
 # The folder in PACELINE_WORK is what you bring (specs, data, models), mounted at /work. The volume `runs` is the ledger, `store` has
-# checkpoints and exports. Nothing is encrypted: the network is the containers' own, and the coordinator is
-# published on this host's loopback only.
+# checkpoints and exports. Nothing is encrypted: the network is the containers' own, and the coordinator and
+# the page (port 7081) are published on this host's loopback only. The page's links, which carry keys:
+#
+#   docker compose -f deploy/compose.yaml exec dashboard python -m services.dashboard.links 127.0.0.1:7081
 """
 
 
@@ -55,20 +57,28 @@ def _stage(target: str, image: str, role: Role) -> str:
         f"LABEL org.opencontainers.image.title={title} \\",
         f"      org.opencontainers.image.description={about}",
     ]
-    if "grpc" in role["ports"]:
-        port = role["ports"]["grpc"]
-        health = ["python", "-m", "services.common.healthcheck", f"127.0.0.1:{port}"]
+    if role["ports"]:
+        port = _port(role)
+        address = (
+            f"127.0.0.1:{port}" if "grpc" in role["ports"] else f"http://127.0.0.1:{port}{role['health']}"
+        )
+        health = ["python", "-m", "services.common.healthcheck", address]
         lines += [
             "EXPOSE " + " ".join(str(number) for number in role["ports"].values()),
             "HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 \\",
             f"    CMD {json.dumps(health)}",
         ]
-        fixed = [role["command"], "--host", "0.0.0.0", "--port", str(port), *role["options"]]
+        fixed = [*role["command"].split(), "--host", "0.0.0.0", "--port", str(port), *role["options"]]
         lines.append(f"ENTRYPOINT {json.dumps(fixed)}")
         lines.append(f"CMD {json.dumps(_arguments(role))}")
     else:
         lines += ["HEALTHCHECK NONE", f"ENTRYPOINT {json.dumps([role['command']])}", 'CMD ["--help"]']
     return "\n".join(lines) + "\n"
+
+
+def _port(role: Role) -> int:
+    """Return the port of --port."""
+    return int(role["ports"].get("grpc") or role["ports"]["http"])
 
 
 def _arguments(role: Role) -> list[str]:
@@ -123,9 +133,9 @@ def _service(name: str, role: Role, profile: str) -> dict[str, Any]:
         service["command"] = _arguments(role) + [
             option for option in role["compose"]["options"] if option not in _arguments(role)
         ]
-    if is_coordinator:
-        service["ports"] = [f"127.0.0.1:{role['ports']['grpc']}:{role['ports']['grpc']}"]
-    elif not is_command:
+    if "publish" in role["compose"]:
+        service["ports"] = [f"127.0.0.1:{role['compose']['publish']}:{_port(role)}"]
+    if not is_coordinator and not is_command:
         service["depends_on"] = {"coordinator": {"condition": "service_healthy"}}
         service["deploy"] = {"replicas": role["compose"]["replicas"]}
     if profile == "gpu":

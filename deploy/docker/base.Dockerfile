@@ -43,6 +43,7 @@ RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-
     && /opt/paceline/bin/python /locks/trim.py control \
     && /opt/paceline/bin/python -c "import hf_xet, s3fs, tokenizers, transformers, zstandard" \
     && /opt/paceline/bin/python -c "import services.cli.main, services.coordinator.main, services.common.healthcheck" \
+    && /opt/paceline/bin/python -c "import services.dashboard.links, services.dashboard.main" \
     && /opt/paceline/bin/python /locks/collect.py /root-of-image
 
 # The same with what reads Parquet and the hub's data sets.

@@ -1,15 +1,21 @@
 """`python -m services.common.healthcheck HOST:PORT`: exit status 0 when the server there is SERVING.
 
-Containers use it as their health check. Every Paceline server answers `grpc.health.v1`.
+Containers use it as their health check. Every gRPC server of Paceline answers `grpc.health.v1`; a server without gRPC is asked for
+a page, `http://HOST:PORT/PATH`, and has to answer with status 200.
 """
 
 from __future__ import annotations
+
+import http.client
+import ssl
+from urllib.parse import urlsplit
 
 import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.tls.channels import open_plain_or_tls
+from paceline.tls.folder import tls_folder
 
 
 @click.command()
@@ -18,7 +24,34 @@ from paceline.tls.channels import open_plain_or_tls
     "--timeout", "timeout_s", default=3.0, show_default=True, help="Seconds to wait for the answer."
 )
 def main(address: str, timeout_s: float) -> None:
-    """Ask the server at ADDRESS (HOST:PORT) whether it serves."""
+    """Ask the server at ADDRESS (HOST:PORT, or http://HOST:PORT/PATH) whether it serves."""
+    if address.startswith("http://"):
+        _get(address, timeout_s)
+    else:
+        _check(address, timeout_s)
+
+
+def _get(address: str, timeout_s: float) -> None:
+    """Get a page, by no proxy, and over TLS where this host's services use it. Raises click.ClickException for another status than
+    200."""
+    parts, folder = urlsplit(address), tls_folder()
+    connection = http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
+    if folder is not None:
+        context = ssl.create_default_context(cadata=folder.read().authority.decode())
+        connection = http.client.HTTPSConnection(parts.netloc, timeout=timeout_s, context=context)
+    try:
+        connection.request("GET", parts.path or "/")
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        raise click.ClickException(f"{address}: {error}") from None
+    finally:
+        connection.close()
+    if status != http.client.OK:
+        raise click.ClickException(f"{address}: status {status}")
+
+
+def _check(address: str, timeout_s: float) -> None:
+    """Call `grpc.health.v1`. Raises click.ClickException for another answer than SERVING."""
     with open_plain_or_tls(address) as channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)

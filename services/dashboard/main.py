@@ -10,7 +10,6 @@ import click
 
 from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
-from paceline.tls.folder import tls_folder
 from paceline.token import TOKEN_NAME, token_path
 from services.common.grpc_server import run_service
 from services.common.insecure import check_coordinator, check_host, insecure_option, remind
@@ -18,10 +17,11 @@ from services.common.options import directory_option, token_file_option
 from services.common.processes.ready_file import announce
 from services.common.scrape import metrics_endpoint
 from services.common.zmq_keepalive import in_brackets
-from services.dashboard.access import Access, Role
+from services.dashboard.access import Access
 from services.dashboard.app import Dashboard
 from services.dashboard.backends import Backend, CoordinatorBackend, LedgerBackend
 from services.dashboard.gateway import Gateway
+from services.dashboard.links import say_links
 from services.dashboard.pieces import Pieces
 
 USUAL_PORT = 7080
@@ -83,8 +83,7 @@ def main(
             address = f"{in_brackets(host)}:{await dashboard.start(host, port)}"
             announce(ready_file, address)
             if not ready_file:  # a supervisor prints them itself, and logs should not have keys
-                click.echo(f"page:           {link(address, access, Role.OPERATOR)}")
-                click.echo(f"page, to read:  {link(address, access, Role.READER)}")
+                say_links(address, access)
             log.info("the dashboard of %s listens on %s", coordinator or ledger, address)
             reminding = asyncio.create_task(remind(host))
             async with metrics_endpoint(host, metrics_port):
@@ -95,12 +94,6 @@ def main(
             await backend.close()
 
     run_service(serve)
-
-
-def link(address: str, access: Access, role: Role) -> str:
-    """Return the page's link for a role. The key is behind `#`, which browsers do not send to any server."""
-    scheme = "http" if tls_folder() is None else "https"
-    return f"{scheme}://{address}/#key={access.key(role)}"
 
 
 if __name__ == "__main__":

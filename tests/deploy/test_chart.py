@@ -6,6 +6,7 @@ Without Helm (`make lint-deploy` fetches it) or the validators of custom kinds t
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from click.testing import CliRunner
 from services.cli.main import main as cli
 from services.coordinator.main import main as coordinator_main
 from services.coordinator.scaling.pools import read_pool
+from services.dashboard.main import main as dashboard_main
 from services.demo.smoke import main as smoke_main
 from services.environment.main import main as environment_main
 from services.learner.main import main as learner_main
@@ -40,6 +42,7 @@ COMMANDS = {
     "reward": reward_main,
     "environment": environment_main,
     "learner": learner_main,
+    "dashboard": dashboard_main,
 }
 KUBERNETES = "1.34"
 CORE_GROUPS = (
@@ -52,11 +55,13 @@ CORE_GROUPS = (
     "resource.k8s.io/v1",
 )
 EVERYTHING = """
+dashboard: {enabled: true, metricsPort: 0}
+defaults: {metricsPort: 9465}
 learner: {kind: JobSet, nodes: 2, gpus: 8, fabric: {kind: roce, devices: 1, hca: mlx5, network: roce}}
 pools:
   rollout: {containers: 2, httpPort: 8000, resourceClaims: [{name: gpu, deviceClassName: gpu.nvidia.com}], sharedMemory: 1Gi}
   reward: {autoscaling: {enabled: true}}
-monitoring: {serviceMonitor: {enabled: true}, rules: {enabled: true}, dashboard: {enabled: true}}
+monitoring: {serviceMonitor: {enabled: true}, podMonitor: {enabled: true}, rules: {enabled: true}, dashboard: {enabled: true}}
 retrain: {enabled: true, configMap: spec, overrides: [name=nightly], then: {command: [paceline, runs]}}
 networkPolicy: {clients: [{namespaceSelector: {}}]}
 """
@@ -144,6 +149,7 @@ def test_core_kinds_are_valid_and_others_are_expected() -> None:
         "Queue",
         "JobSet",
         "ServiceMonitor",
+        "PodMonitor",
         "PrometheusRule",
     }
     for example, values in every():
@@ -165,7 +171,7 @@ def test_custom_kinds_are_valid() -> None:
                 validator = jsonschema.Draft7Validator(schema)  # the schemas themselves have patterns of Go
                 assert not [e.message for e in validator.iter_errors(manifest)], manifest["metadata"]
                 seen.add(manifest["kind"])
-    assert len(seen) == 7
+    assert len(seen) == 8
 
 
 def restricted_faults(pod: Manifest) -> list[str]:
@@ -230,16 +236,19 @@ def test_services_understand_their_options(monkeypatch: pytest.MonkeyPatch) -> N
     for example, values in every():
         for name, pod in pods(rendered(example, values=values)):
             for container in pod["containers"]:
-                role = container["command"][0].removeprefix("paceline-")
+                role = container["command"][-1].removeprefix("paceline-")
                 if role not in COMMANDS:
                     continue
                 seen.add(role)
                 options = COMMANDS[role].make_context(role, list(container["args"])).params
                 ports = {port["containerPort"] for port in container["ports"]}
                 assert options["port"] in ports
-                assert options["grace_s"] < pod["terminationGracePeriodSeconds"], (example, name)
+                assert options.get("grace_s", 0) < pod["terminationGracePeriodSeconds"], (example, name)
                 for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-                    assert probe not in container or container[probe]["grpc"]["port"] == options["port"]
+                    way = "grpc" if "grpc" in ROLES[role]["ports"] else "httpGet"
+                    assert probe not in container or container[probe][way]["port"] == options["port"]
+                named = [port["containerPort"] for port in container["ports"] if "metrics" in port["name"]]
+                assert named == [options["metrics_port"]] * (options["metrics_port"] is not None)
                 environment = {v["name"]: v.get("value", "1") for v in container["env"]}
                 if options.get("nodes", "1") != "1":
                     index = (
@@ -372,7 +381,7 @@ def test_engines_of_a_pod_have_ports_and_claims_of_their_own() -> None:
         pod for name, pod in pods(rendered("", values=EVERYTHING)) if name == "Deployment/paceline-rollout"
     )
     ports = [port["containerPort"] for container in pod["containers"] for port in container["ports"]]
-    assert sorted(ports) == [7080, 7081, 8000, 8001]
+    assert sorted(ports) == [7080, 7081, 8000, 8001, 9465, 9466]
     assert [c["resources"]["claims"] for c in pod["containers"]] == [[{"name": "gpu-0"}], [{"name": "gpu-1"}]]
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
     policy = of_kind(rendered("", values=EVERYTHING), "NetworkPolicy")["paceline-environment"]["spec"][
@@ -381,6 +390,89 @@ def test_engines_of_a_pod_have_ports_and_claims_of_their_own() -> None:
     assert {"protocol": "TCP", "port": 7080, "endPort": 7081} in [
         p for rule in policy for p in rule.get("ports", [])
     ]
+
+
+MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+
+
+@needs_helm
+def test_metrics_of_workers_are_scraped_where_they_have_a_port() -> None:
+    manifests = rendered("", values=EVERYTHING)
+    policies = of_kind(manifests, "NetworkPolicy")
+
+    def scraped(role: str) -> list[Manifest]:
+        rules = policies[f"paceline-{role}"]["spec"].get("ingress", [])
+        return [port for rule in rules if rule["from"] == MONITORING for port in rule["ports"]]
+
+    assert scraped("rollout") == [{"protocol": "TCP", "port": 9465, "endPort": 9466}]
+    assert scraped("reward") == scraped("learner") == [{"protocol": "TCP", "port": 9465}]
+    assert scraped("coordinator") == [{"protocol": "TCP", "port": 9464}]
+    assert scraped("dashboard") == []
+    monitor = of_kind(manifests, "PodMonitor")["paceline-workers"]["spec"]
+    assert "jobLabel" not in monitor  # the alert about the coordinator is about the job `paceline`
+    ports = {
+        port["name"] for _, pod in pods(manifests) for c in pod["containers"] for port in c.get("ports", [])
+    }
+    assert (
+        {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == {"metrics", "metrics-1"} < ports
+    )
+    (rule,) = monitor["podMetricsEndpoints"][0]["relabelings"]
+    for labels, dropped in {
+        ("learner", "0", ""): False,
+        ("learner", "1", ""): True,
+        ("learner", "", "0"): False,
+        ("learner", "", "12"): True,
+        ("rollout", "", ""): False,
+    }.items():
+        assert bool(re.fullmatch(rule["regex"], ";".join(labels))) == dropped, labels
+    assert not of_kind(rendered(""), "PodMonitor")
+    workers = [c for name, pod in pods(rendered("")) if "coordinator" not in name for c in pod["containers"]]
+    assert not [a for c in workers for a in c.get("args", []) if a.startswith("--metrics-port")]
+
+
+@needs_helm
+def test_the_page_is_off_until_asked_for_and_let_to_clients_alone() -> None:
+    assert "paceline-dashboard" not in of_kind(rendered(""), "Deployment")
+    assert "paceline-dashboard" not in of_kind(rendered(""), "Service")
+    manifests = rendered("", values=EVERYTHING)
+    service = of_kind(manifests, "Service")["paceline-dashboard"]["spec"]
+    assert service["type"] == "ClusterIP"
+    assert service["ports"] == [{"name": "http", "port": 7080, "targetPort": "http"}]
+    template = of_kind(manifests, "Deployment")["paceline-dashboard"]["spec"]["template"]
+    assert matches(service["selector"], template["metadata"]["labels"])
+    (container,) = template["spec"]["containers"]
+    assert container["image"] == "paceline-dashboard:0.1.0"
+    assert "--ready-file" in container["args"]  # it prints keys without one
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/", "port": 7080}
+        assert "grpc" not in container[probe]
+    policy = of_kind(manifests, "NetworkPolicy")["paceline-dashboard"]["spec"]
+    assert policy["ingress"] == [
+        {"from": [{"namespaceSelector": {}}], "ports": [{"protocol": "TCP", "port": 7080}]}
+    ]
+    assert "ingress" not in of_kind(rendered(""), "NetworkPolicy")["paceline-dashboard"]["spec"]
+    stored = rendered("cluster", values="dashboard: {enabled: true}")
+    (container,) = of_kind(stored, "Deployment")["paceline-dashboard"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert "envFrom" not in container  # keys of the store are no business of a page
+
+
+@needs_helm
+def test_what_all_workers_have_does_not_reach_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_INSECURE", "1")
+    elsewhere = "learner: {enabled: false}\ncoordinator: {enabled: false, address: other:7070}\ntoken: {existingSecret: t}\n"
+    worker = "{gpus: 8, containers: 2, httpPort: 8000, sharedMemory: 1Gi, fabric: {kind: roce, devices: 1, interface: eth1}}"
+    pools = "pools: {reward: null, environment: null}\ndashboard: {enabled: true}\n"
+    manifests = rendered("", values=f"{elsewhere}{pools}defaults: {worker}\n")
+    template = of_kind(manifests, "Deployment")["paceline-dashboard"]["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    options = COMMANDS["dashboard"].make_context("dashboard", list(container["args"])).params
+    assert options["coordinator"] == "other:7070"
+    assert container["image"] == "paceline-dashboard:0.1.0"
+    assert set(container["resources"]["limits"]) == {"memory"}
+    assert restricted_faults(template["spec"]) == []
+    assert "shm" not in {volume["name"] for volume in template["spec"]["volumes"]}
 
 
 @needs_helm
@@ -417,6 +509,8 @@ def test_a_scaled_pool_leaves_its_size_to_keda(monkeypatch: pytest.MonkeyPatch) 
         ("pools: {rollout: {replica: 2}}", "replica"),
         ("learner: {kind: Deployment}", "learner"),
         ("retrain: {enabled: true}", "retrain.configMap"),
+        ("monitoring: {podMonitor: {enabled: true}}", "defaults.metricsPort"),
+        ("dashboard: {service: {type: LoadBalancer}}", "service"),
         (
             "pools: {rollout: {autoscaling: {enabled: true}}, rollout-l4: {role: rollout, replicas: 1}}",
             "apart",

@@ -84,6 +84,39 @@ def test_a_run_is_submitted_and_started_without_torch(coordinator: str, tmp_path
         time.sleep(0.2)
 
 
+def test_the_page_is_served_without_torch_and_found_healthy(coordinator: str, tmp_path: Path) -> None:
+    ready, log = tmp_path / "page", tmp_path / "page.log"
+    options = ("--coordinator", coordinator, "--port", "0", "--ready-file", str(ready))
+    environment = os.environ | {"PACELINE_TOKEN_FILE": str(tmp_path / "runs" / "token")}
+    with log.open("w") as out:
+        command = without("services.cli.main", "serve", "dashboard", *options)
+        page = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+    try:
+        deadline_s = time.monotonic() + STARTS_S
+        while not ready.exists():
+            assert page.poll() is None, log.read_text()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        address = f"http://{ready.read_text().strip()}"
+        found = healthy(f"{address}/")
+        assert found.returncode == 0, found.stderr
+        missing = healthy(f"{address}/nothing")
+        assert missing.returncode == 1
+        assert "status 404" in missing.stderr
+    finally:
+        page.kill()
+        page.wait(STARTS_S)
+    gone = healthy(f"{address}/")
+    assert gone.returncode == 1
+    assert address in gone.stderr
+    assert "key=" not in log.read_text()
+
+
+def healthy(address: str) -> subprocess.CompletedProcess[str]:
+    command = without("services.common.healthcheck", address, "--timeout", "20")
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=STARTS_S)
+
+
 @pytest.mark.parametrize("name", ["build", "control", "tables", "worker", "vllm", "torch-cpu"])
 def test_every_locked_package_has_a_version_and_hashes(name: str) -> None:
     packages = lock().blocks(re.sub(r"^#.*\n", "", (LOCKS / f"{name}.txt").read_text(), flags=re.M))  # type: ignore[attr-defined]

@@ -44,6 +44,11 @@ paceline/pool: {{ . }}
 {{ index $roles .role "ports" .port | int }}
 {{- end }}
 
+{{/* Port of --port of a role: its entry in the list. */}}
+{{- define "paceline.mainPort" -}}
+{{ .ports.grpc | default .ports.http | int }}
+{{- end }}
+
 {{- define "paceline.tokenSecret" -}}
 {{ .Values.token.existingSecret | default (printf "%s-token" (include "paceline.name" .)) }}
 {{- end }}
@@ -82,15 +87,23 @@ paceline/pool: {{ . }}
 {{ $found }}
 {{- end }}
 
+{{/* Settings that defaults give to workers and that mean nothing for a page. */}}
+{{- define "paceline.noWorker" -}}
+{gpus: 0, containers: 1, httpPort: 0, sharedMemory: "", graceSeconds: 0, resourceClaims: [], fabric: {kind: none, interface: "", devices: 0, network: ""}}
+{{- end }}
+
 {{/* All workloads: list of {name, role, kind, settings}. */}}
 {{- define "paceline.workloads" -}}
 {{- $roles := include "paceline.roles" . | fromYaml -}}
 {{- $found := list -}}
 {{- range $role, $about := $roles -}}
-{{- if has $about.workload (list "coordinator" "learner") -}}
+{{- if has $about.workload (list "coordinator" "learner" "page") -}}
 {{- $settings := index $.Values $role -}}
 {{- if $settings.enabled -}}
 {{- $merged := include "paceline.settings" (dict "root" $ "settings" $settings) | fromYaml -}}
+{{- if eq $about.workload "page" -}}
+{{- range $key, $value := include "paceline.noWorker" . | fromYaml -}}{{- $_ := set $merged $key $value -}}{{- end -}}
+{{- end -}}
 {{- $found = append $found (dict "name" $role "role" $role "kind" $about.workload "settings" $merged) -}}
 {{- end -}}
 {{- end -}}

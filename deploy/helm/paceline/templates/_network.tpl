@@ -28,3 +28,20 @@ ports:
   {{- end }}
 {{- end -}}
 {{- end }}
+
+{{/* The ports of /metrics of a role's pods, beside the coordinator's: dict role, workloads. Empty where no pod has one. */}}
+{{- define "paceline.metricsPorts" -}}
+{{- $role := .role -}}
+{{- $ports := list -}}
+{{- range .workloads -}}
+{{- if and (eq .role $role) (ne .kind "coordinator") .settings.metricsPort -}}
+{{- $first := int .settings.metricsPort -}}
+{{- $port := dict "protocol" "TCP" "port" $first -}}
+{{- if gt (int .settings.containers) 1 }}{{- $_ := set $port "endPort" (sub (add $first .settings.containers) 1) }}{{- end -}}
+{{- $ports = append $ports $port -}}
+{{- end -}}
+{{- end -}}
+{{- with $ports | uniq -}}
+{{ dict "ports" . | toYaml }}
+{{- end -}}
+{{- end }}

@@ -127,18 +127,26 @@ spec:
 {{- $about := .about -}}
 {{- $fabric := $settings.fabric -}}
 {{- $name := ternary .role (printf "%s-%d" .role .index) (eq (int $settings.containers) 1) -}}
-{{- $port := add $about.ports.grpc .index -}}
+{{- $port := add (include "paceline.mainPort" $about | int) .index -}}
+{{- $isPage := eq .kind "page" -}}
 - name: {{ $name }}
   image: {{ include "paceline.image" (dict "root" $root "role" .role "settings" $settings) | quote }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-  command: [{{ $about.command }}]
+  command: {{ splitList " " $about.command | toJson }}
   args:
     - --host=0.0.0.0
     - --port={{ $port }}
+    {{- if not $isPage }}
     - --grace={{ .grace }}
+    {{- end }}
     {{- if ne .kind "coordinator" }}
     - --coordinator={{ include "paceline.coordinator" $root }}
+    {{- if not $isPage }}
     - --name={{ .name }}
+    {{- end }}
+    {{- if $settings.metricsPort }}
+    - --metrics-port={{ add $settings.metricsPort .index }}
+    {{- end }}
     {{- end }}
     {{- range $about.options }}
     - {{ . | quote }}
@@ -172,9 +180,9 @@ spec:
     {{- range $key, $value := $settings.env }}
     - {name: {{ $key }}, value: {{ $value | quote }}}
     {{- end }}
-  {{- if or $settings.envFromSecret $root.Values.store.credentialsSecret }}
+  {{- with compact (list (ternary "" $root.Values.store.credentialsSecret $isPage) $settings.envFromSecret) }}
   envFrom:
-    {{- range compact (list $root.Values.store.credentialsSecret $settings.envFromSecret) }}
+    {{- range . }}
     - secretRef: {name: {{ . }}}
     {{- end }}
   {{- end }}
@@ -192,20 +200,30 @@ spec:
     {{- if $settings.metrics.enabled }}
     - {name: metrics, containerPort: {{ $settings.metrics.port }}}
     {{- end }}
+    {{- else if $settings.metricsPort }}
+    - {name: {{ ternary "metrics" (printf "metrics-%d" .index) (eq .index 0) }}, containerPort: {{ add $settings.metricsPort .index }}}
     {{- end }}
   {{- $silent := and (eq .kind "learner") (gt (int (get $settings "nodes" | default 1)) 1) }}
+  {{- $main := dict "grpc" (dict "port" $port) }}
+  {{- $ready := $main }}
+  {{- if hasPrefix "/" $about.health }}
+  {{- $main = dict "httpGet" (dict "path" $about.health "port" $port) }}
+  {{- $ready = $main }}
+  {{- else if $about.health }}
+  {{- $ready = dict "grpc" (dict "port" $port "service" $about.health) }}
+  {{- end }}
   {{- if not $silent }}
   startupProbe: # libraries are imported, a ledger is recovered
-    grpc: {port: {{ $port }}}
+    {{- toYaml $main | nindent 4 }}
     periodSeconds: 5
     failureThreshold: 120
   readinessProbe: # it can work on its run; a worker without a run or a coordinator is ready for one
-    grpc: {port: {{ $port }}{{ with $about.health }}, service: {{ . }}{{ end }}}
+    {{- toYaml $ready | nindent 4 }}
     periodSeconds: 10
     timeoutSeconds: 5
     failureThreshold: 3
   livenessProbe: # the process answers; a worker that waits for a coordinator is alive
-    grpc: {port: {{ $port }}}
+    {{- toYaml $main | nindent 4 }}
     periodSeconds: 20
     timeoutSeconds: 10
     failureThreshold: 6
