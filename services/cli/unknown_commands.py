@@ -74,17 +74,17 @@ MEANT = {
     "env": "doctor",
     "health": "doctor",
     "install": "doctor",
+    "evaluate": "eval",
+    "run_eval": "eval",
+    "benchmark": "eval",
+    "tune": "sweep",
+    "hpo": "sweep",
 }
 """Words for a command in other libraries and command lines, and ours."""
 
 NONE = {
-    "eval": "an evaluation belongs to a run: set data.validation and grpo.val_at_start in the spec",
-    "evaluate": "an evaluation belongs to a run: set data.validation and grpo.val_at_start in the spec",
-    "run_eval": "an evaluation belongs to a run: set data.validation and grpo.val_at_start in the spec",
     "push": "nothing is uploaded; `paceline export` writes the model folder",
     "upload": "nothing is uploaded; `paceline export` writes the model folder",
-    "tune": "a run has one spec; start one run for each setting",
-    "sweep": "a run has one spec; start one run for each setting",
 }
 """Words for what no command does, and the reason with the way round it."""
 
