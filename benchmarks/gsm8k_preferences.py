@@ -1,4 +1,4 @@
-"""DPO and a reward model on recorded GSM8K solutions: do held-out right solutions win over wrong ones?
+"""DPO, a reward model and offline GRPO on recorded GSM8K solutions: do held-out right solutions win over wrong ones?
 
     python benchmarks/gsm8k_preferences.py --data example_model_solutions.jsonl [--folds 2] [--steps 60] [--json]
 
@@ -8,8 +8,9 @@ BPE tokenizer and a two-layer Qwen3, both trained on the training questions alon
 
 Questions are split by a hash into folds; each fold is held out once, so every question is judged by a model that never
 saw it. Training pairs are all right solutions of a question with all its wrong ones; a held-out question is one pair,
-drawn by its hash, so that the n judgements are independent and the 95 % interval is Wilson's. The trainer, the batch
-source and the losses are the services' own, in one process.
+drawn by its hash, so that the n judgements are independent and the 95 % interval is Wilson's. Offline GRPO trains on all
+solutions of a question as traces, with 1 and 0 as rewards and the starting policy as behaviour policy. The trainer, the
+batch source and the losses are the services' own, in one process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -37,6 +38,7 @@ CPU = torch.device("cpu")
 MAX_TOKENS = 1024
 MAX_CHARACTERS = 800
 """Solutions are cut there: a few models went on for thousands."""
+ALGORITHMS = ("dpo", "rm", "offline_grpo")
 END, PAD = "<|end|>", "<|pad|>"
 
 
@@ -61,13 +63,21 @@ def number_of(text: str) -> int:
 
 
 def write_fold(questions: list[dict[str, Any]], fold: int, folds: int, folder: Path) -> None:
-    """train.jsonl, validation.jsonl (one pair a question) and right.jsonl (what the first stage imitates)."""
+    """train.jsonl, validation.jsonl (one pair a question) and right.jsonl (what the first stage imitates); the same rows as
+    traces, with rewards."""
     folder.mkdir(parents=True)
     with (
         (folder / "train.jsonl").open("w") as train,
         (folder / "validation.jsonl").open("w") as validation,
         (folder / "right.jsonl").open("w") as imitated,
+        (folder / "traces.jsonl").open("w") as traces,
+        (folder / "validation_traces.jsonl").open("w") as validation_traces,
     ):
+
+        def trace(file: TextIO, prompt: str, solution: str, reward: float) -> None:
+            row = {"prompt": prompt, "completion": solution, "final_reward": reward}
+            file.write(json.dumps(row) + "\n")
+
         for question in questions:
             prompt, right, wrong = question["prompt"], question["right"], question["wrong"]
             number = number_of(prompt)
@@ -77,7 +87,12 @@ def write_fold(questions: list[dict[str, Any]], fold: int, folds: int, folder: P
                 validation.write(
                     json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n"
                 )
+                trace(validation_traces, prompt, chosen, 1.0)
+                trace(validation_traces, prompt, rejected, 0.0)
                 continue
+            for solutions, reward in ((right, 1.0), (wrong, 0.0)):
+                for solution in solutions:
+                    trace(traces, prompt, solution, reward)
             for solution in right:
                 pair = {"prompt": prompt, "chosen": solution, "rejected": wrong}
                 train.write(json.dumps(pair) + "\n")
@@ -124,6 +139,8 @@ def make_model(folder: Path, texts: list[str], options: argparse.Namespace) -> P
 
 def make_spec(algorithm: str, model: Path, data: Path, steps: int, lr: float, **section: Any) -> RunSpec:
     """A spec as a file would have it."""
+    files = {"sft": ("right", "validation"), "offline_grpo": ("traces", "validation_traces")}
+    train, validation = (data / f"{name}.jsonl" for name in files.get(algorithm, ("train", "validation")))
     return RunSpec.model_validate(
         {
             "name": algorithm,
@@ -135,10 +152,7 @@ def make_spec(algorithm: str, model: Path, data: Path, steps: int, lr: float, **
                 "optimizer": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1},
                 "scheduler": {"name": "linear", "warmup_steps": min(10, steps), "min_lr_ratio": 0.1},
             },
-            "data": {
-                "train": str(data / ("right.jsonl" if algorithm == "sft" else "train.jsonl")),
-                "validation": str(data / "validation.jsonl"),
-            },
+            "data": {"train": str(train), "validation": str(validation)},
             algorithm: {
                 "max_num_steps": steps,
                 "num_examples_per_step": 16,
@@ -154,6 +168,7 @@ def train(spec: RunSpec) -> Trainer:
     torch.manual_seed(spec.seed)
     trainer = Trainer(spec, CPU)
     source = ExampleSource(spec, load_tokenizer(spec.policy), trainer.objective)
+    trainer.reference.prepare(source, 0)
     for step in range(spec.max_num_steps):
         trainer.train_step(source.of_step(step, 0, 1), step)
     return trainer
@@ -163,6 +178,7 @@ def measure(trainer: Trainer) -> dict[str, float]:
     """Metrics on the held-out pairs."""
     tokenizer = load_tokenizer(trainer.spec.policy)
     held_out = ExampleSource(trainer.spec, tokenizer, trainer.objective, validation=True)
+    trainer.reference.prepare(held_out, 0)
     return {"n": float(len(held_out)), **trainer.evaluate(held_out.held_out(0, 1))}
 
 
@@ -176,7 +192,7 @@ def wilson(right: float, n: int, z: float = 1.96) -> tuple[float, float]:
 def run_fold(
     questions: list[dict[str, Any]], fold: int, folder: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Imitates the right solutions of the training questions, then trains both kinds from there."""
+    """Imitates the right solutions of the training questions, then trains each algorithm from there."""
     write_fold(questions, fold, options.folds, folder / "data")
     rows = [json.loads(line) for line in (folder / "data" / "train.jsonl").read_text().splitlines()]
     texts = [row["prompt"] + text for row in rows for text in (row["chosen"], *row["rejected"])]
@@ -194,7 +210,10 @@ def run_fold(
     for algorithm, lr, section in (
         ("dpo", options.dpo_lr, {"reference_policy_kl_penalty": 0.1}),
         ("rm", options.rm_lr, {}),
+        ("offline_grpo", options.offline_lr, {}),
     ):
+        if algorithm not in options.algorithms:
+            continue
         spec = make_spec(algorithm, start, folder / "data", options.steps, lr, **section)
         torch.manual_seed(spec.seed)
         before = measure(Trainer(spec, CPU))
@@ -207,13 +226,15 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--folds", type=int, default=2)
     parser.add_argument("--only-folds", type=int, help="stop after this many folds")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     parser.add_argument("--questions", type=int, help="use the first this many questions")
-    parser.add_argument("--steps", type=int, default=60, help="of dpo and of rm")
+    parser.add_argument("--steps", type=int, default=60, help="of each algorithm")
     parser.add_argument("--sft-steps", type=int, default=0, help="0: from random weights")
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--dpo-lr", type=float, default=1e-3)
     parser.add_argument("--rm-lr", type=float, default=4e-3)
+    parser.add_argument("--offline-lr", type=float, default=1e-3)
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -228,6 +249,9 @@ def main() -> None:
                 total["n"] += result["after"]["n"]
                 for when in ("before", "after"):
                     total[when] += result[when]["accuracy"] * result[when]["n"]
+                    total[f"margin_{when}"] = total.get(f"margin_{when}", 0.0) + (
+                        result[when].get("margin", math.nan) * result[when]["n"]
+                    )
             if not options.json:
                 shown = {name: f"{r['after']['accuracy']:.3f}" for name, r in results.items()}
                 print(f"fold {fold}: {shown}  {time.monotonic() - started_s:.0f} s", flush=True)
@@ -240,6 +264,11 @@ def main() -> None:
             "accuracy_before": total["before"] / n,
             "accuracy_after": total["after"] / n,
             "interval_95": [low, high],
+            **(
+                {}
+                if math.isnan(total["margin_after"])
+                else {f"margin_{when}": total[f"margin_{when}"] / n for when in ("before", "after")}
+            ),
         }
     result = {"questions": len(questions), **table, "seconds": round(time.monotonic() - started_s, 1)}
     print(json.dumps(result, indent=None if options.json else 2))

@@ -19,6 +19,8 @@ ROLES = DEPLOY / "helm" / "paceline" / "files" / "roles.yaml"
 MADE = "# Made by deploy/render.py from deploy/helm/paceline/files/roles.yaml; do not edit.\n"
 Role = dict[str, Any]
 
+BUNDLES = "/bundles"
+"""Cache of bundles, apart from other folders, because user code can make no files beside what is hidden from it."""
 COMPOSE_HEAD = """#
 # All roles on one host. Profile `cpu` needs nothing else; `gpu` gives a GPU to each rollout worker and to the learner.
 #
@@ -26,8 +28,9 @@ COMPOSE_HEAD = """#
 #   docker compose -f deploy/compose.yaml run --rm cli submit spec.yaml --wait
 #
 # The folder in PACELINE_WORK is what you bring (specs, data, models), mounted at /work. The volume `runs` is the ledger, `store` has
-# checkpoints and exports. Nothing is encrypted: the network is the containers' own, and the coordinator and
-# the page (port 7081) are published on this host's loopback only. The page's links, which carry keys:
+# checkpoints and exports. Nothing is encrypted: the network is the containers' own, and the coordinator and the page (port 7081) are
+# published on this host's loopback only. On Linux 6.12 Paceline's secrets are hidden from user code; PACELINE_REQUIRE_ISOLATION=1
+# requires it, 0 turns it off (docs/security.md). PACELINE_STORAGE_KEY encrypts files. The page's links, which carry keys:
 #
 #   docker compose -f deploy/compose.yaml exec dashboard python -m services.dashboard.links 127.0.0.1:7081
 """
@@ -95,6 +98,8 @@ def compose() -> str:
     for name, role in roles().items():
         services[name] = _service(name, role, "cpu")
         volumes.add(f"cache-{name}")
+        if "code" in role["takes"]:
+            volumes.add(f"bundles-{name}")
         if "gpu" in role["images"] and name in ("rollout", "learner"):
             services[f"{name}-gpu"] = _service(name, role, "gpu")
     tree = {"name": "paceline", "services": services, "volumes": dict.fromkeys(sorted(volumes))}
@@ -125,6 +130,11 @@ def _service(name: str, role: Role, profile: str) -> dict[str, Any]:
             "PACELINE_INSECURE": "1",
         },
     }
+    if "code" in role["takes"]:
+        service["environment"]["PACELINE_REQUIRE_ISOLATION"] = "${PACELINE_REQUIRE_ISOLATION:-}"
+        service["environment"]["PACELINE_BUNDLE_CACHE"] = BUNDLES
+    if name in ("coordinator", "learner", "cli"):
+        service["environment"]["PACELINE_STORAGE_KEY"] = "${PACELINE_STORAGE_KEY:-}"
     if is_command:
         service["environment"]["PACELINE_COORDINATOR"] = _arguments(role)[1]
         service["working_dir"] = "/work"
@@ -145,6 +155,8 @@ def _service(name: str, role: Role, profile: str) -> dict[str, Any]:
         service["shm_size"] = "8gb"
     mounts = [f"{volume}:/{volume}{'' if mode == 'rw' else ':ro'}" for volume, mode in role["mounts"].items()]
     mounts += [f"token:/token{'' if is_coordinator else ':ro'}", f"cache-{name}:/cache"]
+    if "code" in role["takes"]:
+        mounts.append(f"bundles-{name}:{BUNDLES}")
     service["volumes"] = [*mounts, "${PACELINE_WORK:-./work}:/work:ro"]
     return service
 

@@ -17,6 +17,7 @@ from paceline.bundle.collecting import Bundle
 from paceline.bundle.layout import localized
 from paceline.bundle.manifest import BundledFile, Kind, Manifest
 from paceline.errors import Busy, InvalidInput, NotFound, PacelineError, SpecError, Unavailable, Unreadable
+from paceline.retry_hint import USUAL_S, from_error
 from paceline.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def _translated(error: Any, doing: str) -> PacelineError:
     if status == "NOT_FOUND":
         return NotFound(details)
     if status == "RESOURCE_EXHAUSTED":
-        return Busy(details)
+        return Busy(details, from_error(error) or USUAL_S)
     if status in PASSING:
         return Unavailable(f"the coordinator does not answer a request to {doing}: {details or status}")
     return InvalidInput(details or f"the coordinator refuses to {doing}: {status}")

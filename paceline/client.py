@@ -13,52 +13,37 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from paceline.address import checked_address
 from paceline.backoff import ExponentialBackoff
-from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.connection import FIRST_BACKOFF_S, MAX_BACKOFF_S
+from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.records import Columns, Records
-from paceline.rpc_errors import LASTING, status_name, translated
+from paceline.registry.calls import Models
+from paceline.rpc_errors import LASTING, status_name
 from paceline.run_states import ENDED_STATES as ENDED_STATES
 from paceline.run_states import RunState as RunState
 from paceline.run_states import state_name as state_name
-from paceline.tls.folder import tls_folder
-from paceline.token import open_channel
+from paceline.worker_calls import WorkerCalls
 
 if TYPE_CHECKING:
-    import grpc
-
     from paceline.bundle.collecting import Bundle
     from paceline.spec import RunSpec
-    from protos.paceline.v1.rollout_pb2 import GeneratedCompletion
     from protos.paceline.v1.run_pb2 import Run, SubmitRequest, SubmitResponse
     from protos.paceline.v1.status_pb2 import StatusResponse
-    from protos.paceline.v1.worker_pb2 import Member
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
-
-
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 OPENING_S = 3600.0
 """Seconds in which a submitted run's data set has to be opened."""
 VERIFY_S = 3600.0
 """Seconds in which all records of a run have to be compared."""
-OPTIONS = (
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2000),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # the keepalive's time-out alone ends nothing
-)
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,7 +58,7 @@ class Event:
     """Details of the event; for a step its metrics by name."""
 
 
-class Client:
+class Client(WorkerCalls):
     """One coordinator, and through it the workers. Safe to use from several threads."""
 
     def __init__(
@@ -91,18 +76,11 @@ class Client:
         `token_file` holds the coordinator's token; by default as `paceline.token` finds it. `tls_dir` has certificates
         (`paceline.tls.folder`); by default that of the environment.
         """
-        from protos.paceline.v1 import run_pb2_grpc, status_pb2_grpc, worker_pb2_grpc
+        from protos.paceline.v1 import run_pb2_grpc, status_pb2_grpc
 
-        self.address = checked_address(address)
-        self._timeout_s = timeout_s
-        self._wait_s = wait_s
+        super().__init__(address, timeout_s, wait_s, token_file, tls_dir)
         self._reconnect_s = reconnect_s
-        self._closed = threading.Event()
-        self._token_file = token_file
-        self._tls = tls_folder(tls_dir)
-        self._channel = open_channel(address, token_file, OPTIONS, self._tls)
         self._runs = run_pb2_grpc.RunServiceStub(self._channel)
-        self._workers = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._status = status_pb2_grpc.StatusServiceStub(self._channel)
 
     def __enter__(self) -> Client:
@@ -110,11 +88,6 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """End all running calls, in every thread; they raise Unavailable."""
-        self._closed.set()
-        self._channel.close()
 
     # Runs
 
@@ -124,10 +97,10 @@ class Client:
         """Queue a run from a spec or a YAML file with "section.key=value" overrides.
 
         If the coordinator is away, the client tries again for `wait_s` seconds (default: the client's); repeated requests
-        queue one run. The files that the spec names on this machine travel with the run (`bundle` in the spec). Raises
+        queue one run. The files that the spec names on this machine travel with the run (`bundle` in the spec), and data are
+        prepared here (`data.preparation`). Raises
         InvalidInput (SpecError for faults that the client itself finds) for a misspelt or contradictory spec, or bad data.
         """
-        from paceline.bundle.collecting import collect
         from paceline.models.auto_settings import checked_plan
         from paceline.spec.reading import load_spec, portable_yaml
         from protos.paceline.v1.run_pb2 import SubmitRequest
@@ -137,7 +110,7 @@ class Client:
         elif overrides:
             raise InvalidInput("overrides go with a spec's file; change a RunSpec with model_copy instead")
         spec = checked_plan(spec)
-        bundle = self._send_bundle(collect(spec), wait_s)
+        bundle = self._bundle_of(spec, wait_s)
         request = SubmitRequest(spec_yaml=portable_yaml(spec), submission=uuid.uuid4().hex, bundle=bundle)
         return self._call(lambda: self._submit(request), wait_s=wait_s).run
 
@@ -159,6 +132,19 @@ class Client:
                     self.address,
                     waited_s,
                 )
+
+    def _bundle_of(self, spec: RunSpec, wait_s: float | None) -> str:
+        """Prepare the data of a run, and send its files; return as `_send_bundle` does."""
+        from paceline.bundle.collecting import collect
+
+        if not spec.data.preparation.is_used:
+            return self._send_bundle(collect(spec), wait_s)
+        from paceline.data.preparation.prepared import prepared_data
+
+        with prepared_data(spec, self.records.attempts) as prepared:
+            for line in prepared.lines:
+                log.warning("%s", line)
+            return self._send_bundle(collect(spec, prepared=prepared.files), wait_s)
 
     def _send_bundle(self, bundle: Bundle, wait_s: float | None = None) -> str:
         """Send a run's files; return the digest that names them, empty for none and for a coordinator without bundles."""
@@ -241,14 +227,6 @@ class Client:
         raise Unavailable(
             f"run {run_id} has no new checkpoint after {timeout_s:g} s, or has ended; `paceline watch {run_id}` says more"
         )
-
-    def drain(self, member_id: str, grace_s: float = 60.0) -> int:
-        """Tell a worker to finish or return its work within `grace_s` seconds, and to leave; return the number of groups and
-        tasks that it holds. Raises NotFound, Unavailable."""
-        from protos.paceline.v1.worker_pb2 import WorkerServiceDrainRequest
-
-        request = WorkerServiceDrainRequest(member_id=member_id, grace_s=grace_s)
-        return int(self._call(lambda: self._workers.Drain(request, timeout=self._timeout_s)).held)
 
     def drop_groups(self, run_id: str, group_ids: Sequence[int]) -> Run:
         """Remove groups from the next batch of a paused run; the batch is fixed anew without them. Raises NotFound,
@@ -338,7 +316,9 @@ class Client:
     @property
     def records(self) -> Records:
         """All that the coordinator has on record: metrics, samples, groups, books, specs, logs."""
-        return Records(self._read_records)
+        from protos.paceline.v1.records_pb2_grpc import RecordsServiceStub
+
+        return Records(partial(self._unary, RecordsServiceStub(self._channel)))
 
     def metrics(self, run_id: str, kind: str = "step") -> Columns:
         """Return every metric of every step (or of each `evaluation`) as columns for a DataFrame, with the step's number as `step`.
@@ -355,10 +335,14 @@ class Client:
         rewards. Raises NotFound."""
         return list(self.records.groups(run_id, step))
 
-    def _read_records(self, method: str, request: Any) -> Any:
-        from protos.paceline.v1 import records_pb2_grpc
+    @property
+    def models(self) -> Models:
+        """The registered models: register, list, show, promote and roll back versions."""
+        from protos.paceline.v1.registry_pb2_grpc import ModelServiceStub
 
-        stub = records_pb2_grpc.RecordsServiceStub(self._channel)
+        return Models(partial(self._unary, ModelServiceStub(self._channel)))
+
+    def _unary(self, stub: Any, method: str, request: Any) -> Any:
         timeout_s = VERIFY_S if method == "VerifyRun" else self._timeout_s
         return self._call(lambda: getattr(stub, method)(request, timeout=timeout_s))
 
@@ -367,122 +351,3 @@ class Client:
         from protos.paceline.v1.status_pb2 import StatusRequest
 
         return self._call(lambda: self._status.Status(StatusRequest(), timeout=self._timeout_s))
-
-    # Workers
-
-    def members(self) -> list[Member]:
-        """Return every worker that belongs to the coordinator now."""
-        from protos.paceline.v1.worker_pb2 import ListMembersRequest
-
-        call = lambda: self._workers.ListMembers(ListMembersRequest(), timeout=self._timeout_s)  # noqa: E731
-        return list(self._call(call).members)
-
-    def generate(
-        self,
-        prompt: str,
-        *,
-        n: int = 1,
-        temperature: float | None = None,
-        max_new_tokens: int | None = None,
-        seed: int = 0,
-        worker: str | None = None,
-        timeout_s: float = 300.0,
-    ) -> list[GeneratedCompletion]:
-        """Return `n` completions of a prompt under the newest weights. Omitted parameters take the values of the worker's run.
-
-        `worker` is the host:port of a rollout worker; by default the one with the newest weights. Raises Unavailable
-        when there is none, Conflict when it holds no weights yet, InvalidInput.
-        """
-        if n < 1 or (temperature is not None and temperature <= 0):
-            raise InvalidInput(f"n is {n} and temperature {temperature}; both have to be above 0")
-        from protos.paceline.v1 import rollout_pb2, rollout_pb2_grpc
-
-        request = rollout_pb2.GenerateRequest(prompt=prompt, n=n, seed=seed)
-        if temperature is not None:
-            request.params.temperature = temperature
-        if max_new_tokens is not None:
-            request.params.max_new_tokens = max_new_tokens
-        address = worker or self._address_of("ROLE_ROLLOUT")
-        with open_channel(address, self._token_file, OPTIONS, self._tls) as channel:
-            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-            reply = self._call(
-                lambda: stub.Generate(request, timeout=timeout_s), f"rollout worker at {address}"
-            )
-        return list(reply.completions)
-
-    def score(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        functions: Sequence[str] = (),
-        columns: dict[str, list[Any]] | None = None,
-        *,
-        worker: str | None = None,
-        timeout_s: float = 300.0,
-    ) -> dict[str, list[float | None]]:
-        """Return scores by function, one for each completion, None where the function does not apply.
-
-        `functions` are built-ins or of the current run (default: all of it); `columns` are lists as long as
-        `completions`; `worker` is the host:port of a reward worker. Raises Unavailable when there is none.
-        """
-        from protos.paceline.v1 import reward_pb2, reward_pb2_grpc
-
-        request = reward_pb2.ScoreRequest(
-            functions=functions,
-            prompts=prompts,
-            completions=completions,
-            columns_json=json.dumps(columns or {}),
-        )
-        address = worker or self._address_of("ROLE_REWARD")
-        with open_channel(address, self._token_file, OPTIONS, self._tls) as channel:
-            stub = reward_pb2_grpc.RewardServiceStub(channel)
-            reply = self._call(lambda: stub.Score(request, timeout=timeout_s), f"reward worker at {address}")
-        return {
-            scored.function: [score.value if score.HasField("value") else None for score in scored.scores]
-            for scored in reply.scores
-        }
-
-    def _address_of(self, role: str) -> str:
-        """Return the address of a live worker of the role: the worker with the newest weights."""
-        from protos.paceline.v1.common_pb2 import Role
-
-        found = [m for m in self.members() if m.role == Role.Value(role) and m.address]
-        if not found:
-            kind = role.removeprefix("ROLE_").lower()
-            raise Unavailable(f"no {kind} worker with an address belongs to {self.address}; start one with "
-                              f"`paceline serve {kind} --coordinator {self.address} --port 0`")  # fmt: skip
-        newest = max(found, key=lambda m: (m.HasField("version"), m.version.step, -m.silent_s))
-        return str(newest.address)
-
-    # Errors
-
-    def _call(self, call: Callable[[], T], other: str | None = None, wait_s: float | None = None) -> T:
-        """Return the call's result. The call is repeated while the coordinator is away, `wait_s` seconds at most
-        (default: the client's); a worker (`other`) is called once."""
-        wait_s = self._wait_s if wait_s is None else wait_s
-        deadline_s = time.monotonic() + (0.0 if other else wait_s)
-        backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        while True:
-            try:
-                return self._call_once(call, other)
-            except Unavailable:
-                if time.monotonic() >= deadline_s or self._closed.wait(backoff.next_s()):
-                    raise
-
-    def _call_once(self, call: Callable[[], T], other: str | None) -> T:
-        import grpc
-
-        try:
-            return call()
-        except grpc.RpcError as error:
-            raise self._translated(error, other) from None
-        except ValueError:
-            if self._closed.is_set():  # grpc's word for a call on a closed channel
-                raise Unavailable(f"the client of {self.address} is closed") from None
-            raise
-
-    def _translated(self, error: grpc.RpcError, other: str | None = None) -> PacelineError:
-        """Return the error that the caller should see in place of a gRPC one."""
-        if self._closed.is_set():
-            return Unavailable(f"the client of {self.address} is closed")
-        return translated(error, self.address, other, self._tls)

@@ -19,6 +19,8 @@ PacelineError
 └── NonFiniteLoss         a training step met NaN or infinity; names the groups
 """
 
+from paceline.retry_hint import USUAL_S
+
 
 class PacelineError(Exception):
     """Base of every error raised on purpose. The message is written for the person who has to act."""
@@ -76,6 +78,11 @@ class Unavailable(PacelineError):
 
 class Busy(PacelineError):
     """As many requests as there is room for are under way; the same one may be taken later."""
+
+    def __init__(self, message: str, retry_after_s: float = USUAL_S) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        """Seconds after which the same request may be taken."""
 
 
 class AccessDenied(PacelineError):

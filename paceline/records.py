@@ -175,6 +175,15 @@ class Records:
         for page in self._pages("ListSamples", ListSamplesRequest(run_id=run_id, **filters)):
             yield from page.groups
 
+    def attempts(self, run_id: str) -> Iterator[tuple[Any, list[float]]]:
+        """Yield the prompt of each scored training group, and the total rewards of its completions; not-a-number for a completion
+        that no function scored. Dropped groups are included. Raises NotFound."""
+        from protos.paceline.v1.records_pb2 import ListAttemptsRequest
+
+        for page in self._pages("ListAttempts", ListAttemptsRequest(run_id=run_id)):
+            for attempt in page.attempts:
+                yield json.loads(attempt.prompt_json), list(attempt.rewards)
+
     def group_life(self, run_id: str, group_id: int) -> GetGroupLifeResponse:
         """Return what happened to a group. Raises NotFound."""
         from protos.paceline.v1.records_pb2 import GetGroupLifeRequest

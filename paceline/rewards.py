@@ -13,7 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from paceline.groups import FloatArray
 from paceline.spec import RewardFunctionSection
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Rewards = npt.NDArray[np.floating]
 
@@ -41,3 +44,21 @@ def gated(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]) -> Re
         return rewards_CF
     closed_C1 = closed_gates(rewards_CF, functions).any(axis=1, keepdims=True)
     return np.where(closed_C1 & ~gates_F, np.zeros((), rewards_CF.dtype), rewards_CF)
+
+
+def totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection], step: int) -> FloatArray:
+    """Return the [C] weighted sums of a step over the functions that apply, behind their gates; NaN where every function
+    returned None."""
+    weights_F = np.array(weights_at(functions, step), np.float32)
+    rewards_CF = gated(rewards_CF, functions)
+    known_CF = ~np.isnan(rewards_CF)
+    sums_C = np.where(known_CF, rewards_CF, 0.0).astype(np.float64) @ weights_F.astype(np.float64)
+    sums_C[np.abs(sums_C) > FLOAT32_MAX] = np.inf  # the cast would warn of it
+    sums_C[~known_CF.any(axis=1)] = np.nan
+    return sums_C.astype(np.float32)
+
+
+def has_variance(totals_C: Rewards) -> bool:
+    """Return whether two completions have different rewards, so that the group has an advantage to train on."""
+    finite = totals_C[~np.isnan(totals_C)]
+    return len(finite) > 1 and bool(finite.max() - finite.min() > 1e-8)

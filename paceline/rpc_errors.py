@@ -14,6 +14,7 @@ from paceline.errors import (
     PacelineError,
     Unavailable,
 )
+from paceline.retry_hint import USUAL_S, from_error
 from paceline.tls.diagnosis import why_no_channel
 from paceline.tls.folder import TlsFolder
 
@@ -68,4 +69,7 @@ def translated(
         return PacelineError(f"the coordinator at {coordinator} is of a version without this call; update it")
     if name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
         return Unavailable(f"the {other or f'coordinator at {coordinator}'} does not answer: {details}")
-    return ERRORS.get(name, PacelineError)(details)
+    if name == "RESOURCE_EXHAUSTED":
+        return Busy(details, from_error(error) or USUAL_S)
+    found: type[PacelineError] = ERRORS.get(name, PacelineError)
+    return found(details)

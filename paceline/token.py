@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
-import resource
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import InvalidInput
+from paceline.host.process import keep_no_core
 from paceline.tls.channels import RenewedChannel, open_plain_or_tls
 from paceline.tls.folder import TlsFolder
 
@@ -64,12 +64,6 @@ def read_token(path: Path) -> str:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def keep_no_core() -> None:
-    """Let this process write no core dump, because its memory has a token."""
-    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def metadata(token: str) -> Metadata:

@@ -12,11 +12,14 @@ A process that is `out_of_memory` should not be used again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline.spec import RewardFunctionSection
 from paceline.user_code.frames import encode
 from paceline.user_code.process import UserProcess
+from paceline.user_code.surroundings import Surroundings
+from reward.endpoints.settings import KEY_VARIABLE
+from reward.sandbox.remote import TOKEN_VARIABLE
 
 
 class RewardProcess(UserProcess):
@@ -38,4 +41,26 @@ class RewardProcess(UserProcess):
             for f in functions
         ]
         load = encode({"load": functions_to_load, "num_processes": num_processes})
-        super().__init__("reward.worker", load, start_timeout_s)
+        code = tuple(f.function.rpartition(":")[0] for f in functions)
+        surroundings = Surroundings(code, service_variables(functions), runs_sandboxed_only(functions))
+        super().__init__("reward.worker", load, start_timeout_s, surroundings)
+
+
+def runs_sandboxed_only(functions: Sequence[RewardFunctionSection]) -> bool:
+    """Return whether all functions are built-in and one runs programs in its sandbox, which opens no further files to them."""
+    has_programs = any(f.function == "code_tests" for f in functions)
+    is_open = any(f.kwargs.get("sandbox") == "none" or f.kwargs.get("readable") for f in functions)
+    return has_programs and not is_open and not any(":" in f.function for f in functions)
+
+
+def service_variables(functions: Sequence[RewardFunctionSection]) -> tuple[str, ...]:
+    """Return the environment variables with which built-in functions authenticate themselves to the services that they name."""
+    found = []
+    for kwargs in (f.kwargs for f in functions if ":" not in f.function):
+        endpoint = kwargs.get("endpoint")
+        key = endpoint.get("api_key_env") if isinstance(endpoint, Mapping) else None
+        if isinstance(key, str) and key.endswith(KEY_VARIABLE):
+            found.append(key)
+        if kwargs.get("sandbox") == "remote":
+            found.append(TOKEN_VARIABLE)
+    return tuple(found)

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey, storage_key
 from paceline.host.cores import usable_cores
 
 HERE = Path(__file__).parent
 MAX_WORKERS = 4
-LONG = ("weights", "e2e", "chaos")
+LONG = ("hosts", "chaos", "weights", "e2e")
 """Folders whose files take longest, longest first."""
 
 # Read when torch is imported, here and in every process that a test starts: workers that compute with all cores each
@@ -32,7 +33,8 @@ sys.dont_write_bytecode = False
 
 # No test needs the Hugging Face hub; without a network each look there would wait for its retries. Tests of the hub's
 # absence see the same errors.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+for _VARIABLE in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    os.environ.setdefault(_VARIABLE, "1")
 
 # One token for every coordinator that a test starts as a process, for its workers and for the clients here.
 if "PACELINE_TOKEN_FILE" not in os.environ:
@@ -61,6 +63,15 @@ def no_process_group_stays() -> Iterator[None]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+@pytest.fixture
+def given_key(monkeypatch: pytest.MonkeyPatch) -> StorageKey:
+    """A storage key in the environment of this process and of those that it starts."""
+    monkeypatch.setenv(KEY_VARIABLE, os.urandom(32).hex())
+    key = storage_key()
+    assert key is not None
+    return key
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -28,7 +28,7 @@ from episode_world import (
 from environment.hosting.pool import UserCode
 from environment.protocols import GroupRows, TurnRequest
 from environment.setting import EpisodeSetting
-from paceline.data.rows import open_prompts
+from paceline.data.prompts import open_prompts
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
 from services.environment.sessions.server import SessionServer

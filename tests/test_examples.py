@@ -17,7 +17,8 @@ import pytest
 import yaml
 from aiohttp import web
 
-from paceline.data.rows import open_prompts, open_rows
+from paceline.data.prompts import open_prompts
+from paceline.data.rows import open_rows
 from paceline.errors import InvalidInput, SpecError
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
@@ -307,6 +308,55 @@ def test_every_preference_recipe_has_data() -> None:
         assert data.num_rows >= 160, recipe.name
 
 
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """Return a copy of the pipeline example, with its data."""
+    folder = tmp_path / "pipeline"
+    ignored = shutil.ignore_patterns("data", "model", "runs", "__pycache__")
+    shutil.copytree(EXAMPLES / "pipeline", folder, ignore=ignored)
+    runpy.run_path(str(folder / "prepare.py"))["make_data"](folder / "data", 0)
+    return folder
+
+
+def test_every_spec_of_the_pipeline_reads_its_data(pipeline: Path) -> None:
+    for run_id in ("sft-1", "rm-2", "grpo-3"):
+        (pipeline / "runs" / run_id / "export").mkdir(parents=True)
+    for algorithm in ("sft", "rm", "grpo", "dpo"):
+        spec = load_for(algorithm, str(pipeline / f"{algorithm}.yaml"), ())
+        assert open_data(spec).num_rows > 5000, algorithm
+
+
+def test_no_problem_of_the_pipeline_is_trained_on(pipeline: Path) -> None:
+    prompts = {
+        name: {row["prompt"] for row in read_json_lines(pipeline / "data" / f"{name}.jsonl")}
+        for name in ("demonstrations", "pairs", "prompts", "problems", "requests")
+    }
+    trained = prompts["demonstrations"] | prompts["pairs"] | prompts["prompts"]
+    assert not trained & prompts["problems"]
+    assert not trained & prompts["requests"]
+    assert not prompts["problems"] & prompts["requests"]
+    assert sum(map(len, (trained, prompts["problems"], prompts["requests"]))) == 10_000
+
+
+@pytest.mark.slow
+def test_the_pipeline_promotes_what_is_better_and_stops_what_is_worse(pipeline: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "pipeline.py"],
+        cwd=pipeline,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["reward_model_accuracy"] > 0.8
+    assert result["grpo_after"] > result["grpo_before"] + 0.1
+    assert result["gate"] == "passed"
+    assert result["worse_candidate"]["gate"] == "failed"
+    assert result["lucky_candidate"] == {"gate": "passed", "traces": "roll back"}
+
+
 async def test_the_readmes_first_reward_function_scores(tmp_path: Path) -> None:
     (source,) = [block for block in code_blocks(ROOT / "README.md", "python") if "my_rewards.py" in block]
     (spec_text,) = [block for block in code_blocks(ROOT / "README.md", "yaml") if "my_run.yaml" in block]
@@ -361,15 +411,20 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
 
 
 def defines(path: Path, name: str) -> bool:
-    """Return whether a file defines `function`, `Class` or `Class.method`."""
+    """Return whether a file defines `function`, `Class`, `Class.method` or `CONSTANT`."""
     body: list[ast.stmt] = ast.parse(path.read_text()).body
     for part in name.split("."):
-        found = [
-            node
-            for node in body
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == part
-        ]
+        found = [node for node in body if part in names_of(node)]
         if not found:
             return False
-        body = found[0].body
+        body = getattr(found[0], "body", [])
     return True
+
+
+def names_of(node: ast.stmt) -> list[str]:
+    """Return the names that a statement defines."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    named = [each for target in targets for each in getattr(target, "elts", [target])]
+    return [each.id for each in named if isinstance(each, ast.Name)]

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,6 +106,50 @@ def test_help_loads_neither_torch_nor_grpc() -> None:
     *_, loaded = fresh_interpreter(code).splitlines()
     assert "click" in loaded.split()
     assert not {name.split(".")[0] for name in loaded.split()} & HEAVY
+
+
+RUNS_CODE = re.compile(
+    r"exec|eval|__import__|(.*\.)?(exec_module|spec_from_file_location|run_path|run_module)"
+)
+"""Calls that run code which is no module of the packages."""
+
+
+def test_the_coordinator_reaches_nothing_that_runs_user_code() -> None:
+    modules = {
+        module_name(path).removesuffix(".__init__"): path for package in PACKAGES for path in sources(package)
+    }
+    reached = reachable([name for name in modules if name.startswith("services.coordinator")], modules)
+    assert "paceline.spec.reading" in reached
+    assert not {name for name in reached if runs_code(modules[name])}
+    assert runs_code(modules["paceline.user_code.loading"])
+
+
+def reachable(start: list[str], modules: dict[str, Path]) -> set[str]:
+    """Return the modules that any code of `start` imports, also within functions, and those that these import."""
+    reached: set[str] = set()
+    left = list(start)
+    while left:
+        name = left.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        for node in ast.walk(parsed(modules[name])):
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                named = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for each in named:
+                parts = each.split(".")
+                prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+                left += [prefix for prefix in prefixes if prefix in modules]
+    return reached
+
+
+def runs_code(path: Path) -> bool:
+    calls = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))
+    return any(RUNS_CODE.fullmatch(dotted(call.func)) for call in calls)
 
 
 def test_no_pickle_in_our_code() -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -14,6 +15,7 @@ import yaml
 
 from paceline.migration.writing import import_config
 from paceline.spec.foreign.names import table
+from paceline.spec.keys import ITEM, keys
 from services.cli.main import main as paceline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,52 +42,92 @@ def commands_of(page: Path) -> list[list[str]]:
     ):
         for line in block.replace("\\\n", " ").splitlines():
             if match := re.match(r"^(?:\$ |[A-Z_]+=\S+ )*(paceline .*)$", line.strip()):
-                found.append(
-                    re.split(
-                        r"[\s']+",
-                        re.sub(r"\$\(.*\)", "VALUE", match[1]).partition(" #")[0].partition(" | ")[0].strip(),
-                    )
-                )
+                words = shlex.split(re.sub(r"\$\(.*\)", "VALUE", match[1]), comments=True)
+                ends = [index for index, word in enumerate(words) if word in ("|", "&", "&&", ">")]
+                found.append(words[: min(ends, default=None)])
     return found
 
 
-def fault(words: list[str]) -> str:
-    """Return what is wrong with a command: a name or an option that does not exist; empty for none."""
+def named_in(page: Path) -> list[list[str]]:
+    """Return the words of each `paceline` command in the page's sentences and tables; arguments are often left out there."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [shlex.split(command) for command in re.findall(r"`(paceline [^`]+)`", text)]
+
+
+def fault(words: list[str], *, whole: bool = True) -> str:
+    """Return what is wrong with a command, as far as its words tell: a name, an option or a choice that does not exist, an
+    argument that is missing (of a `whole` command) or one too many, a key that no spec has. Empty for nothing.
+    """
     command: click.Command = paceline
     context = click.Context(command)
-    rest = words[1:]
-    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+    rest = [word for word in words[1:] if word != "…"]
+    while isinstance(command, click.Group) and rest:
         if "show" in command.list_commands(context) and rest[0] not in command.list_commands(context):
             rest = ["show", *rest]  # `paceline samples RUN`
+        if rest[0].startswith("-"):
+            break
         try:
             _, found, rest = command.resolve_command(context, rest)
         except click.UsageError as error:
             return f"{error.message} in {shlex.join(words)}"
         assert found is not None
         command = found
-    options = {
-        name
-        for param in command.params
-        if isinstance(param, click.Option)
-        for name in (*param.opts, *param.secondary_opts)
-    }
-    unknown = [
-        word
-        for word in rest
-        if re.match(r"--?[a-zA-Z]", word) and word.partition("=")[0] not in {*options, "--help"}
-    ]
-    return f"no option {unknown[0]} in {shlex.join(words)}" if unknown else ""
+    if "--help" in rest:
+        return ""
+    context = click.Context(command)
+    try:
+        given, extra, _ = command.make_parser(context).parse_args(rest)
+        wrong = [f"{extra[0]!r} is one too many"] if extra else []
+        for param in command.params:
+            wrong += fault_of_value(param, given.get(param.name), context, whole=whole)
+    except click.BadOptionUsage as error:
+        wrong = [error.format_message()] if whole else []
+    except click.UsageError as error:
+        wrong = [error.format_message()]
+    return f"{wrong[0]} in {shlex.join(words)}" if wrong else ""
+
+
+def fault_of_value(param: click.Parameter, value: Any, context: click.Context, *, whole: bool) -> list[str]:
+    """Return what is wrong with the value that the parser has for an option or argument."""
+    if not isinstance(value, (str, list, tuple)):
+        return [f"no {param.human_readable_name}"] if whole and param.required and not param.envvar else []
+    values = [value] if isinstance(value, str) else list(value)
+    if isinstance(param.type, click.Choice):
+        for each in values:
+            if not each.isupper():  # a place-holder
+                param.type.convert(each, param, context)
+    overrides = [match[1] for each in values if (match := re.match(r"([a-z_]\w*(?:\.\w+)*)=", each))]
+    if not isinstance(param, click.Argument):
+        return []
+    return [f"no key {key}" for key in overrides if not is_key(key)]
+
+
+def is_key(name: str) -> bool:
+    """Return whether a spec has a key; of settings whose names a spec does not know, whether it has the settings."""
+    parts = [ITEM if part.isdigit() else part for part in name.split(".")]
+    whole = keys().get(".".join(parts))
+    heads = (keys().get(".".join(parts[:end])) for end in range(1, len(parts)))
+    return whole is not None or any(head is not None and head.section is None for head in heads)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_and_option_of_a_page_exists(page: Path) -> None:
     assert [wrong for words in commands_of(page) if (wrong := fault(words))] == []
+    assert [wrong for words in named_in(page) if (wrong := fault(words, whole=False))] == []
 
 
 def test_commands_are_found_and_faults_are_seen() -> None:
     assert len([words for page in PAGES for words in commands_of(page)]) > 100
     assert "trian" in fault(["paceline", "trian"])
-    assert "no option --stpe" in fault(["paceline", "samples", "run-1", "--stpe", "5"])
+    assert "No such option '--stpe'" in fault(["paceline", "samples", "run-1", "--stpe", "5"])
+    assert "No such option '--stpe'" in fault(["paceline", "samples", "--stpe"], whole=False)
+    assert fault(["paceline", "gate", "--max"], whole=False) == ""
+    assert "no reason" in fault(["paceline", "models", "rollback", "sums"])
+    assert "'b' is one too many" in fault(["paceline", "watch", "a", "b"])
+    assert "'admin' is not one of" in fault(["paceline", "token", "create", "ann", "--role", "admin"])
+    assert "no key grpo.steps" in fault(["paceline", "up", "spec.yaml", "grpo.steps=3"])
+    assert fault(["paceline", "up", "spec.yaml", "rewards.0.kwargs.path=x", "grpo.seed=3"]) == ""
+    assert fault(["paceline", "eval", "--with", "lm-eval", "--output", "x", "--", "--tasks", "a"]) == ""
     assert fault(["paceline", "samples", "export", "run-1", "x.parquet", "--coordinator", "h:1"]) == ""
 
 
@@ -150,6 +192,20 @@ def test_every_block_of_code_of_a_page_is_code(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
     shell = "\n".join(re.findall(r"^```(?:bash|console|sh)\n(.*?)^```$", text, flags=re.M | re.S))
     assert set(re.findall(r"^make ([a-z][\w-]*)", shell, flags=re.M)) - targets == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_table_of_a_page_has_a_heading(page: Path) -> None:
+    """A blank line in a table makes text of the rows behind it."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    tables = re.findall(r"(?:^\|.*\n?)+", text, flags=re.M)
+    assert [table for table in tables if not re.match(r"\|.*\n\|[ :|-]+\|\n", table)] == []
+
+
+def test_every_entry_of_the_changelog_is_whole() -> None:
+    entries = re.split(r"^- ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)[1:]
+    assert [entry for entry in entries if not entry.rstrip().endswith((".", ":"))] == []
+    assert len({entry[:80] for entry in entries}) == len(entries)
 
 
 def flat(tree: object, prefix: str = "") -> dict[str, object]:

@@ -48,7 +48,7 @@ class _Pacer:
 
 class _PacedChannel:
     def __init__(self, channel: Channel, pacer: _Pacer) -> None:
-        self._channel, self._pacer = channel, pacer
+        self._channel, self._pacer, self.peer = channel, pacer, channel.peer
         self.receive_into, self.close = channel.receive_into, channel.close
 
     def send(self, data: bytes | memoryview) -> None:

@@ -34,16 +34,15 @@ COPY deploy/docker/locks/build.txt deploy/docker/locks/control.txt /locks/
 RUN python3 -m venv /opt/paceline \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes -r /locks/build.txt \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/control.txt
-COPY deploy/docker/trim.py deploy/docker/collect.py /locks/
+COPY deploy/docker/trim.py deploy/docker/compile.py deploy/docker/collect.py /locks/
 WORKDIR /src
 
 FROM control-packages AS control-build
 COPY --from=source /src /src
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py control \
-    && /opt/paceline/bin/python -c "import hf_xet, s3fs, tokenizers, transformers, zstandard" \
-    && /opt/paceline/bin/python -c "import services.cli.main, services.coordinator.main, services.common.healthcheck" \
-    && /opt/paceline/bin/python -c "import services.dashboard.links, services.dashboard.main" \
+    && /opt/paceline/bin/python /locks/compile.py hf_xet s3fs tokenizers transformers zstandard \
+        services.cli.main services.coordinator.main services.dashboard.links services.dashboard.main services.common.healthcheck \
     && /opt/paceline/bin/python /locks/collect.py /root-of-image
 
 # The same with what reads Parquet and the hub's data sets.
@@ -55,8 +54,8 @@ RUN /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no
 COPY --from=source /src /src
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py control \
-    && /opt/paceline/bin/python -c "import datasets, pyarrow.parquet, s3fs, tokenizers, transformers" \
-    && /opt/paceline/bin/python -c "import services.cli.main, services.coordinator.main, services.common.healthcheck" \
+    && /opt/paceline/bin/python /locks/compile.py datasets pyarrow.parquet s3fs tokenizers transformers \
+        services.cli.main services.coordinator.main services.common.healthcheck \
     && /opt/paceline/bin/python /locks/collect.py /root-of-image
 
 FROM ${BASE} AS worker-build
@@ -69,11 +68,12 @@ RUN python3 -m venv /opt/paceline \
     && /opt/paceline/bin/python -m pip install --no-cache-dir --require-hashes --no-deps -r /locks/worker.txt
 WORKDIR /src
 COPY --from=source /src /src
-COPY deploy/docker/trim.py /locks/
+COPY deploy/docker/trim.py deploy/docker/compile.py /locks/
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py \
-    && /opt/paceline/bin/python -c "import datasets, math_verify, peft, pyarrow.parquet, s3fs, torch, transformers" \
-    && /opt/paceline/bin/python -c "import services.environment.main, services.learner.rank, services.rollout.main"
+    && /opt/paceline/bin/python /locks/compile.py datasets math_verify peft pyarrow.parquet s3fs torch transformers \
+        services.environment.main services.learner.main services.learner.rank services.reward.main services.rollout.main \
+        services.common.healthcheck
 
 FROM ${GPU_BASE} AS gpu-build
 ARG PIP_INDEX_URL
@@ -114,6 +114,7 @@ ENV PATH=/opt/paceline/bin:/usr/local/bin:/usr/bin LANG=C.UTF-8 PYTHONUNBUFFERED
 USER 10001
 WORKDIR /tmp
 
+# Some images of Python have its library uncompiled.
 FROM ${BASE} AS worker
 ARG VERSION=0.1.0
 ARG REVISION=unknown
@@ -121,8 +122,10 @@ LABEL org.opencontainers.image.version=${VERSION} \
       org.opencontainers.image.revision=${REVISION} \
       org.opencontainers.image.licenses=Apache-2.0
 RUN useradd --uid 10001 --create-home paceline \
-    && mkdir /runs /store /token /cache \
-    && chown paceline:paceline /runs /store /token /cache
+    && mkdir /runs /store /token /cache /bundles \
+    && chown paceline:paceline /runs /store /token /cache /bundles \
+    && python3 -m compileall -q -x '/(tests?|lib2to3|site-packages|dist-packages)/' \
+        "$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 COPY --from=worker-build /opt/paceline /opt/paceline
 ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 \
     XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
@@ -141,8 +144,8 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home paceline \
-    && mkdir /runs /store /token /cache \
-    && chown paceline:paceline /runs /store /token /cache
+    && mkdir /runs /store /token /cache /bundles \
+    && chown paceline:paceline /runs /store /token /cache /bundles
 COPY --from=gpu-build /opt/paceline /opt/paceline
 ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 CC=gcc \
     XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton

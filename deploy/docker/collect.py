@@ -21,7 +21,6 @@ from pathlib import Path
 ENVIRONMENT = Path(sys.prefix)
 STDLIB = Path(sysconfig.get_path("stdlib"))
 UNUSED = shutil.ignore_patterns(
-    "__pycache__",
     "test",
     "tests",
     "idlelib",
@@ -43,7 +42,7 @@ FILES = (
 )
 LOADED_BY_NAME = ("libgcc_s.so.1", "libnss_files.so.2", "libnss_dns.so.2")
 """Libraries that glibc loads by name, so that no file lists them."""
-OWNED = ("runs", "store", "token", "cache", "home/paceline")
+OWNED = ("runs", "store", "token", "cache", "bundles", "home/paceline")
 USER = 10001
 
 

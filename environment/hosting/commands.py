@@ -7,6 +7,7 @@ is its reward, if that is a number.
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import re
@@ -15,10 +16,11 @@ from asyncio.subprocess import DEVNULL
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from environment.hosting.faults import EnvironmentFailed
+from environment.hosting.faults import EnvironmentFailed, EnvironmentLost
 from paceline.errors import InvalidInput
+from paceline.user_code.box import Box
 from paceline.user_code.ends import describe_end, kill_group
-from paceline.user_code.spawning import ROOT
+from paceline.user_code.surroundings import ROOT, Surroundings
 
 COLUMN = re.compile(r"\{(\w+)\}")
 KEPT_BYTES = 64 << 10
@@ -35,11 +37,48 @@ async def run_command(
     folder: str = "",
 ) -> float | None:
     """Return the reward that a command printed as its last line; None where that is no number. It runs in `folder`. Cancelling
-    ends it. Raises EnvironmentFailed, InvalidInput for a column that the row does not have."""
+    ends it. Raises EnvironmentFailed, EnvironmentLost where this host has no room for it, InvalidInput for a column that the row
+    does not have."""
     argv = [_filled(argument, row) for argument in command]
     is_folder = bool(folder) and await asyncio.to_thread(os.path.isdir, folder)
-    environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
-    launcher = (sys.executable, "-P", "-c", BOOT, ROOT, str(os.getpid()), str(memory_mb))
+    try:
+        place = Surroundings((folder,)).place()
+    except OSError as error:
+        raise EnvironmentLost(f"the command {argv[0]!r} could not be started: {error}") from error
+    try:
+        said, complained, returncode = await _output_of(
+            argv,
+            place.box,
+            {**place.environment, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
+            memory_mb,
+            folder if is_folder else None,
+        )
+    except OSError as error:
+        raise EnvironmentLost(f"the command {argv[0]!r} could not be started: {error}") from error
+    finally:
+        await asyncio.to_thread(place.remove)
+    if returncode != 0:
+        why = complained.strip().rpartition("\n")[2][-500:] or "no output"
+        if os.strerror(errno.EACCES) in complained and (sentence := place.box.sentence()):
+            why = f"{why}; {sentence}"
+        raise EnvironmentFailed(f"the command {argv[0]!r} {describe_end(returncode)}: {why}")
+    return _reward_in(said)
+
+
+async def _output_of(
+    argv: Sequence[str], box: Box, environment: Mapping[str, str], memory_mb: int, cwd: str | None
+) -> tuple[str, str, int | None]:
+    """Return the ends of what a command in its box prints and complains, and its exit code."""
+    launcher = (
+        sys.executable,
+        "-P",
+        "-c",
+        BOOT,
+        ROOT,
+        str(os.getpid()),
+        str(memory_mb),
+        box.text(),
+    )
     async with _Output() as output, _Output() as errors:
         process = await asyncio.create_subprocess_exec(
             *(*launcher, *argv),
@@ -47,7 +86,7 @@ async def run_command(
             stdout=output.write_fd,
             stderr=errors.write_fd,
             env=environment,
-            cwd=folder if is_folder else None,
+            cwd=cwd,
             start_new_session=True,
         )
         output.started()
@@ -57,11 +96,7 @@ async def run_command(
         finally:
             kill_group(process.pid)  # its children too, which hold the pipes
             await process.wait()
-        said, complained = await output.text(), await errors.text()
-    if process.returncode != 0:
-        why = complained.strip().rpartition("\n")[2][-500:] or "no output"
-        raise EnvironmentFailed(f"the command {argv[0]!r} {describe_end(process.returncode)}: {why}")
-    return _reward_in(said)
+        return await output.text(), await errors.text(), process.returncode
 
 
 class _Output:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from paceline.spec.code_paths import file_of
 from paceline.user_code.ends import ProcessDied, ProcessTimeout
 from paceline.user_code.shared_process import SharedProcess
+from paceline.user_code.surroundings import Surroundings
 
 PING_S = 5.0
 """A process that does not answer this long is hung as a whole: user code holds the interpreter, or it is stopped."""
@@ -20,7 +22,9 @@ class Slot:
     """A process and the episodes in it."""
 
     def __init__(self, load: dict[str, Any], num_lanes: int) -> None:
-        self.process = SharedProcess("environment.hosting.worker", {"load": load})
+        named = [*load["classes"].values(), *load["tools"], load["agent"], load["train_call"]]
+        surroundings = Surroundings(tuple(file_of(code) for code in named if code))
+        self.process = SharedProcess("environment.hosting.worker", {"load": load}, surroundings)
         self.num_sessions = 0
         self.retired = False
         self.killed = False

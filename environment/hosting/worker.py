@@ -53,6 +53,7 @@ from environment.hosting.values import (
     text_of_tool,
 )
 from paceline.errors import InvalidInput, Unavailable, Unreadable, WireError
+from paceline.user_code.box import why_refused
 from paceline.user_code.child import MAX_LIMIT_BYTES, connect, is_out_of_memory, mapped_bytes
 from paceline.user_code.frames import encode, receive, receive_async
 
@@ -220,7 +221,7 @@ class Host:
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, Unavailable):
                 raise
-            return {"result": text_of_tool({"error": str(error)}), "raised": True}
+            return {"result": text_of_tool({"error": f"{error}{why_refused(error)}"}), "raised": True}
 
     async def _state(self, message: dict[str, Any], instance: Instance) -> Reply:
         if not message["save"]:

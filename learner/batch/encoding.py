@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from learner.batch.samples import PreferenceLabel, TrainingSample
-from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring
-from paceline.data.traces import TraceTokens
+from paceline.data.messages import tools_of
+from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring, encode_text
+from paceline.data.traces.rows import TraceTokens
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
 
@@ -21,12 +25,27 @@ class ExampleEncoder:
         self._tokenizer = tokenizer
         self._template = spec.data.apply_chat_template, spec.data.chat_template_kwargs
         self._limit = spec.policy.max_total_sequence_length
+        self._tools: list[Any] | None = None
+
+    def of_row(self, row: Mapping[str, Any]) -> ExampleEncoder:
+        """Return the encoder of a row's texts: its chat template gets the row's tools."""
+        tools = tools_of(row)
+        if tools is None:
+            return self
+        if re.search(r"\btools\b", str(self._tokenizer.chat_template or "")) is None:
+            raise InvalidInput(
+                f"column 'tools' defines {len(tools)} tools, but the chat template of the tokenizer reads none; use another "
+                "tokenizer, or remove the column"
+            )
+        encoder = copy.copy(self)
+        encoder._tools = tools
+        return encoder
 
     def completion(
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel | None = None
     ) -> TrainingSample:
         """Return the completion after its prompt; all of its tokens train."""
-        prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, *self._template)
+        prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, *self._template, self._tools)
         self._check_length(np.concatenate((prompt_ids, ids)))
         return TrainingSample(number, prompt_ids, ids, label=label)
 
@@ -39,7 +58,7 @@ class ExampleEncoder:
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel
     ) -> TrainingSample:
         """Return the completion after the prompt, cut off where it would not fit."""
-        prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, *self._template)
+        prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, *self._template, self._tools)
         room = max(self._limit - len(prompt_ids), 0)
         return TrainingSample(number, prompt_ids, ids[:room], label=label)
 
@@ -47,16 +66,22 @@ class ExampleEncoder:
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel
     ) -> TrainingSample:
         """Return the whole text as a prompt with one token after it, at which the model's output is the score."""
-        ids = encode_for_scoring(self._tokenizer, prompt, completion, *self._template)
+        ids = encode_for_scoring(self._tokenizer, prompt, completion, *self._template, self._tools)
         self._check_length(ids)
         return TrainingSample(number, ids, np.zeros(1, np.int32), label=label)
 
     def conversation(self, number: int, messages: list[Any]) -> TrainingSample:
         """Return the whole conversation; the tokens of the assistant's messages train."""
-        ids, mask = encode_conversation(self._tokenizer, messages, self._template[1])
+        ids, mask = encode_conversation(self._tokenizer, messages, self._template[1], self._tools)
         first = max(int(mask.argmax()), 1)  # the first token of a text is never predicted
         self._check_length(ids)
         return TrainingSample(number, ids[:first], ids[first:], trained_T=mask[first:])
+
+    def text(self, number: int, text: str) -> TrainingSample:
+        """Return a whole text; all tokens after the first one train, the end of sequence included."""
+        ids = encode_text(self._tokenizer, text)
+        self._check_length(ids)
+        return TrainingSample(number, ids[:1], ids[1:])
 
     def _check_length(self, ids: np.ndarray) -> None:
         if len(ids) > self._limit:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from learner.batch.encoding import ExampleEncoder
 from learner.batch.samples import TrainingSample
 from paceline.data.examples import open_examples
-from paceline.data.rows import PromptSource
+from paceline.data.prompts import PromptSource
 from paceline.errors import InvalidInput
 from paceline.groups import FloatArray
 from paceline.spec import RunSpec
@@ -69,7 +69,7 @@ class ExampleSource:
         self._name = source.name
         self._rows = open_examples(spec, validation=validation)
         shuffled = spec.data.shuffle and not validation
-        self._order = PromptSource(self._rows, spec.data, spec.seed, shuffle=shuffled)
+        self._order = PromptSource(self._rows, spec.data, spec.seed, shuffle=shuffled, validation=validation)
         self._validation = validation
         self._reference: dict[RowPair, list[float]] | None = None
         self._behaviour: dict[int, FloatArray] = {}
@@ -88,7 +88,7 @@ class ExampleSource:
 
     def rows_used(self) -> list[int]:
         """Return the rows that the run (or a measurement) will use, ascending."""
-        return sorted({self._order.index(cursor) for cursor in range(min(self._drawn, len(self)))})
+        return self._order.rows(self._drawn)
 
     def row_pairs(self) -> list[RowPair]:
         """Return the pairs whose completions the run (or a measurement) compares with the reference, ascending, each once."""

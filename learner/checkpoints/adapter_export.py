@@ -10,6 +10,7 @@ from torch import Tensor
 
 from learner.checkpoints.export_folder import written_beside
 from learner.checkpoints.export_manifest import write_export_manifest
+from paceline.registry.origin import Origin
 from paceline.spec import LoraSection
 from paceline.weights.lora_names import A_SUFFIX, FINGERPRINT, PREFIX
 
@@ -21,8 +22,10 @@ def export_adapter(
     model_name: str,
     *,
     replace: bool = False,
+    origin: Origin | None = None,
 ) -> str | os.PathLike[str]:
-    """Write `adapter` (as `gather_weights` gives it, whole) as a folder that `PeftModel.from_pretrained` reads.
+    """Write `adapter` (as `gather_weights` gives it, whole) as a folder that `PeftModel.from_pretrained` reads. `origin` is the run
+    that exports it, if any.
 
     Raises Conflict when `directory` exists; with `replace` only when it is no export.
     """
@@ -46,5 +49,5 @@ def export_adapter(
         config.save_pretrained(str(partial))
         # safetensors lets nobody but the owner read its files; a server of another user is to read this one.
         shutil.copymode(partial / "adapter_config.json", partial / "adapter_model.safetensors")
-        write_export_manifest(partial)
+        write_export_manifest(partial, origin)
     return directory

@@ -6,6 +6,9 @@ of every other file; a folder without it is torn, and no reader takes it for a c
 Promise: `load` accepts only the bytes that `save` wrote, and training goes on from them as if it had never stopped (bit for
 bit on CPUs at the same world size and thread count, both of which are recorded).
 
+With a storage key every file but the manifest is encrypted; sizes and hashes are those of the encrypted bytes, so `verify` and the
+coordinator compare them without the key. The manifest has names, sizes, hashes and the position.
+
 Security: the state is in the format of torch.distributed.checkpoint, whose `.metadata` is a pickle. `load` compares every
 file with the manifest, and the manifest with a hash from elsewhere, before it opens one; pass only a hash from the ledger,
 because a hash computed from the folder itself proves nothing. The decoded bytes may name only classes of checkpoint
@@ -23,9 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -39,11 +40,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_collectiv
 from learner.checkpoints.files import files_of_all_ranks
 from learner.checkpoints.listed_pickle import restrict_rank_objects
 from learner.checkpoints.manifest import CheckpointManifest, write_manifest
-from learner.checkpoints.metadata import StatePlanner, state_reader
+from learner.checkpoints.metadata import StatePlanner
+from learner.checkpoints.state_files import state_reader, state_writer
 from learner.checkpoints.verification import Location, Verified, verify
 from learner.collectives import world_size
 from learner.model.adapter import has_adapter, is_part_of_adapter
 from learner.step.critic import Critic
+from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, PacelineError, Unavailable
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
@@ -126,11 +129,12 @@ def write(
     group: dist.ProcessGroup | None = None,
     num_threads: int | None = None,
     shared: bool = True,
+    extra: Mapping[str, Any] | None = None,
 ) -> Checkpoint | None:
     """Write `whole_state` into the folder that `prepare` made. A collective call over `group` (None: the default one).
 
     With `shared` false each rank has a folder of its own, and the files of all have to be brought together.
-    `num_threads` is the number of threads that computed the state, when another thread calls. Return the checkpoint on
+    `num_threads` is the number of threads that computed the state, when another thread calls; `extra` is for the manifest. Return the checkpoint on
     rank 0 and None on the others. Raises Unavailable.
     """
     _save_state(state, folder, group)
@@ -144,6 +148,7 @@ def write(
         world_size=world_size(),
         num_threads=num_threads or torch.get_num_threads(),
         torch_version=str(torch.__version__),
+        extra=dict(extra or {}),
         files=files,
     )
     return Checkpoint(folder, write_manifest(folder, manifest), manifest)
@@ -164,7 +169,8 @@ def load(
     It works with any world size and sharding. torch's generators are restored when the world size is the one that wrote
     it, and left alone otherwise. Raises NotFound when there is no such folder or no manifest in it, Conflict when the
     manifest is not the expected one or a file is not the manifest's, Unavailable when the disk or store cannot be read
-    now, on all ranks the same, before anything is unpickled. Raises Misfit when it is whole, but of another model.
+    now, WrongKey when it is encrypted with another storage key, on all ranks the same, before anything is unpickled. Raises Misfit
+    when it is whole, but of another model.
     """
     rank, ranks = _rank(), world_size()
     verified = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
@@ -243,7 +249,7 @@ def read_state(verified: Verified, state: dict[str, Any]) -> None:
 
     Raises Misfit when the checkpoint lacks an entry of `state`, Unavailable when its files cannot be read now.
     """
-    with _as_error(
+    with as_error(
         Misfit,
         f"checkpoint {verified.folder} refused: it does not fit the model (put the one back that it was trained from)",
     ):
@@ -256,23 +262,17 @@ def read_state(verified: Verified, state: dict[str, Any]) -> None:
 
 
 def _save_state(state: dict[str, Any], folder: Folder, group: dist.ProcessGroup | None) -> None:
-    with _as_error(Unavailable, f"checkpoint {folder} could not be written"):
-        if folder.local is not None:
-            writer = FileSystemWriter(folder.local, sync_files=True)
-        else:
-            writer = FsspecWriter(
-                folder.url, sync_files=False
-            )  # an object of a store is durable once it is closed
+    with as_error(Unavailable, f"checkpoint {folder} could not be written"):
         save_collectively(
             state,
-            storage_writer=writer,
+            storage_writer=state_writer(folder, storage_key()),
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
 
 
 @contextmanager
-def _as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
+def as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
     """Raise torch's failure as `kind`, because torch's error is no Exception and would pass every handler.
 
     Also suppress the warning about a process without a process group, which is intended.

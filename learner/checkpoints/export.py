@@ -23,6 +23,7 @@ from learner.weights.gather import gather_merged, is_first_rank
 from learner.weights.stream import Piece, Weight, export_weights, pieces
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
+from paceline.registry.origin import Origin
 from paceline.spec import PolicySection
 
 
@@ -55,9 +56,16 @@ def export_pretrained(
 
 
 def export_live(
-    directory: Location, model: nn.Module, policy: PolicySection, *, dtype: torch.dtype, scoring: bool = False
+    directory: Location,
+    model: nn.Module,
+    policy: PolicySection,
+    *,
+    dtype: torch.dtype,
+    scoring: bool = False,
+    origin: Origin | None = None,
 ) -> Exception | None:
-    """Export the trained `model` from its shards, an adapter merged into its base; replace an earlier export.
+    """Export the trained `model` from its shards, an adapter merged into its base; replace an earlier export. `origin` is the run
+    that exports it.
 
     A collective call of all ranks. Return why rank 0, which alone writes, could not write, after all ranks have gone through
     every tensor; None on the others. Raises what leaves the ranks apart. The model is unchanged, and rank 0 holds a
@@ -75,7 +83,7 @@ def export_live(
             ):
                 for piece in stream:
                     folder.add(piece)
-                folder.finish()
+                folder.finish(origin)
         except (
             Exception
         ) as error:  # transformers, the disk and the allocators raise errors without a common base
@@ -105,9 +113,10 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     scoring: bool = False,
     adapter_only: bool = False,
+    origin: Origin | None = None,
 ) -> Location:
     """Export a checkpoint as a folder at a path or an fsspec URL, in one process and without a process group; `dtype` None is
-    float32.
+    float32. `origin` is the checkpoint's run.
 
     An adapter is merged into its base; with `adapter_only` it is written alone, in peft's format. Host memory must hold
     one tensor, or the base of an adapter. Raises also what `learner.checkpoints.verification.verify` raises.
@@ -116,7 +125,7 @@ def export_checkpoint(
     if adapter_only:
         check_has_adapter(policy)
         adapter = adapter_weights(_adapted_model(checkpoint, expected_sha256, policy))
-        return export_adapter(directory, adapter, policy.lora_cfg, policy.model_name)
+        return export_adapter(directory, adapter, policy.lora_cfg, policy.model_name, origin=origin)
     if policy.lora_cfg.enabled:
         weights = export_weights(_adapted_model(checkpoint, expected_sha256, policy))
         stream = pieces(weights, wanted)
@@ -132,7 +141,7 @@ def export_checkpoint(
     ):
         for piece in stream:
             folder.add(piece)
-        folder.finish()
+        folder.finish(origin)
     return directory
 
 

@@ -48,7 +48,7 @@ class CheckpointManifest(BaseModel):
     """Compute threads of rank 0; with another number the continuation is not bit-identical."""
     torch_version: str
     extra: dict[str, Any] = {}
-    """Empty; a part of the format."""
+    """What others want to be named in it: `audit` is the newest record of the coordinator's audit log."""
     files: tuple[CheckpointFile, ...]
 
 

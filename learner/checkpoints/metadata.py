@@ -1,7 +1,7 @@
 """The `.metadata` of torch.distributed.checkpoint: a pickle, decoded with a list of the classes that it may name.
 
 Promise: whatever the bytes are, decoding them calls only classes of checkpoint metadata, and the result refers to no file
-outside of the checkpoint. `state_reader` and `StatePlanner` pass it to torch, which would unpickle the file itself, and
+outside of the checkpoint. `state_files.py` and `StatePlanner` pass it to torch, which would unpickle the file itself, and
 limit objects in the state to those that torch's restricted loader accepts.
 """
 
@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from learner.checkpoints.listed_pickle import ListedUnpickler
 from paceline.errors import Conflict
-from paceline.files.storage import Folder
 
 METADATA = ".metadata"
 
@@ -44,31 +40,6 @@ def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
 def files_of(metadata: Metadata) -> set[str]:
     """Return the files that hold the state."""
     return {str(info.relative_path) for info in metadata.storage_data.values()}
-
-
-def state_reader(folder: Folder, metadata: Metadata) -> FileSystemReader:
-    """Return torch's reader of a checkpoint's files, with metadata that were decoded before."""
-    if folder.local is not None:
-        return _LocalReader(folder.local, metadata)
-    return _StoreReader(folder.url, metadata)
-
-
-class _LocalReader(FileSystemReader):
-    def __init__(self, path: Any, metadata: Metadata):
-        super().__init__(path)
-        self._decoded = metadata
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self._decoded
-
-
-class _StoreReader(FsspecReader):
-    def __init__(self, path: str, metadata: Metadata):
-        super().__init__(path)
-        self._decoded = metadata
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self._decoded
 
 
 class StatePlanner(DefaultLoadPlanner):

@@ -32,6 +32,7 @@ from learner.weights.stream import Piece, Weight
 from paceline.data.tokens import padding_token_id
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source, tokenizer_source
+from paceline.registry.origin import Origin
 from paceline.spec import PolicySection
 
 TOKENIZER_FILES = (
@@ -109,12 +110,12 @@ class ModelFolder:
             for name, tensor in revert_weight_conversion(self._model, whole).items():
                 self._writer.write(name, 0, tensor)
 
-    def finish(self) -> None:
-        """Write what else belongs to the folder, once all pieces are in it."""
+    def finish(self, origin: Origin | None = None) -> None:
+        """Write what else belongs to the folder, once all pieces are in it. `origin` is the run that exports it, if any."""
         self._writer.finish()
         name = self._policy.tokenizer_name
         copy_tokenizer(name or self._policy.model_name, self._folder, required=name is not None)
-        write_export_manifest(self._folder)
+        write_export_manifest(self._folder, origin)
 
     def _write_config(self, stored: Mapping[str, Tensor], scoring: bool) -> None:
         model: Any = self._model
@@ -150,6 +151,12 @@ def own_names(model: PreTrainedModel) -> list[str]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), name)
     return list(names.values())
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors, on the meta device, that the model's files have, by their names and in their layouts there."""
+    state = model.state_dict()
+    return _outputs(model, tuple(own_names(model)), state)
 
 
 def copy_tokenizer(source: str, directory: Path, *, required: bool) -> None:

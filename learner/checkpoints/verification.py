@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from learner.checkpoints.manifest import CheckpointManifest, check_files, read_manifest
 from learner.checkpoints.metadata import METADATA, decode_metadata
 from learner.collectives import max_over_ranks
+from paceline.encryption.encrypted_file import WrongKey, plaintext
 from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
 from paceline.files.storage import Folder
 
@@ -19,6 +21,7 @@ FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
     (Unavailable, "checkpoint {} cannot be read: another rank cannot read it"),
     (NotFound, "no checkpoint at {}: another rank does not find it"),
     (Conflict, "checkpoint {} refused: another rank found it damaged"),
+    (WrongKey, "checkpoint {} cannot be decrypted: another rank has another storage key"),
 )
 """Kinds of a rank's finding, the gravest last, and the message of the other ranks."""
 
@@ -43,13 +46,13 @@ def verify(
 ) -> Verified:
     """Compare the checkpoint with the hash that its manifest must have, reading every byte once over all ranks.
 
-    Raises NotFound, Conflict or Unavailable as `load` does: the gravest finding of all ranks, on every rank.
+    Raises NotFound, Conflict, Unavailable or WrongKey as `load` does: the gravest finding of all ranks, on every rank.
     """
     problem: PacelineError | None = None
     verified = None
     try:
         verified = _verify_part(Folder(path), expected_sha256, rank, ranks)
-    except (NotFound, Conflict) as error:
+    except (NotFound, Conflict, WrongKey) as error:
         problem = error
     except Exception as error:  # the clients of object stores raise errors without a common base
         problem = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
@@ -69,10 +72,13 @@ def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) ->
             f"expected was {expected_sha256}"
         )
     check_files(folder, manifest, part=rank, parts=ranks)
-    data = folder.read(METADATA)  # on every rank, so that each decodes the bytes that it has checked
+    with folder.open(METADATA) as file:  # on every rank, so that each decodes the bytes that it has checked
+        stored = file.read()
     listed = {file.path: file.sha256 for file in manifest.files}
-    if hashlib.sha256(data).hexdigest() != listed.get(METADATA):
+    if hashlib.sha256(stored).hexdigest() != listed.get(METADATA):
         raise Conflict(f"checkpoint {folder} refused: file {METADATA!r} is not the manifest's")
+    with plaintext(io.BytesIO(stored), f"{folder}/{METADATA}") as file:
+        data = file.read()
     try:
         return Verified(folder, manifest, decode_metadata(data, listed))
     except Conflict as error:

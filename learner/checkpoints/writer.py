@@ -50,6 +50,8 @@ class CheckpointWriter:
         self._error: BaseException | None = None
         self._started_s = 0.0
         self._pinned: BlockingAsyncStager | None = None
+        self.extra: dict[str, Any] = {}
+        """For the manifests of checkpoints that are begun from now on."""
         self.step = -1
         """Step of the checkpoint that was begun last."""
         self.seconds = 0.0
@@ -85,7 +87,7 @@ class CheckpointWriter:
             self._group = dist.new_group(backend="gloo")
         self.step = step
         self._written = self._error = None
-        arguments = (staged, folder, step, chain_hash, torch.get_num_threads())
+        arguments = (staged, folder, step, chain_hash, torch.get_num_threads(), dict(self.extra))
         self._thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint {step}")
         self._thread.start()
         if not has_room:
@@ -135,7 +137,13 @@ class CheckpointWriter:
         return self._written
 
     def _write(
-        self, staged: dict[str, Any], folder: Folder, step: int, chain_hash: str, num_threads: int
+        self,
+        staged: dict[str, Any],
+        folder: Folder,
+        step: int,
+        chain_hash: str,
+        num_threads: int,
+        extra: dict[str, Any],
     ) -> None:
         try:
             self._written = checkpoints.write(
@@ -147,6 +155,7 @@ class CheckpointWriter:
                 group=self._group,
                 num_threads=num_threads,
                 shared=self._shared,
+                extra=extra,
             )
         except BaseException as error:  # `finish` raises it in the thread that can handle it
             self._error = error

@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.errors import InvalidInput, PacelineError, Unreadable
 from paceline.files.model_source import model_source
 from paceline.files.storage import is_url, open_url
+from paceline.regular_file import open_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20
@@ -113,7 +114,8 @@ class RangedFile:
                 self._store, self._key = open_url(path, "the file")
                 self.size_bytes = int(self._store.size(self._key) or 0)
             else:
-                self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                with open_regular(path) as file:
+                    self._descriptor = os.dup(file.fileno())
                 self.size_bytes = os.fstat(self._descriptor).st_size
         except PacelineError:
             raise

@@ -17,7 +17,7 @@ from learner.objectives.completions import (
     labeled_dummies,
     reference_sums,
 )
-from paceline.data.examples import read_labeled_completion
+from paceline.data.example_rows import read_labeled_completion
 from paceline.spec import RunSpec
 
 
@@ -41,7 +41,7 @@ class Kto(Objective):
         prompt, completion, desirable = read_labeled_completion(row, self._data)
         reference_sum = reference_S[0] if reference_S else None
         return [
-            encoder.completion(
+            encoder.of_row(row).completion(
                 number, prompt, completion, PreferenceLabel(desirable, reference_logprob=reference_sum)
             )
         ]
@@ -58,7 +58,7 @@ class Kto(Objective):
         completion = read_labeled_completion(other, self._data).completion
         reference_sum = reference_S[0] if reference_S else None
         label = PreferenceLabel(desirable, mismatched=True, reference_logprob=reference_sum)
-        return encoder.cut_completion(number, prompt, completion, label)
+        return encoder.of_row(row).cut_completion(number, prompt, completion, label)
 
     def dummy(self) -> list[TrainingSample]:
         return labeled_dummies()

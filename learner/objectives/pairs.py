@@ -20,7 +20,7 @@ from learner.batch.examples import Row
 from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from learner.objectives.base import Denominators, Objective
 from learner.objectives.completions import labeled_dummies
-from paceline.data.examples import read_preference
+from paceline.data.example_rows import read_preference
 from paceline.spec import DataSection
 
 
@@ -45,6 +45,7 @@ class PairObjective(Objective):
             *((worse, PreferenceLabel(False)) for worse in rejected),
         ]
         sums: Sequence[float | None] = reference_S or [None] * len(labels)
+        encoder = encoder.of_row(row)
         return [
             self.encode(encoder, number, prompt, completion, label._replace(reference_logprob=reference_sum))
             for (completion, label), reference_sum in zip(labels, sums, strict=True)

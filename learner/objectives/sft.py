@@ -16,7 +16,7 @@ from learner.objectives.base import (
     token_sums,
 )
 from learner.objectives.reduction import reduced
-from paceline.data.examples import read_demonstration
+from paceline.data.example_rows import read_demonstration
 from paceline.spec import RunSpec
 
 
@@ -34,7 +34,9 @@ class Sft(Objective):
         encoder: ExampleEncoder,
         reference_S: Sequence[float] | None,
     ) -> list[TrainingSample]:
-        example = read_demonstration(row, self._data)
+        example, encoder = read_demonstration(row, self._data), encoder.of_row(row)
+        if example.prompt is None:
+            return [encoder.text(number, example.completion)]
         if self._loss_mask == "assistant":
             return [encoder.conversation(number, [*example.prompt, *example.completion])]
         return [encoder.completion(number, example.prompt, example.completion)]

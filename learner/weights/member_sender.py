@@ -49,6 +49,8 @@ class LinkSettings:
     prefix: str
     """Prefix of the keys in the rendezvous, unique for the publisher; each attempt extends it."""
     max_wait_s: float
+    allow_plaintext: bool
+    """The spec's `weights.allow_plaintext_network`."""
     send_offer: Callable[[LinkOffer], None]
     on_result: Callable[[PublishResult], None]
 
@@ -315,5 +317,6 @@ class MemberSender:
             rank=SENDER,
             max_wait_s=self._settings.max_wait_s,
             host=self._settings.host,
+            allow_plaintext=self._settings.allow_plaintext,
             given_up=lambda: self._transfer is not transfer,
         )

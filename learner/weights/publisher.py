@@ -41,7 +41,7 @@ class Publisher:
     """Sender of staged versions to members.
 
     The rendezvous listens on `bind_host`, and members reach this machine at `advertise_host` (default: the same); `port` 0
-    takes a free one. Beyond loopback the tensors' checksums are SHA-256, because the offer's checksums are then the
+    takes a free one. `allow_plaintext` is the spec's `weights.allow_plaintext_network`. Beyond loopback the tensors' checksums are SHA-256, because the offer's checksums are then the
     only proof that the bytes are the learner's.
     """
 
@@ -57,6 +57,7 @@ class Publisher:
         advertise_host: str | None = None,
         port: int = 0,
         backend: str = "gloo",
+        allow_plaintext: bool = False,
     ) -> None:
         host = advertise_host or reachable_from_here(bind_host)
         self._rendezvous, rendezvous_port = serve_rendezvous(bind_host, port, max_wait_s)
@@ -73,6 +74,7 @@ class Publisher:
             # A publisher that starts again on the same port must not find keys or members of its predecessor.
             prefix=f"{run_id}/{secrets.token_hex(8)}",
             max_wait_s=max_wait_s,
+            allow_plaintext=allow_plaintext,
             send_offer=send_offer,
             on_result=on_result,
         )

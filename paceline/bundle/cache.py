@@ -1,5 +1,6 @@
 """`BundleCache`: unpacked bundles in a bounded cache of this machine. Their files are checked whenever a bundle is opened, and
-a damaged bundle is fetched again.
+a damaged bundle is fetched again. Where this process has a storage key, files of data are encrypted; code is plain, because Python and
+other programs read it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from paceline.bundle.manifest import BundledFile, Manifest
+from paceline.encryption.encrypted_file import MAGIC, WrongKey, encrypting, is_encrypted, plaintext
+from paceline.encryption.storage_key import StorageKey, storage_key
 from paceline.errors import Unreadable
 from paceline.files.bounded_cache import BoundedCache, CacheKind, HeldFolder
 
@@ -34,32 +37,43 @@ class BundleCache:
         Raises as `BoundedCache.open`; Unreadable also for a file that does not have its digest; errors of `fetch`.
         """
 
+        key = storage_key()
+
         def fill(folder: Path) -> None:
             for file in manifest.files:
-                _write(folder / file.path, file, fetch(file))
+                _write(folder / file.path, file, fetch(file), key)
 
-        return self._cache.open(manifest.digest, manifest.size, lambda root: _is_whole(root, manifest), fill)
-
-
-def _is_whole(root: Path, manifest: Manifest) -> bool:
-    """Return whether every file is there with its digest."""
-    return root.is_dir() and all(_digest_of(root / file.path) == file.sha256 for file in manifest.files)
+        return self._cache.open(
+            manifest.digest, manifest.size, lambda root: _is_whole(root, manifest, key), fill
+        )
 
 
-def _digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file; empty for what cannot be read, and for a link."""
+def _is_whole(root: Path, manifest: Manifest, key: StorageKey | None) -> bool:
+    """Return whether every file is there with its digest, encrypted if it has to be."""
+    return root.is_dir() and all(
+        _digest_of(root / file.path, key is not None and file.kind == "data") == file.sha256
+        for file in manifest.files
+    )
+
+
+def _digest_of(path: Path, encrypted: bool) -> str:
+    """Return the SHA-256 of a file's content; empty for what cannot be read, for a link, and for a plain file where an `encrypted` one is
+    wanted or the other way round."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stored:
+            if encrypted != is_encrypted(stored.peek(len(MAGIC))):
+                return ""
+            with plaintext(stored, str(path)) as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    except (OSError, WrongKey):
         return ""
 
 
-def _write(path: Path, file: BundledFile, chunks: Iterable[bytes]) -> None:
+def _write(path: Path, file: BundledFile, chunks: Iterable[bytes], key: StorageKey | None) -> None:
     """Write a file. Raises Unreadable when its content does not have its digest."""
     path.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
-    with path.open("xb") as out:
+    with path.open("xb") if key is None or file.kind != "data" else encrypting(path, key) as out:
         for chunk in chunks:
             size += len(chunk)
             if size > file.size:

@@ -10,9 +10,10 @@ import glob
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from paceline.bundle.imports import imports_of, literal_files
 from paceline.bundle.layout import (
@@ -22,6 +23,7 @@ from paceline.bundle.layout import (
     place_of_data_folder,
     place_of_file,
     place_of_folder,
+    place_of_prepared,
     split_glob,
 )
 from paceline.bundle.manifest import BundledFile, Kind, Manifest
@@ -31,6 +33,7 @@ from paceline.spec import RunSpec
 from paceline.spec.code_paths import code_paths, file_of
 
 MB = 1 << 20
+NONE_PREPARED: Mapping[str, Sequence[Path]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,11 @@ class _Found:
         )
 
 
-def collect(spec: RunSpec, data_of: Manifest | None = None) -> Bundle:
+def collect(
+    spec: RunSpec, data_of: Manifest | None = None, prepared: Mapping[str, Sequence[Path]] = NONE_PREPARED
+) -> Bundle:
     """Return the bundle of a spec, empty when all that it names is elsewhere. With `data_of` the data files are those of that
-    bundle, and only the others are read.
+    bundle, and only the others are read. `prepared` are files in place of the data sets of a field.
 
     Raises SpecError, naming the field and the file: a link that leaves its folder, a device, a file that cannot be read or
     is changed meanwhile, more than bundle.max_mb.
@@ -86,7 +91,7 @@ def collect(spec: RunSpec, data_of: Manifest | None = None) -> Bundle:
     warnings = _add_code(found)
     _add_included(found)
     if data_of is None:
-        _add_data(found)
+        _add_data(found, prepared)
     files, sources = list(kept), dict[str, Path]()
     taken = {file.path for file in kept}
     for place, (kind, name, path) in found.files.items():
@@ -165,9 +170,14 @@ def _included(spec: RunSpec, index: int) -> list[Path]:
     return [file for path in matches for file in (_files_below(path) if path.is_dir() else [path])]
 
 
-def _add_data(found: _Found) -> None:
+def _add_data(found: _Found, prepared: Mapping[str, Sequence[Path]] = NONE_PREPARED) -> None:
     spec = found.spec
+    for field_name, paths in prepared.items():
+        for index, path in enumerate(paths):
+            found.add("data", field_name, place_of_prepared(field_name, index, path.name), path)
     for field_name, names in data_names(spec).items():
+        if field_name in prepared:
+            continue
         for name in filter(is_path, names):
             place = place_of_data(spec.folder, name)
             if glob.has_magic(name):
@@ -238,15 +248,17 @@ def _digested(place: str, kind: Kind, name: str, path: Path) -> BundledFile:
 
 def collect_again(spec: RunSpec, before: Manifest | None) -> Bundle | None:
     """Return the bundle of a run's files as they are now, `before` being its bundle if that is known; None where this machine
-    does not have the code's files. Data that are not here, and examples, stay those of `before`. Raises SpecError."""
+    does not have the code's files. Data that are not here, examples and prepared data stay those of `before`. Raises
+    SpecError."""
     code = {place_of_file(spec.folder, file): file for file in map(file_of, code_paths(spec).values())}
     had = {file.path for file in before.files if file.kind == "code"} if before is not None else set(code)
     if any(place in had and not os.path.isfile(file) for place, file in code.items()):
         return None
+    is_prepared = spec.data.preparation.is_used
     if before is None:
-        return collect(spec)
+        return None if is_prepared else collect(spec)
     data = {file.path for file in before.subset("data").files}
-    if spec.samples and data <= _places_of_data(spec):
+    if spec.samples and not is_prepared and data <= _places_of_data(spec):
         return collect(spec)
     return collect(spec, data_of=before)
 

@@ -17,6 +17,11 @@ from paceline.bundle.manifest import Manifest
 from paceline.spec import RunSpec
 from paceline.spec.code_paths import code_paths, file_of, with_code_paths
 
+PREPARED = "data/prepared"
+"""Place of the files that `data.preparation` made."""
+REPORT = f"{PREPARED}/preparation/0000/report.txt"
+"""Place of the sentences on what the preparation left out."""
+
 
 def place_of_folder(spec_folder: str, folder: str) -> str:
     """Return the place in the bundle of an absolute folder."""
@@ -54,6 +59,11 @@ def split_glob(path: str) -> tuple[str, str]:
     return str(PurePosixPath(*parts[:fixed])), "/".join(parts[fixed:])
 
 
+def place_of_prepared(field: str, index: int, name: str) -> str:
+    """Return the place in the bundle of prepared data: of the entry `index` of a field's list, in a file of that name."""
+    return f"{PREPARED}/{field.removeprefix('data.')}/{index:04d}/{name}"
+
+
 def data_names(spec: RunSpec) -> dict[str, tuple[str, ...]]:
     """Return the names of data sets by field."""
     names = {"data.train": spec.data.train, "data.validation": spec.data.validation}
@@ -70,7 +80,8 @@ def is_path(name: str) -> bool:
 
 
 def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
-    """Return the spec with the paths of the files that `manifest` has and that are unpacked in `root`. Other paths stay."""
+    """Return the spec with the paths of the files that `manifest` has and that are unpacked in `root`. Other paths stay, and
+    prepared data take the place of the data sets that they were made of."""
 
     def data(name: str) -> str:
         if not is_path(name):
@@ -90,7 +101,14 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
         return tuple(map(data, value)) if isinstance(value, tuple) else value and data(value)
 
     found = {"train": several(spec.data.train), "validation": several(spec.data.validation)}
-    update: dict[str, Any] = {"data": spec.data.model_copy(update=found)}
+    section = spec.data.model_copy(update=found)
+    if manifest.has(PREPARED, "data"):
+        train, validation = (
+            [str(root / file.path) for file in manifest.files if file.path.startswith(f"{PREPARED}/{part}/")]
+            for part in ("train", "validation")
+        )
+        section = section.with_prepared(train, validation)
+    update: dict[str, Any] = {"data": section}
     moved = with_code_paths(spec, function)
     if moved != spec:
         update["folder"] = str(root)
@@ -100,7 +118,7 @@ def localized(spec: RunSpec, manifest: Manifest, root: Path) -> RunSpec:
 def with_original_paths(text: str, spec: RunSpec, root: Path) -> str:
     """Return a message about files in `root` with the paths that the submitter knows."""
     folders = [str(PurePosixPath(file_of(code)).parent) for code in code_paths(spec).values()]
-    originals = {place_of_folder(spec.folder, folder): folder for folder in folders}
+    originals = {place_of_folder(spec.folder, folder): folder for folder in folders} | {PREPARED: "prepared"}
     for name in (name for names in data_names(spec).values() for name in names if is_path(name)):
         folder = split_glob(name)[0]
         originals[place_of_data_folder(spec.folder, folder)] = folder

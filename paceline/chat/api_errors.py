@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.chat.messages import Json, Unsupported
-from paceline.errors import Busy, Conflict, InvalidInput, NotFound, PacelineError, Unavailable
+from paceline.errors import (
+    AccessDenied,
+    Busy,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    PacelineError,
+    Unavailable,
+)
 
 STATUS: Sequence[tuple[type[PacelineError], int, str, str | None]] = (
     (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (AccessDenied, 401, "authentication_error", "invalid_api_key"),
+    (NotPermitted, 403, "permission_error", None),
     (NotFound, 404, "invalid_request_error", "model_not_found"),
     (InvalidInput, 400, "invalid_request_error", None),
     (Conflict, 409, "conflict_error", None),
@@ -16,9 +27,6 @@ STATUS: Sequence[tuple[type[PacelineError], int, str, str | None]] = (
     (PacelineError, 500, "server_error", None),
 )
 """Error, status, type and code; the first match wins."""
-
-RETRY_AFTER_S = 1
-"""What a client is told to wait after `Busy` or `Unavailable`."""
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> Json:

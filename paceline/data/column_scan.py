@@ -29,8 +29,8 @@ class RowCheck:
 
     row: Callable[[dict[str, Any]], object]
     """Check of one row; it raises DataError."""
-    columns: tuple[str, ...]
-    """Columns that the check reads, as far as the table has them."""
+    columns: tuple[str, ...] | None
+    """Columns that the check reads, as far as the table has them; None: all."""
     passing: Callable[[pa.Table], Mask]
     """Scan: [N] true for rows that certainly pass."""
 
@@ -41,7 +41,7 @@ class RowCheck:
 
 def doubtful_rows(dataset: Any, check: RowCheck) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield index and columns of the rows of a `datasets.Dataset` that the scan has not passed."""
-    columns = [name for name in check.columns if name in dataset.column_names]
+    columns = [name for name in dataset.column_names if check.columns is None or name in check.columns]
     if not columns:
         return
     batches = dataset.select_columns(columns).with_format("arrow").iter(BATCH_ROWS)
@@ -140,6 +140,15 @@ def finite_or_absent(table: pa.Table, name: str) -> Mask:
     if pa.types.is_floating(column.type):
         return _mask(pc.fill_null(pc.is_finite(column), True))
     return np.zeros(table.num_rows, bool)
+
+
+def finite(table: pa.Table, name: str) -> Mask:
+    """Return [N] whether column `name` is a finite number."""
+    import pyarrow.compute as pc
+
+    if name not in table.column_names:
+        return np.zeros(table.num_rows, bool)
+    return finite_or_absent(table, name) & _mask(pc.is_valid(table[name]))
 
 
 class Messages:

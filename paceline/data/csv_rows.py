@@ -2,26 +2,20 @@
 
 A column whose filled cells are all whole numbers, numbers, or true and false, written as JSON writes them, has such
 values, and null where a cell is empty. Every other column is text (`007`, `1,5` and dates stay what they are).
-
-The rows are kept as JSON lines in an unnamed file, so that memory holds their offsets alone, and a change of the CSV file
-changes nothing.
 """
 
 from __future__ import annotations
 
 import csv
-import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import xxhash
-
-from paceline.errors import DataError, Unreadable
+from paceline.data.spooled_rows import SpooledRows
+from paceline.encryption.encrypted_file import open_data
+from paceline.errors import DataError
 
 MAX_CELL = 64 << 20
 """Characters of one cell."""
@@ -31,53 +25,29 @@ TRUTH = re.compile(r"true|false", re.IGNORECASE)
 Convert = Callable[[str], Any]
 
 
-class CsvRows:
-    """The rows of one file. `check` sees every row, and raises DataError."""
+def open_csv(path: Path, check: Callable[[dict[str, Any]], None] | None = None) -> SpooledRows:
+    """Return the rows of a CSV file. `check` sees every row, and raises DataError.
 
-    def __init__(self, path: Path, check: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """Raises DataError with the line of a fault, OSError when the file cannot be read."""
-        self._path = path
-        converters = _converters(path)
-        self.columns = tuple(name for name, _ in converters)
-        digest, offsets = xxhash.xxh3_64(), [0]
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - rows are read from it later
-        for number, cells in _lines(path):
-            row = {name: convert(cell) for (name, convert), cell in zip(converters, cells, strict=True)}
-            if check:
-                try:
-                    check(row)
-                except DataError as error:
-                    raise DataError(f"{path}, line {number}: {error}") from None
-            line = json.dumps(row).encode()
-            digest.update(line)
-            self._file.write(line)
-            offsets.append(offsets[-1] + len(line))
-        self._file.flush()
-        self._offsets = np.array(offsets, np.int64)
-        self.fingerprint = f"{len(self)} rows, XXH3 {digest.hexdigest()}"
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raises Unreadable when the disk cannot be read."""
-        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
-        try:
-            row: dict[str, Any] = json.loads(os.pread(self._file.fileno(), end - start, start))
-        except (OSError, ValueError) as error:
-            raise Unreadable(f"row {index} of {self._path} cannot be read again: {error}") from None
-        return row
+    Raises DataError with the line of a fault, OSError when the file cannot be read.
+    """
+    converters = _converters(path)
+    rows = SpooledRows(path, tuple(name for name, _ in converters))
+    for number, cells in _lines(path):
+        row = {name: convert(cell) for (name, convert), cell in zip(converters, cells, strict=True)}
+        if check:
+            try:
+                check(row)
+            except DataError as error:
+                raise DataError(f"{path}, line {number}: {error}") from None
+        rows.add(row)
+    return rows.finished()
 
 
 def _lines(path: Path, *, header: bool = False) -> Iterator[tuple[int, list[str]]]:
     """Yield number and cells of each row; first those of the header, if wanted. Raises DataError."""
     delimiter = "\t" if path.suffix == ".tsv" else ","
     csv.field_size_limit(MAX_CELL)
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with TextIOWrapper(open_data(path), encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         names: list[str] | None = None
         try:

@@ -1,25 +1,19 @@
-"""Rows of supervised and preference data sets: their meaning, and the error for a row that has none.
+"""Data sets of examples: their check by algorithm, and their rows as the algorithm reads them.
 
-Forms that are read, by algorithm:
-
-    sft              prompt, completion; or whole conversations (data.messages_key)
-    dpo, orpo, rm    prompt, chosen, rejected (one, or a list of several), and for rm an optional margin;
-                     chosen and rejected as whole conversations, without a prompt: their common beginning is the prompt;
-                     context, completions: [{rank, completion}, …], as NeMo RL has it: the lowest rank is chosen
-    kto              prompt, completion, label
-    offline_grpo     traces (`paceline.data.traces`), of which each prompt's are one example
-
-A completion is text, or the messages that follow the prompt. Promise: whatever `read_*` accepts can be tokenised, short
-of a chat template that refuses it; everything else is a DataError that says what to change.
+`paceline.data.example_rows` has the forms of rows; traces (`offline_grpo`) are grouped by their prompts, pairs become labeled
+completions for `kto`. Promise: whatever passes the check is read later without a fault, short of a chat template that refuses
+it.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from paceline.data.column_names import conversation_key, has_text, with_keys_of_row
 from paceline.data.column_scan import (
     Mask,
     RowCheck,
@@ -27,42 +21,27 @@ from paceline.data.column_scan import (
     booleans,
     conversations,
     different,
+    finite,
     finite_or_absent,
     texts,
 )
-from paceline.data.messages import are_messages, plain
-from paceline.data.rows import Rows, check_columns, check_prompt, check_text, open_source
-from paceline.data.tokens import with_system_prompt
-from paceline.data.traces import Trace, TraceGroups, TraceKeys, read_trace
+from paceline.data.decided_pairs import DecidedPairs
+from paceline.data.example_rows import (
+    as_prompt,
+    read_demonstration,
+    read_labeled_completion,
+    read_preference,
+)
+from paceline.data.formats import describe, explain_form
+from paceline.data.joined_rows import counted, left_out_of, sizes_of
+from paceline.data.messages import tools_of
+from paceline.data.prompts import prompt_rows
+from paceline.data.row_checks import check_prepared
+from paceline.data.rows import Rows, open_source
+from paceline.data.traces.groups import TraceGroups
+from paceline.data.traces.rows import Trace, TraceKeys, read_trace
 from paceline.errors import DataError
 from paceline.spec import DataSection, RunSpec
-
-
-class Demonstration(NamedTuple):
-    """A prompt and the completion that `sft` imitates."""
-
-    prompt: Any
-    """Text or messages; of a whole conversation all but the last message."""
-    completion: Any
-    """Text, or the messages that follow."""
-
-
-class Preference(NamedTuple):
-    """One prompt with a better completion and at least one worse."""
-
-    prompt: Any
-    chosen: Any
-    rejected: tuple[Any, ...]
-    margin: float
-    """Margin of the chosen completion in units of the reward; 0 by default."""
-
-
-class LabeledCompletion(NamedTuple):
-    """One completion, good or bad."""
-
-    prompt: Any
-    completion: Any
-    desirable: bool
 
 
 def check_example(spec: RunSpec) -> RowCheck:
@@ -70,40 +49,80 @@ def check_example(spec: RunSpec) -> RowCheck:
     data = spec.data
     match spec.examples and spec.examples.example_form:
         case "demonstration":
+            keys = (data.messages_key,) if data.messages_key else (data.prompt_key, data.completion_key)
             return RowCheck(
-                lambda row: read_demonstration(row, data),
-                (data.messages_key,) if data.messages_key else (data.prompt_key, data.completion_key),
-                lambda table: _passing_demonstrations(table, data),
+                _explained(spec, lambda row: read_demonstration(row, data)),
+                (*keys, "messages", "text", "input", "output", "tools"),
+                lambda table: _without_tools(table) & _passing_demonstrations(table, data),
             )
         case "preference":
-            keys = (data.prompt_key, data.chosen_key, data.rejected_key, data.margin_key)
             return RowCheck(
-                lambda row: read_preference(row, data),
-                (*keys, "context", "completions"),
-                lambda table: _passing_preferences(table, data),
+                _explained(spec, lambda row: read_preference(row, data)),
+                (*_pair_keys(data), "context", "completions", "tools"),
+                lambda table: _without_tools(table) & _passing_preferences(table, data),
             )
         case "labeled_completion":
             return RowCheck(
-                lambda row: read_labeled_completion(row, data),
-                (data.prompt_key, data.completion_key, data.label_key),
-                lambda table: _passing_labeled_completions(table, data),
+                _explained(spec, lambda row: _read_labeled(row, data)),
+                (*_pair_keys(data), data.completion_key, data.label_key, "tools"),
+                lambda table: _without_tools(table) & _passing_labeled_completions(table, data),
             )
         case "traces":
             of_trace = trace_keys(spec)
             return RowCheck(
-                lambda row: read_trace(row, of_trace), (), lambda table: np.zeros(table.num_rows, bool)
+                _explained(spec, lambda row: read_trace(row, of_trace)),
+                None,
+                lambda table: np.zeros(table.num_rows, bool),
             )
         case _:
             raise ValueError(f"algorithm {spec.algorithm!r} reads no examples")
+
+
+def _explained(spec: RunSpec, read: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
+    """Return the check that `read` takes a row with its tools. A row of a format that another algorithm reads is refused as
+    such."""
+
+    def check(row: dict[str, Any]) -> None:
+        try:
+            read(row)
+        except DataError as error:
+            assert spec.examples is not None
+            sentence = explain_form(row, spec.data, spec.examples.example_form, spec.algorithm)
+            raise DataError(sentence or str(error)) from None
+        tools_of(row)
+
+    return check
+
+
+def _pair_keys(data: DataSection) -> tuple[str, ...]:
+    return (data.prompt_key, *data.pair_keys, data.margin_key)
 
 
 def open_examples(spec: RunSpec, *, validation: bool = False) -> Rows:
     """Return the examples of the training (or validation) data: its rows, of traces their groups. Raises DataError,
     Unreadable as `open_source`."""
     source = spec.data.source(validation=validation)
+    return as_examples(checked_rows(spec, validation=validation), spec, source.field)
+
+
+def checked_rows(spec: RunSpec, *, validation: bool = False) -> Rows:
+    """Return the rows of the training (or validation) data, each of which the algorithm can read. Pairs in which neither
+    completion is better are left out. Raises DataError, Unreadable as `open_source`."""
+    data, source = spec.data, spec.data.source(validation=validation)
+    if spec.examples is None:
+        return prompt_rows(data, validation=validation, has_tools=spec.prompts_have_tools)
+    check_prepared(data)
     rows = open_source(source, check_example(spec))
+    has_pairs = spec.examples.example_form == "preference" or _are_pairs(rows, spec)
+    return (
+        DecidedPairs(rows, data, source.field) if has_pairs and data.preference_key in rows.columns else rows
+    )
+
+
+def as_examples(rows: Rows, spec: RunSpec, field: str) -> Rows:
+    """Return checked rows as the algorithm's examples. Raises DataError, naming the field."""
     if not spec.trains_traces:
-        return rows
+        return UnpairedRows(rows, spec.data) if _are_pairs(rows, spec) else rows
     section = spec.offline_grpo
     try:
         return TraceGroups(
@@ -113,7 +132,79 @@ def open_examples(spec: RunSpec, *, validation: bool = False) -> Rows:
             max_size=section.max_traces_per_group,
         )
     except DataError as error:
-        raise DataError(f"{source.field}: {error}") from None
+        raise DataError(f"{field}: {error}") from None
+
+
+def report_of(rows: Rows, spec: RunSpec) -> str:
+    """Return the format of examples, of traces their groups, and what was left out, for people."""
+    assert spec.examples is not None
+    if isinstance(rows, TraceGroups):
+        return f"{describe(rows[0]['traces'][0], spec.data, 'traces')}; {rows.report}"
+    first = rows.first_pair if isinstance(rows, UnpairedRows) else rows[0]
+    text = describe(first, spec.data, spec.examples.example_form)
+    left_out = left_out_of(rows)
+    return f"{text}; left out: {counted(left_out)}" if left_out else text
+
+
+class UnpairedRows:
+    """Rows of pairs as rows of labeled completions: row 2i has the chosen completion of pair i, row 2i + 1 the rejected one."""
+
+    def __init__(self, rows: Rows, data: DataSection) -> None:
+        self._rows, self._data, self.fingerprint = rows, data, rows.fingerprint
+        tools = ("tools",) if "tools" in rows.columns else ()
+        self.columns: tuple[str, ...] = (data.prompt_key, data.completion_key, data.label_key, *tools)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each data set in a list."""
+        return tuple(2 * size for size in sizes_of(self._rows))
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Pairs that were left out, by reason."""
+        return left_out_of(self._rows)
+
+    @property
+    def first_pair(self) -> dict[str, Any]:
+        """The first pair, as it was read."""
+        return self._rows[0]
+
+    def __len__(self) -> int:
+        return 2 * len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return row `index`. Raises Unreadable as the rows do."""
+        row, data = self._rows[index // 2], self._data
+        pair = read_preference(row, data.model_copy(update={"system_prompt": None}))
+        values = (
+            pair.prompt,
+            pair.rejected[0] if index % 2 else pair.chosen,
+            index % 2 == 0,
+            row.get("tools"),
+        )
+        return dict(zip(self.columns, values, strict=False))
+
+
+def _are_pairs(rows: Rows, spec: RunSpec) -> bool:
+    """Return whether rows for an algorithm that reads labeled completions are pairs."""
+    assert spec.examples is not None
+    data = spec.data
+    return (
+        spec.examples.example_form == "labeled_completion"
+        and data.label_key not in rows.columns
+        and {data.chosen_key, data.rejected_key} <= set(rows.columns)
+    )
+
+
+def _read_labeled(row: dict[str, Any], data: DataSection) -> None:
+    """Check a labeled completion, or a pair that becomes two of them. Raises DataError."""
+    if data.label_key in row or not {data.chosen_key, data.rejected_key} <= row.keys():
+        read_labeled_completion(row, data)
+    elif len(read_preference(row, data).rejected) > 1:
+        raise DataError(
+            f"column {data.rejected_key!r} has several completions; give each pair one, or write rows with "
+            f"{data.label_key!r}"
+        )
 
 
 def trace_keys(spec: RunSpec) -> TraceKeys:
@@ -127,20 +218,31 @@ def read_traces(row: dict[str, Any], spec: RunSpec) -> list[Trace]:
     return [
         trace
         if trace.tokens is not None
-        else trace._replace(prompt=_prompt(trace.prompt, (trace.completion,), spec.data))
+        else trace._replace(prompt=as_prompt(trace.prompt, (trace.completion,), spec.data))
         for trace in traces
     ]
 
 
+def _without_tools(table: Any) -> Mask:
+    """Return [N] false where the rows have tools, which are checked one by one."""
+    return np.full(table.num_rows, "tools" not in table.column_names)
+
+
 def _passing_demonstrations(table: Any, data: DataSection) -> Mask:
-    if data.messages_key is not None:
-        return conversations(table, data.messages_key, system=data.system_prompt is None)
+    names = dict.fromkeys(table.column_names)
+    if (messages := conversation_key(names, data)) is not None:
+        return conversations(table, messages, system=data.system_prompt is None)
+    if has_text(names, data):
+        return texts(table, "text")
+    data = with_keys_of_row(names, data)
     return texts(table, data.prompt_key) & texts(table, data.completion_key)
 
 
 def _passing_preferences(table: Any, data: DataSection) -> Mask:
     chosen, rejected = data.chosen_key, data.rejected_key
     passing = texts(table, chosen) & texts(table, rejected) & finite_or_absent(table, data.margin_key)
+    if data.preference_key is not None:
+        passing &= finite(table, data.preference_key)
     if not passing.any():
         return passing  # the columns may have forms that only the check of single rows knows
     if data.prompt_key in table.column_names:
@@ -151,130 +253,3 @@ def _passing_preferences(table: Any, data: DataSection) -> Mask:
 def _passing_labeled_completions(table: Any, data: DataSection) -> Mask:
     text = texts(table, data.prompt_key) & texts(table, data.completion_key)
     return text & booleans(table, data.label_key)
-
-
-def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
-    """Raises DataError."""
-    if data.messages_key is not None:
-        messages: Any = row.get(data.messages_key)
-        if not are_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise DataError(
-                f"column {data.messages_key!r} has to be at least two chat messages, the last by the assistant, not "
-                f"{messages!r:.80}"
-            )
-        check_text(messages, data.messages_key)
-        if data.system_prompt is not None and messages[0]["role"] == "system":
-            raise DataError(
-                "data.system_prompt is set, but the conversation has a system message; keep one of them"
-            )
-        return Demonstration(with_system_prompt(messages[:-1], data), plain(messages[-1:]))
-    check_prompt(row, data.prompt_key)
-    check_columns(row, (data.completion_key,))
-    completion = _completion(row[data.completion_key], data.completion_key)
-    return Demonstration(_prompt(row[data.prompt_key], (completion,), data), completion)
-
-
-def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
-    """Raises DataError."""
-    if "completions" in row and data.chosen_key not in row:
-        return _ranked(row, data)
-    check_columns(row, (data.chosen_key, data.rejected_key))
-    chosen, rejected = row[data.chosen_key], row[data.rejected_key]
-    several = rejected if isinstance(rejected, list) and not are_messages(rejected) else [rejected]
-    if not several:
-        raise DataError(
-            f"column {data.rejected_key!r} is an empty list; a pair needs at least one completion"
-        )
-    margin = row.get(data.margin_key, 0.0)
-    margin = 0.0 if margin is None else margin
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise DataError(f"column {data.margin_key!r} has to be a finite number, not {margin!r:.80}")
-    if data.prompt_key not in row:
-        prompt, chosen, several = _split_conversations(chosen, several, data)
-    else:
-        check_prompt(row, data.prompt_key)
-        prompt = row[data.prompt_key]
-    return _preference(prompt, chosen, several, float(margin), data, (data.chosen_key, data.rejected_key))
-
-
-def read_labeled_completion(row: dict[str, Any], data: DataSection) -> LabeledCompletion:
-    """Raises DataError."""
-    check_prompt(row, data.prompt_key)
-    check_columns(row, (data.completion_key,))
-    label = row.get(data.label_key)
-    if not isinstance(label, bool) and label not in (0, 1):
-        raise DataError(
-            f"column {data.label_key!r} has to be true or false, not {label!r:.80}; name the column in data.label_key"
-        )
-    completion = _completion(row[data.completion_key], data.completion_key)
-    return LabeledCompletion(_prompt(row[data.prompt_key], (completion,), data), completion, bool(label))
-
-
-def _ranked(row: dict[str, Any], data: DataSection) -> Preference:
-    """`context` and `completions` with ranks, 0 the best."""
-    ranked = row["completions"]
-    fits = isinstance(ranked, list) and all(
-        isinstance(item, dict) and isinstance(item.get("rank"), int) and item.get("completion")
-        for item in ranked
-    )
-    if not fits or len(ranked) < 2:
-        raise DataError(
-            f"column 'completions' has to be at least two objects with rank and completion, not {ranked!r:.80}"
-        )
-    ordered = sorted(ranked, key=lambda item: int(item["rank"]))
-    best = [item for item in ordered if item["rank"] == ordered[0]["rank"]]
-    if len(best) > 1:
-        raise DataError(
-            f"{len(best)} completions have the best rank {best[0]['rank']}; exactly one can be the chosen one"
-        )
-    key = "context" if "context" in row else data.prompt_key
-    check_prompt(row, key)
-    rejected = [item["completion"] for item in ordered[1:]]
-    return _preference(row[key], best[0]["completion"], rejected, 0.0, data, ("completions", "completions"))
-
-
-def _preference(
-    prompt: Any, chosen: Any, rejected: list[Any], margin: float, data: DataSection, keys: tuple[str, str]
-) -> Preference:
-    chosen = _completion(chosen, keys[0])
-    worse = tuple(_completion(completion, keys[1]) for completion in rejected)
-    if chosen in worse:
-        raise DataError(
-            f"the chosen completion is also rejected ({chosen!r:.60}); a pair without a difference teaches nothing, "
-            "remove it"
-        )
-    return Preference(_prompt(prompt, (chosen, *worse), data), chosen, worse, margin)
-
-
-def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) -> tuple[Any, Any, list[Any]]:
-    """Prompt and completions of whole conversations: their common beginning is the prompt."""
-    whole = [chosen, *rejected]
-    if not all(are_messages(conversation) for conversation in whole):
-        raise DataError(
-            f"there is no column {data.prompt_key!r}, so {data.chosen_key!r} and {data.rejected_key!r} have to be whole "
-            "conversations (lists of messages); name the prompt in data.prompt_key"
-        )
-    for conversation, key in zip(whole, (data.chosen_key, *[data.rejected_key] * len(rejected)), strict=True):
-        check_text(conversation, key)
-    common = 0
-    for turn in zip(*whole, strict=False):
-        if any(message != turn[0] for message in turn):
-            break
-        common += 1
-    if common == 0 or any(len(conversation) == common for conversation in whole):
-        raise DataError(
-            f"{data.chosen_key!r} and {data.rejected_key!r} have to begin with the same messages and then to differ"
-        )
-    return chosen[:common], chosen[common:], [conversation[common:] for conversation in rejected]
-
-
-def _prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> Any:
-    """Return the prompt with the system prompt; as messages where any completion is messages."""
-    if isinstance(prompt, str) and any(not isinstance(completion, str) for completion in completions):
-        prompt = [{"role": "user", "content": prompt}]
-    return with_system_prompt(prompt, data)
-
-
-def _completion(value: Any, key: str) -> Any:
-    check_text(value, key)
-    return plain(value)

@@ -1,7 +1,8 @@
 """The files that a data set's name stands for: a local path, a glob, or an fsspec URL (`s3://bucket/*.parquet`).
 
 Files of a store are copied to a bounded cache on this machine, once for each version of a file, because rows are read one by
-one: `PACELINE_DATA_CACHE` (default `~/.cache/paceline/data`), bounded by `PACELINE_DATA_CACHE_MB`.
+one: `PACELINE_DATA_CACHE` (default `~/.cache/paceline/data`), bounded by `PACELINE_DATA_CACHE_MB`. Where this process has a storage key
+the copies are encrypted.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from pathlib import Path
 
 from fsspec import AbstractFileSystem
 
+from paceline.encryption.storage_key import storage_key
 from paceline.errors import PacelineError, Unreadable
 from paceline.files.bounded_cache import CacheKind
 from paceline.files.storage import is_local, is_url, open_url
 from paceline.files.url_copies import open_copies
 
-FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
+FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow", ".feather")
 """Suffixes of files that are read by themselves; every other name is for `datasets`."""
 KIND = CacheKind("data", default_mb=1 << 18, wait_s=1800.0)
 
@@ -58,7 +60,9 @@ def _stored_files(url: str, field: str) -> Iterator[Path]:
     for path in files:
         try:
             entry = store.info(path) | {"version": store.ukey(path)}
-            held = open_copies(cache, store, f"{store.protocol}/{path}", {posixpath.basename(path): entry})
+            held = open_copies(
+                cache, store, f"{store.protocol}/{path}", {posixpath.basename(path): entry}, storage_key()
+            )
         except PacelineError as error:
             raise type(error)(f"{field}: {url!r}: {error}") from None
         except Exception as error:  # of the store's client, which has many

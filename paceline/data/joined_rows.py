@@ -1,8 +1,9 @@
-"""Rows of several files, one file after the other."""
+"""Rows of several data sets or files, one after the other."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from paceline.errors import DataError
 
 
 class Part(Protocol):
-    """The rows of one file."""
+    """The rows of one data set or file."""
 
     fingerprint: str
     columns: tuple[str, ...]
@@ -32,7 +33,9 @@ class JoinedRows:
                     f"{name}: no column {missing[0]!r}, which {names[0]} has; give every file the same columns"
                 )
         self._parts = parts
-        self._ends = list(accumulate(len(part) for part in parts))
+        self.sizes = tuple(map(len, parts))
+        """Rows of each part."""
+        self._ends = list(accumulate(self.sizes))
         self.columns = parts[0].columns
         self.fingerprint = "; ".join(part.fingerprint for part in parts)
 
@@ -43,3 +46,19 @@ class JoinedRows:
         """Return row `index`. Raises Unreadable as the part does."""
         number = bisect_right(self._ends, index)
         return self._parts[number][index - (self._ends[number - 1] if number else 0)]
+
+
+def left_out_of(rows: Part) -> Counter[str]:
+    """Return the rows that were left out of a data set, by reason."""
+    return +Counter(getattr(rows, "left_out", {}))
+
+
+def counted(left_out: Counter[str]) -> str:
+    """Return numbers of rows with their reasons, for people; the most frequent reason comes first."""
+    return ", ".join(f"{number:,} ({reason})" for reason, number in left_out.most_common()) or "none left out"
+
+
+def sizes_of(rows: Part) -> tuple[int, ...]:
+    """Return the rows of each data set that was joined; of any other rows their number."""
+    sizes: tuple[int, ...] = getattr(rows, "sizes", (len(rows),))
+    return sizes

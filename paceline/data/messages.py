@@ -6,7 +6,14 @@ where every part is text: the parts are joined, because the templates of text mo
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
+
+from paceline.errors import DataError
+
+TOOLS_KEY = "tools"
+"""Column with the definitions of tools that the chat template of a row gets, as TRL has it."""
 
 
 def are_messages(value: Any) -> bool:
@@ -68,3 +75,35 @@ def _fault_of_parts(role: str, parts: list[Any]) -> str:
             named = f"a part of type {kind!r:.40}" if isinstance(kind, str) else f"the part {part!r:.60}"
             return f"of the {role} whose content has {named}; only text parts can be read"
     return ""
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """Return the definitions of tools of a row, JSON schemas of functions as a list or as JSON; None where it has none. Keys
+    without a value, which tables add to objects of different keys, are left out. Raises DataError for anything else."""
+    value = row.get(TOOLS_KEY)
+    if value is None or value == "" or value == []:
+        return None
+    tools = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value)
+        except ValueError:
+            tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(
+            f"column {TOOLS_KEY!r} has to be a list of JSON schemas of functions, or such a list as JSON, not {value!r:.80}; "
+            "correct it, or rename the column"
+        )
+    return [_without_nulls(tool) for tool in tools] or None
+
+
+def tools_of_prompt(prompt: Any, columns: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools that the chat template gets with a prompt; None where there are none, and for a prompt of text, whose
+    column of that name has any values. Raises DataError."""
+    return tools_of(columns) if isinstance(prompt, list) else None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

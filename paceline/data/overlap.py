@@ -6,13 +6,21 @@ Promise: a text that occurs in the evaluation set word by word has the share 1, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import xxhash
+
+if TYPE_CHECKING:
+    from paceline.data.rows import Rows
 
 WORD = re.compile(r"\w+")
 NGRAM_WORDS = 13
 """Words of an n-gram: as in the contamination studies of GPT-3 (Brown et al. 2020)."""
+OVERLAP = 0.5
+"""Share of a prompt's n-grams from which it counts as one of the other set."""
+PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
+"""Columns that are taken for the prompt where the spec's is not there."""
 
 
 class OverlapIndex:
@@ -22,6 +30,17 @@ class OverlapIndex:
         """Index `texts`. A text of fewer than `words` words is one n-gram as a whole."""
         self._words = words
         self._hashes = {value for text in texts for value in self._ngrams(text)}
+
+    def found_in(self, training: Iterable[str], texts: Sequence[str]) -> list[int]:
+        """Return the indices of those of the indexed `texts` that `training` holds: at least OVERLAP of their n-grams. Memory
+        is that of `texts`, however much training data there is."""
+        found = {value for text in training for value in self._ngrams(text) if value in self._hashes}
+        indices = []
+        for index, text in enumerate(texts):
+            ngrams = list(self._ngrams(text))
+            if ngrams and sum(value in found for value in ngrams) / len(ngrams) >= OVERLAP:
+                indices.append(index)
+        return indices
 
     def share(self, text: str) -> float:
         """Return the share of the text's n-grams that the evaluation set has; 0 for a text without words."""
@@ -44,3 +63,9 @@ def text_of(prompt: object) -> str:
         for message in messages
         if isinstance(message, dict) and message.get("role") == "user"
     )
+
+
+def prompt_texts(rows: Rows, prompt_key: str) -> Iterator[str]:
+    """Yield the text of each prompt, of the first of the usual columns that there is; none where there is none."""
+    key = next((name for name in (prompt_key, *PROMPT_COLUMNS) if name in rows.columns), "")
+    return (text_of(rows[index].get(key)) for index in range(len(rows) if key else 0))

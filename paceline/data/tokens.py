@@ -93,8 +93,7 @@ def encode_prompt(
                 "the prompt is a list of messages, but the tokenizer has no chat template (or "
                 "data.apply_chat_template is 'never'); use text prompts or another tokenizer"
             )
-        options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
-        ids = _by_template(tokenizer, prompt, template_kwargs, add_generation_prompt=True, **options)
+        ids = _by_template(tokenizer, prompt, template_kwargs, add_generation_prompt=True, **_of_tools(tools))
     if not ids:
         raise InvalidInput(f"the tokenizer has no tokens for the prompt {prompt!r:.60}")
     return np.array(ids, np.int32)
@@ -109,7 +108,6 @@ def render_chat(
     add_generation_prompt: bool = False,
 ) -> str:
     """Return messages as the text that the chat template makes of them. Raises InvalidInput as `encode_prompt` does."""
-    options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
     return str(
         _by_template(
             tokenizer,
@@ -117,7 +115,7 @@ def render_chat(
             template_kwargs,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            **options,
+            **_of_tools(tools),
         )
     )
 
@@ -141,10 +139,25 @@ def _by_template(
                 f"data.chat_template_kwargs has {name!r}, which the chat template of the tokenizer does not read; "
                 "remove it, or correct its name"
             )
+    if options.get("tools") and not reads_tools(str(tokenizer.chat_template)):
+        raise InvalidInput(
+            "the row has tools, which the chat template of the tokenizer does not read; take a model whose template does, or "
+            "rename the column 'tools'"
+        )
     with _refusals("the chat template", f"the messages {messages!r:.60}"):
         return tokenizer.apply_chat_template(
             messages, tokenize=tokenize, return_dict=return_dict, **template_kwargs, **options
         )
+
+
+def _of_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    """Return the argument of the chat template for tools; none where there are none."""
+    return {} if tools is None else {"tools": list(tools)}
+
+
+def reads_tools(template: str) -> bool:
+    """Return whether a chat template has tools at all."""
+    return re.search(r"\btools\b", template) is not None
 
 
 @contextlib.contextmanager
@@ -166,12 +179,20 @@ def encode_completion(tokenizer: Any, completion: str) -> IntArray:
     return np.array([*ids, tokenizer.eos_token_id], np.int32)
 
 
+def encode_text(tokenizer: Any, text: str) -> IntArray:
+    """Return [T] token ids of a whole text, the tokenizer's own special tokens and the end of sequence included."""
+    with _refusals("the tokenizer", f"the text {text!r:.60}"):
+        ids = tokenizer(text)["input_ids"]
+    return _ended(tokenizer, ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id])
+
+
 def encode_exchange(
     tokenizer: Any,
     prompt: Any,
     completion: Any,
     template: str,
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Return ([P], [T]) token ids of a prompt and what follows it, which ends where sampling would: at the end of
     sequence.
@@ -179,12 +200,12 @@ def encode_exchange(
     A completion of messages is what the chat template adds to the prompt. Raises InvalidInput where the template writes
     the prompt otherwise once an answer follows, since the trained prompt would then not be the sampled one.
     """
-    prompt_ids = encode_prompt(tokenizer, prompt, template, template_kwargs)
+    prompt_ids = encode_prompt(tokenizer, prompt, template, template_kwargs, tools)
     if isinstance(completion, str):
         return prompt_ids, encode_completion(tokenizer, completion)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    prompt_ids = encode_prompt(tokenizer, messages, template, template_kwargs)
-    whole = _by_template(tokenizer, [*messages, *completion], template_kwargs)
+    prompt_ids = encode_prompt(tokenizer, messages, template, template_kwargs, tools)
+    whole = _by_template(tokenizer, [*messages, *completion], template_kwargs, **_of_tools(tools))
     if list(whole[: len(prompt_ids)]) != prompt_ids.tolist():
         raise InvalidInput(
             f"the chat template writes the prompt {messages!r:.60} in another way once an answer follows, so prompt and "
@@ -194,7 +215,10 @@ def encode_exchange(
 
 
 def encode_conversation(
-    tokenizer: Any, messages: list[Any], template_kwargs: Mapping[str, Any] = NO_KWARGS
+    tokenizer: Any,
+    messages: list[Any],
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[IntArray, np.ndarray]:
     """Return ([T] token ids, [T] bool: written by the assistant) of a whole conversation, ended after the last answer.
 
@@ -214,15 +238,20 @@ def encode_conversation(
                 "fast form that keeps the places of characters; use a tokenizer with a tokenizer.json"
             )
         marked = _by_template(
-            tokenizer, messages, template_kwargs, return_dict=True, return_assistant_tokens_mask=True
+            tokenizer,
+            messages,
+            template_kwargs,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **_of_tools(tools),
         )
         ids, mask = list(marked["input_ids"]), np.array(marked["assistant_masks"], bool)
     else:
-        ids = list(_by_template(tokenizer, messages, template_kwargs))
+        ids = list(_by_template(tokenizer, messages, template_kwargs, **_of_tools(tools)))
         mask = np.zeros(len(ids), bool)
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
-                start, end = _span_by_prefixes(tokenizer, messages, place, ids, template_kwargs)
+                start, end = _span_by_prefixes(tokenizer, messages, place, ids, template_kwargs, tools)
                 mask[start:end] = True
     if not mask.any():
         raise InvalidInput(
@@ -234,11 +263,17 @@ def encode_conversation(
 
 
 def _span_by_prefixes(
-    tokenizer: Any, messages: list[Any], place: int, ids: list[int], template_kwargs: Mapping[str, Any]
+    tokenizer: Any,
+    messages: list[Any],
+    place: int,
+    ids: list[int],
+    template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None,
 ) -> tuple[int, int]:
     """Return the begin and the end of message `place`, the assistant's, in `ids`, the whole conversation."""
-    opened = _by_template(tokenizer, messages[:place], template_kwargs, add_generation_prompt=True)
-    closed = _by_template(tokenizer, messages[: place + 1], template_kwargs)
+    options = _of_tools(tools)
+    opened = _by_template(tokenizer, messages[:place], template_kwargs, add_generation_prompt=True, **options)
+    closed = _by_template(tokenizer, messages[: place + 1], template_kwargs, **options)
     start, end = len(opened), len(closed)
     if list(opened) != ids[:start] or list(closed) != ids[:end] or start >= end:
         raise InvalidInput(
@@ -271,13 +306,14 @@ def encode_for_scoring(
     completion: Any,
     template: str,
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> IntArray:
     """Return [T] token ids of a whole text that a reward model scores at its last token.
 
     Trailing padding tokens are cut off, as transformers does when it looks for the last token: where the end of
     sequence is also the padding, the score is read at the token before it.
     """
-    ids = np.concatenate(encode_exchange(tokenizer, prompt, completion, template, template_kwargs))
+    ids = np.concatenate(encode_exchange(tokenizer, prompt, completion, template, template_kwargs, tools))
     kept = (ids != padding_token_id(tokenizer)).nonzero()[0]
     if len(kept) == 0:
         raise InvalidInput(f"the text {prompt!r:.60} consists of padding; there is nothing to score")

@@ -32,6 +32,8 @@ class Bounds:
     """A further drop that an evaluation must be able to exclude before the candidate passes."""
     minima: Mapping[str, float] | None = None
     """Least value of each metric of the candidate's result."""
+    maxima: Mapping[str, float] | None = None
+    """Greatest value of each metric, such as a gap between groups."""
 
 
 def judge(
@@ -57,18 +59,19 @@ def judge(
             f"the two evaluations have no problem with {metric!r} in common; evaluate both models with the same file"
         )
     difference = estimate(np.array([ours[name] - theirs[name] for name in common]), seed)
-    reasons, outcomes = [], [_compared(difference.low, difference.high, len(common), bounds)]
+    reasons, outcomes = [], [compared(difference.low, difference.high, len(common), bounds)]
     reasons.append(
         f"{metric} differs by {difference.value:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}] over "
         f"{len(common)} problems; max_drop {bounds.max_drop:g}, margin {bounds.margin:g}: {outcomes[0]}"
     )
     for name, least in (bounds.minima or {}).items():
-        if name not in candidate["metrics"]:
-            known = ", ".join(sorted(candidate["metrics"]))
-            raise InvalidInput(f"--min {name}={least:g}: the candidate has no such metric; it has {known}")
-        value = candidate["metrics"][name]["value"]
+        value = _value(candidate, name, f"--min {name}={least:g}")
         outcomes.append("passed" if value >= least else "failed")
         reasons.append(f"{name} is {value:.4f}, must be at least {least:g}: {outcomes[-1]}")
+    for name, most in (bounds.maxima or {}).items():
+        value = _value(candidate, name, f"--max {name}={most:g}")
+        outcomes.append("passed" if value <= most else "failed")
+        reasons.append(f"{name} is {value:.4f}, must be at most {most:g}: {outcomes[-1]}")
     outcome: Outcome = (
         "failed" if "failed" in outcomes else "undecided" if "undecided" in outcomes else "passed"
     )
@@ -78,19 +81,32 @@ def judge(
         "difference": difference._asdict(),
         "problems": len(common),
         "unpaired": len(ours.keys() ^ theirs.keys()),
-        "bounds": {"max_drop": bounds.max_drop, "margin": bounds.margin, "min": dict(bounds.minima or {})},
+        "bounds": {
+            "max_drop": bounds.max_drop,
+            "margin": bounds.margin,
+            "min": dict(bounds.minima or {}),
+            "max": dict(bounds.maxima or {}),
+        },
         "seed": seed,
         "reasons": reasons,
         "digests": {"candidate": candidate["digest"], "baseline": baseline["digest"]},
     }
 
 
-def _compared(low: float, high: float, num_problems: int, bounds: Bounds) -> Outcome:
+def compared(low: float, high: float, num_problems: int, bounds: Bounds) -> Outcome:
+    """Return the outcome of a difference by its interval, as `judge` says."""
     if num_problems < MIN_PROBLEMS:
         return "undecided"
     if high < -bounds.max_drop:
         return "failed"
     return "passed" if low > -(bounds.max_drop + bounds.margin) else "undecided"
+
+
+def _value(result: Mapping[str, Any], name: str, bound: str) -> float:
+    if name not in result["metrics"]:
+        known = ", ".join(sorted(result["metrics"]))
+        raise InvalidInput(f"{bound}: the candidate has no such metric; it has {known}")
+    return float(result["metrics"][name]["value"])
 
 
 def _by_problem(samples: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:

@@ -8,16 +8,41 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import DataError, NotFound
 from paceline.files.whole_file import write_whole
+from paceline.regular_file import read_regular
 
 FORMAT = 1
 RESULT = "result.json"
 SAMPLES = "samples.jsonl"
 
 Json = dict[str, Any]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Metric(BaseModel):
+    value: Number
+
+
+class _Result(BaseModel):
+    """What a result has to have."""
+
+    model_config = ConfigDict(strict=True)
+    metrics: dict[str, _Metric]
+    digests: dict[str, Any]
+
+
+class _Sample(BaseModel):
+    """What a line of the samples has to have."""
+
+    model_config = ConfigDict(strict=True)
+    problem: str
+    reward: Number | None
+    rewards: dict[str, Number | None]
 
 
 def digest_of(value: Any) -> str:
@@ -58,21 +83,41 @@ def read_result(path: Path) -> tuple[Json, list[Json]]:
     of another format, or changed since they were written."""
     file = path / RESULT if path.is_dir() else path
     try:
-        result = json.loads(file.read_text())
-        samples_text = (file.parent / SAMPLES).read_bytes()
+        result = json.loads(read_regular(file))
+        samples_text = read_regular(file.parent / SAMPLES)
     except OSError as error:
         raise NotFound(
             f"no evaluation at {path}: {error.strerror} ({error.filename}); `paceline eval` writes one"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not valid JSON ({error}); evaluate again") from None
     if not isinstance(result, dict) or result.get("format") != FORMAT:
         raise DataError(f"{file} is no evaluation of format {FORMAT}; evaluate again with this version")
     content = {key: value for key, value in result.items() if key != "digest"}
-    if result.get("digest") != digest_of(content):
+    if result.get("digest", "") != digest_if_any(content):
         raise DataError(f"{file} was changed after it was written: its digest does not fit; evaluate again")
-    if result["digests"]["samples"] != hashlib.sha256(samples_text).hexdigest():
-        raise DataError(
-            f"{file.parent / SAMPLES} was changed after it was written: its digest does not fit; evaluate again"
-        )
-    return result, [json.loads(line) for line in samples_text.splitlines()]
+    samples_file = file.parent / SAMPLES
+    try:
+        if _Result.model_validate(result).digests.get("samples") != hashlib.sha256(samples_text).hexdigest():
+            raise DataError(
+                f"{samples_file} was changed after it was written: its digest does not fit; evaluate again"
+            )
+        samples = [json.loads(line) for line in samples_text.splitlines()]
+        for sample in samples:
+            _Sample.model_validate(sample)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        named = file if error.title == _Result.__name__ else samples_file
+        raise DataError(f"{named} is no evaluation: {where}: {fault['msg']}; evaluate again") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{samples_file} is not valid JSON ({error}); evaluate again") from None
+    return result, samples
+
+
+def digest_if_any(value: Any) -> str | None:
+    """Return the digest of a value; None for one that has no JSON form."""
+    try:
+        return digest_of(value)
+    except (ValueError, RecursionError):
+        return None

@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: pass@k, cons@k, and bootstrap intervals over problems. Pure.
+"""Statistics of an evaluation: pass@k, cons@k, gaps between groups, and bootstrap intervals over problems. Pure.
 
 Promise: the same numbers and the same seed give the same interval.
 
@@ -79,3 +79,17 @@ def estimate(values_G: Floats, seed: int, level: float = LEVEL) -> Estimate:
     tail = (1.0 - level) / 2
     low, high = np.quantile(bootstrap_means(values_G, seed), [tail, 1.0 - tail])
     return Estimate(float(values_G.mean()), float(low), float(high))
+
+
+def bootstrap_gap(groups: Sequence[Floats], seed: int, level: float = LEVEL) -> Estimate:
+    """Return the highest mean of several groups of problems minus the lowest one, with its percentile interval over resamples
+    within each group. Chance alone makes the gap of small groups wide, so the interval does not reach 0 when they are equal.
+    Raises ValueError without groups."""
+    if not groups:
+        raise ValueError("a gap needs at least one group")
+    means = [float(values.mean()) for values in groups]
+    resampled = np.stack([bootstrap_means(values, seed + place) for place, values in enumerate(groups)])
+    gaps = resampled.max(axis=0) - resampled.min(axis=0)
+    tail = (1.0 - level) / 2
+    low, high = np.quantile(gaps, [tail, 1.0 - tail])
+    return Estimate(max(means) - min(means), float(low), float(high))

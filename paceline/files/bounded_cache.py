@@ -76,6 +76,11 @@ class BoundedCache:
     def __init__(self, folder: Path, max_bytes: int, kind: CacheKind):
         self._folder, self._max_bytes, self._kind = folder, max_bytes, kind
 
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the entries."""
+        return self._folder
+
     def open(
         self, name: str, size: int, is_whole: Callable[[Path], bool], fill: Callable[[Path], None]
     ) -> HeldFolder:

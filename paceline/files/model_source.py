@@ -9,6 +9,7 @@ The cache is `PACELINE_MODEL_CACHE` (default `~/.cache/paceline/models`), bounde
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
@@ -40,15 +41,31 @@ def model_source(
 
     `field` is the spec's key, for messages. The folder of a URL holds all files but weights, and with `weights` those too.
     Raises Unreadable for a folder without config.json (where `config` is true: a tokenizer needs none) or a URL that
-    cannot be read now, InvalidInput for a URL whose scheme is unknown.
+    cannot be read now, InvalidInput for a config.json that is no JSON object and a URL whose scheme is unknown.
     """
     if is_url(name):
         return str(_copied(name, field, weights, config))
     path = Path(name).expanduser()
     looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    if config and looks_local and not (path / "config.json").is_file():
-        raise Unreadable(f"{field} {name!r}: no such folder with a config.json in it")
+    if config and (looks_local or path.is_dir()):
+        _check_config(path / "config.json", f"{field} {name!r}")
     return str(path) if path.is_dir() else name
+
+
+def _check_config(path: Path, what: str) -> None:
+    """Raises Unreadable without a config.json, InvalidInput for one that is no JSON object."""
+    if not path.is_file():
+        raise Unreadable(f"{what}: no such folder with a config.json in it")
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise Unreadable(f"{what}: its config.json cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{what}: its config.json is not valid JSON ({error}); copy it again") from None
+    if not isinstance(config, dict):
+        raise InvalidInput(
+            f"{what}: its config.json is {type(config).__name__}, not an object; copy it again"
+        )
 
 
 def _copied(url: str, field: str, weights: bool, config: bool) -> Path:

@@ -8,6 +8,9 @@ LEDGER_NAME = "ledger.sqlite"
 BLOBS_NAME = "blobs"
 """The files of the runs' bundles, in the coordinator's directory."""
 
+AUDIT_NAME = "audit"
+"""The audit log, in the coordinator's directory."""
+
 CHECKPOINT_MANIFEST = "manifest.json"
 """In every complete checkpoint: its files with their sizes and SHA-256."""
 

@@ -3,6 +3,9 @@
 The promise of `Folder.write`: the file appears whole or not at all, and is durable when the call returns. Object stores
 do so by themselves; on a local disk it takes a partial file, two fsyncs and a rename. Credentials and endpoints come from
 fsspec's own configuration (its environment variables and files), never from a spec.
+
+`Folder.read` returns the plaintext of a file that was encrypted with the storage key. All else has the stored bytes: sizes and digests are
+those of a manifest, which is compared without the key. Nothing is encrypted here: the writer of a file decides that.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from paceline.encryption.encrypted_file import decrypt, is_encrypted
+from paceline.encryption.storage_key import storage_key
 from paceline.errors import SpecError, Unavailable
 from paceline.files.whole_file import sync_folder, write_whole
+from paceline.regular_file import open_regular
 
 CHUNK_BYTES = 8 << 20
 
@@ -101,22 +107,25 @@ class Folder:
         return [self / name for name in sorted(names)]
 
     def files(self) -> dict[str, int]:
-        """Size in bytes of every file below it, by its path from here."""
+        """Size in stored bytes of every file below it, by its path from here."""
         found: dict[str, dict[str, Any]] = self._store.find(self._path, detail=True)
         return {path[len(self._path) :].lstrip("/"): int(entry["size"]) for path, entry in found.items()}
 
     def open(self, name: str) -> IO[bytes]:
-        """Return a file for reading. Raises FileNotFoundError."""
+        """Return a file for reading, as it is stored. Raises FileNotFoundError."""
+        if self.local is not None:
+            return open_regular(self.local / name)
         stream: IO[bytes] = self._store.open(self._at(name), "rb")
         return stream
 
     def read(self, name: str) -> bytes:
-        """Return a whole file. Raises FileNotFoundError, NotADirectoryError."""
+        """Return a whole file, decrypted. Raises FileNotFoundError, NotADirectoryError, WrongKey."""
         with self.open(name) as file:
-            return file.read()
+            data = file.read()
+        return decrypt(data, storage_key(), f"{self}/{name}") if is_encrypted(data) else data
 
     def sha256(self, name: str) -> str:
-        """Return the SHA-256 of a file's bytes, in hex."""
+        """Return the SHA-256 of a file's stored bytes, in hex."""
         digest = hashlib.sha256()
         with self.open(name) as file:
             while chunk := file.read(CHUNK_BYTES):

@@ -10,16 +10,20 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
 
+from paceline.encryption.encrypted_file import encrypting, plain_size
+from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Unavailable, Unreadable
 from paceline.files.bounded_cache import BoundedCache, HeldFolder
 
 HASHED_BYTES = 64 << 20
+CHUNK_BYTES = 8 << 20
 OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 RECORD = ".copies.json"
 """File of a folder with the mark of each copy."""
@@ -29,20 +33,29 @@ Entries = Mapping[str, Mapping[str, Any]]
 """Files by the name of their copy, each as the store's `ls` or `info` describes it: `name`, `size` and a tag or time."""
 
 
-def open_copies(cache: BoundedCache, store: AbstractFileSystem, url: str, entries: Entries) -> HeldFolder:
-    """Return the folder with the copies of `entries`, which are files of `url`, as they are in the store now.
+def open_copies(
+    cache: BoundedCache,
+    store: AbstractFileSystem,
+    url: str,
+    entries: Entries,
+    key: StorageKey | None = None,
+) -> HeldFolder:
+    """Return the folder with the copies of `entries`, which are files of `url`, as they are in the store now; encrypted with `key`, in a
+    folder of that key.
 
     Raises Unavailable for a file that changes while it is copied, Unreadable for one that cannot be fetched, errors of the
     store's client that are no OSError, and as `BoundedCache.open`.
     """
     version = [url, *((name, *_version(entry)) for name, entry in sorted(entries.items()))]
+    version += [] if key is None else [key.name.hex()]
     digest = hashlib.sha256(json.dumps(version).encode()).hexdigest()[:32]
     size = sum(entry.get("size") or 0 for entry in entries.values())
 
     def fill(folder: Path) -> None:
         for name, entry in sorted(entries.items()):
-            _fetch(store, entry["name"], folder / name)
+            _fetch(store, entry["name"], folder / name, key)
             copied, expected = (folder / name).stat().st_size, entry.get("size")
+            copied = copied if key is None else plain_size(copied)
             if expected is not None and copied != expected:
                 raise Unavailable(
                     f"{copied} bytes of {name} came, and the store said {expected}; somebody writes there now, or the "
@@ -53,10 +66,14 @@ def open_copies(cache: BoundedCache, store: AbstractFileSystem, url: str, entrie
     return cache.open(digest, size, lambda folder: _is_whole(folder, set(entries)), fill)
 
 
-def _fetch(store: AbstractFileSystem, path: str, copy: Path) -> None:
+def _fetch(store: AbstractFileSystem, path: str, copy: Path, key: StorageKey | None) -> None:
     """Copy a file. Raises OSError where this machine's disk refuses, Unreadable for the store's errors, which are OSErrors too."""
     try:
-        store.get_file(path, str(copy))
+        if key is None:
+            store.get_file(path, str(copy))
+            return
+        with store.open(path, "rb") as source, encrypting(copy, key) as target:
+            shutil.copyfileobj(source, target, CHUNK_BYTES)
     except OSError as error:
         if error.errno in OF_THE_DISK:
             raise

@@ -1,14 +1,15 @@
-"""The end of a process of Paceline: by itself, or with the process that started it."""
+"""The end of a process of Paceline, by itself or with the process that started it, and what others may read of it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from typing import NoReturn
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
@@ -21,6 +22,19 @@ def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent_pid:  # it ended before the call
         os.kill(os.getpid(), number)
+
+
+def keep_no_core() -> None:
+    """Let this process and its later children write no core dump, because its memory has secrets."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def keep_private() -> None:
+    """Keep other processes of this user, but root's, from reading the environment, memory and descriptors of this process. Its
+    children have to do likewise. Linux only."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def end_process(status: int = 0) -> NoReturn:

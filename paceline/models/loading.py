@@ -44,7 +44,8 @@ def fault_of_load(field: str, name: str, error: BaseException) -> InvalidInput |
     if isinstance(error, InvalidInput):
         return error
     is_of_files = any(words in str(error) for words in FILE_WORDS)
-    if not is_about_input(error) or (isinstance(error, RuntimeError) and not is_of_files):
+    is_nesting = isinstance(error, RecursionError)  # of JSON
+    if not is_about_input(error) or (isinstance(error, RuntimeError) and not (is_of_files or is_nesting)):
         return None
     is_local = Path(name).expanduser().is_dir()
     if isinstance(error, OSError) or not (is_local or isinstance(error, ValueError)):

@@ -112,6 +112,23 @@ class BoundedLoader(StepwiseLoader):
             )
 
 
+def excess(value: Any) -> str:
+    """Return how a value that was read without bounds exceeds those on levels and on keys and values, where each alias stands for all
+    of its tree; empty for one that does not."""
+    left, nodes = [(value, 1)], 0
+    while left:
+        each, depth = left.pop()
+        nodes += 1
+        if nodes > MAX_NODES:
+            return f"has more than {MAX_NODES} keys and values, with its aliases written out"
+        if depth > MAX_DEPTH:
+            return f"is nested more than {MAX_DEPTH} levels deep"
+        parts = [*each, *each.values()] if isinstance(each, dict) else each
+        if isinstance(parts, list | tuple | set):
+            left += [(part, depth + 1) for part in parts]
+    return ""
+
+
 def load(text: str) -> Any:
     """Return the contents of the YAML `text`. Raises SpecError: not YAML, or beyond the bounds."""
     size = len(text.encode("utf-8", "replace"))

@@ -11,6 +11,7 @@ import contextlib
 import glob
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from paceline.errors import SpecError
+from paceline.regular_file import open_regular
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.explaining.faults import explain, unknown_key
 from paceline.spec.foreign.names import look_up
@@ -26,8 +28,10 @@ from paceline.spec.keys import ITEM
 from paceline.spec.sections.base import STORED
 from paceline.spec.sections.bundle import BundleSection
 from paceline.spec.sections.environment import EnvironmentSection
+from paceline.spec.sections.evaluation import EvaluationSection
 from paceline.spec.sections.offline_grpo import OfflineGrpoSection
 from paceline.spec.sections.policy import ParallelSection
+from paceline.spec.sections.preparation import PreparationSection
 
 MAX_PATH = 1024
 MODEL_FIELDS = (
@@ -50,8 +54,18 @@ OUTPUT_FIELDS = (("checkpointing", "checkpoint_dir"), ("weights", "store"))
 NEWER_KEYS: dict[str, Any] = {
     "data.train_config": None,
     "data.validation_config": None,
+    "data.preference_key": None,
+    "data.preset": None,
+    "data.train_weights": None,
+    "data.prompt_template": None,
+    "data.choices": None,
+    "data.source_key": None,
+    "data.streaming": False,
+    "data.streaming_block_rows": 10_000,
+    "data.preparation": PreparationSection().model_dump(mode="json"),
     "bundle": BundleSection().model_dump(mode="json"),
     "environment": EnvironmentSection().model_dump(mode="json"),
+    "evaluation": EvaluationSection().model_dump(mode="json"),
     "policy.parallel": ParallelSection().model_dump(mode="json"),
     "offline_grpo": OfflineGrpoSection().model_dump(mode="json"),
     "priority": 0,
@@ -61,6 +75,7 @@ NEWER_KEYS: dict[str, Any] = {
     "policy.deterministic": False,
     "policy.optimizer.offload": False,
     "value.optimizer.offload": False,
+    "weights.allow_plaintext_network": False,
     "logger.profile_period": 0,
     "logger.keep_token_stats": 2,
     "logger.verify_share": 0.002,
@@ -92,16 +107,30 @@ def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
-    """Return the sections of YAML file `path` as written. Raises SpecError: no such file, not YAML."""
+    """Return the sections of YAML file `path` as written. Raises SpecError: no such file, not YAML, too large."""
+    from paceline.spec import bounded_yaml
+
     path = Path(path)
     try:
-        text = path.read_text()
-    except OSError as error:
-        raise SpecError(f"cannot read the spec {str(path)!r}: {error.strerror}; check the path") from None
+        with open_regular(path) as file:
+            content = file.read(bounded_yaml.MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SpecError(f"cannot read the spec {str(path)[:200]!r}: {reason}; check the path") from None
+    if len(content) > bounded_yaml.MAX_BYTES:
+        raise SpecError(
+            f"{path} has more than {bounded_yaml.MAX_BYTES} bytes; keep data in files of their own"
+        )
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        tree = yaml.safe_load(content.decode())
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise SpecError(f"{path} is not valid YAML: {error}{hint_by_suffix(path)}") from None
+    except RecursionError:
+        raise SpecError(f"{path} is nested more than {bounded_yaml.MAX_DEPTH} levels deep") from None
+    if excess := bounded_yaml.excess(tree):
+        raise SpecError(f"{path} {excess}")
     if not isinstance(tree, dict):
         raise SpecError(
             f"{path} holds {type(tree).__name__}, a spec is a mapping of sections{hint_by_suffix(path)}"
@@ -302,11 +331,25 @@ def _with_absolute_paths(tree: dict[str, Any], base: Path) -> dict[str, Any]:
     rewards = tree.get("rewards")
     if isinstance(rewards, list | tuple):
         tree["rewards"] = [_with_absolute_function(item, base) for item in rewards]
+    data = tree.get("data")
+    if isinstance(data, dict) and isinstance(preparation := data.get("preparation"), dict):
+        function = _absolute_code(preparation.get("function"), base)
+        data["preparation"] = {**preparation, "function": function}
     environment = tree.get("environment")
     if isinstance(environment, dict):
         for key in environment.keys() & {*EnvironmentSection.PATH_ARGUMENTS, "class_"}:
             environment[key] = _absolute_code(environment[key], base)
     return tree
+
+
+@contextlib.contextmanager
+def _path_errors(value: str) -> Iterator[None]:
+    """Raise SpecError for what no file system takes as a path, or has no home directory for."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise SpecError(f"the path {value[:80]!r} cannot be used: {reason}; correct it") from None
 
 
 def _absolute_code(code: Any, base: Path) -> Any:
@@ -318,20 +361,23 @@ def _absolute_code(code: Any, base: Path) -> Any:
     if not isinstance(code, str) or ":" not in code:
         return code
     file, _, name = code.rpartition(":")
-    return f"{(base / Path(file).expanduser()).resolve()}:{name}"
+    with _path_errors(file):
+        return f"{(base / Path(file).expanduser()).resolve()}:{name}"
 
 
 def _absolute(value: str, base: Path) -> str:
     """Return a path relative to `base` as an absolute one, and any other string (a name on the hub) unchanged."""
-    is_glob = glob.has_magic(value) and "://" not in value and any(glob.iglob(str(base / value)))
-    if value.startswith(("./", "../", "~")) or (base / value).exists() or is_glob:
-        return str((base / Path(value).expanduser()).resolve())
+    with _path_errors(value):
+        is_glob = glob.has_magic(value) and "://" not in value and any(glob.iglob(str(base / value)))
+        if value.startswith(("./", "../", "~")) or (base / value).exists() or is_glob:
+            return str((base / Path(value).expanduser()).resolve())
     return value
 
 
 def _absolute_output(value: str) -> str:
     """Return a folder relative to the working directory as an absolute path, and a URL unchanged."""
-    return value if not value or "://" in value else os.path.abspath(Path(value).expanduser())
+    with _path_errors(value):
+        return value if not value or "://" in value else os.path.abspath(Path(value).expanduser())
 
 
 def _with_absolute_function(item: Any, base: Path) -> Any:

@@ -14,6 +14,7 @@ from paceline.spec.sections.bundle import BundleSection
 from paceline.spec.sections.data import DataSection, RewardFunctionSection
 from paceline.spec.sections.distillation import DistillationSection
 from paceline.spec.sections.environment import EnvironmentSection
+from paceline.spec.sections.evaluation import EvaluationSection
 from paceline.spec.sections.grpo import WITH_GROUP_BASELINE, AsyncGrpoSection, GrpoSection
 from paceline.spec.sections.loss import LossSection, preset_of
 from paceline.spec.sections.offline_grpo import OfflineGrpoSection
@@ -60,6 +61,7 @@ class RunSpec(Section):
     offline_grpo: OfflineGrpoSection = OfflineGrpoSection()
     rewards: tuple[RewardFunctionSection, ...] = ()
     environment: EnvironmentSection = EnvironmentSection()
+    evaluation: EvaluationSection = EvaluationSection()
     bundle: BundleSection = BundleSection()
     weights: WeightsSection = WeightsSection()
     checkpointing: CheckpointingSection = CheckpointingSection()
@@ -174,6 +176,11 @@ class RunSpec(Section):
         return (self.examples or self.grpo).seed
 
     @property
+    def prompts_have_tools(self) -> bool:
+        """Return whether the chat template gets the tools of a sampled prompt's row; an environment has its own."""
+        return self.samples and not self.environment.is_used
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for legal but suspicious settings, one sentence each; shown when the spec is submitted."""
         names = ("rewards", "grpo", "async_grpo", "loss_fn", "value", *get_args(Algorithm))
@@ -233,7 +240,7 @@ class RunSpec(Section):
 
     def _check_environment(self) -> None:
         environment = self.environment
-        if not self.data.prompt_key and not environment.class_:
+        if not self.data.prompt_key and not self.data.prompt_template and not environment.class_:
             raise ValueError(
                 "data.prompt_key is empty, but only `reset` of an environment.class gives prompts; name the column of the prompts"
             )
@@ -278,6 +285,20 @@ class RunSpec(Section):
     def _check_examples(self, section: ExamplesSection) -> None:
         if self.trains_traces:
             self.offline_grpo.check_with(self.loss_fn)
+            if self.data.train_weights is not None:
+                raise ValueError(
+                    f"data.train_weights {list(self.data.train_weights)} with algorithm 'offline_grpo', which groups the traces of "
+                    "all files by their prompts; remove the weights"
+                )
+        if self.data.streaming:
+            raise ValueError(
+                f"data.streaming true with algorithm {self.algorithm!r}, which reads its examples by their numbers; set it to false"
+            )
+        if self.data.source_key is not None:
+            raise ValueError(
+                f"data.source_key {self.data.source_key!r} with algorithm {self.algorithm!r}, but only rewards of samples are "
+                "measured by source; remove it"
+            )
         if section.validates and self.data.validation is None:
             raise ValueError(
                 f"{self.algorithm}.val_period, val_at_start or val_at_end is set, but data.validation is not; name a "
@@ -321,6 +342,11 @@ class RunSpec(Section):
 
     def _check_grpo(self) -> None:
         age = self.async_grpo.max_trajectory_age_steps
+        if self.data.streaming and self.max_num_epochs is not None:
+            raise ValueError(
+                f"grpo.max_num_epochs {self.max_num_epochs:g} with data.streaming true: the length of a stream is not known before "
+                "its end; set grpo.max_num_steps alone"
+            )
         if not self.rewards:
             raise ValueError("rewards is empty, but algorithm grpo needs at least one reward function")
         labels = [reward.label for reward in self.rewards]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import Conflict, InvalidInput, NotFound
-from paceline.tls.certificates import ROLES, Certificate, read_certificate
+from paceline.tls.certificates import ROLES, WORKER, WORKER_HOST, Certificate, read_certificate
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -105,7 +105,8 @@ def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float
     if role not in ROLES:
         raise InvalidInput(f"{role[:80]!r} is no role; it has to be one of {', '.join(ROLES)}")
     authority, authority_key = _authority(folder)
-    names = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys((*LOCAL, *hosts))])
+    common = (*LOCAL, WORKER_HOST) if role == WORKER else LOCAL
+    names = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys((*common, *hosts))])
     key = ec.generate_private_key(ec.SECP256R1())
     usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
     identifier = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 ROLES = ("viewer", "submitter", "operator", "worker", "scraper", "coordinator")
 """Roles that a certificate can give. A coordinator's certificate gives it no right at another service."""
 
+WORKER = "worker"
+WORKER_HOST = "worker.paceline.internal"
+"""Name in every worker's certificate, by which other workers verify it: pods have addresses that no certificate lists."""
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -72,23 +76,27 @@ def identity_of(pem: bytes | str) -> Identity:
 def read_certificate(pem: bytes | str) -> Certificate:
     """Return what the first certificate of a PEM text says. Raises InvalidInput for a text that has none."""
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.x509.oid import NameOID
 
     try:
         found = x509.load_pem_x509_certificate(pem.encode() if isinstance(pem, str) else pem)
-    except ValueError as error:
+        return Certificate(
+            name=_first(found.subject, NameOID.COMMON_NAME),
+            organizations=tuple(
+                str(part.value) for part in found.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
+            ),
+            hosts=_hosts(found),
+            issuer=_first(found.issuer, NameOID.COMMON_NAME),
+            begins=found.not_valid_before_utc,
+            ends=found.not_valid_after_utc,
+            serial=found.serial_number,
+        )
+    except (  # some parts are decoded when they are asked for
+        *(ValueError, UnsupportedAlgorithm, x509.InvalidVersion),
+        *(x509.DuplicateExtension, x509.UnsupportedGeneralNameType),
+    ) as error:
         raise InvalidInput(f"this is no certificate in PEM format: {error}") from None
-    return Certificate(
-        name=_first(found.subject, NameOID.COMMON_NAME),
-        organizations=tuple(
-            str(part.value) for part in found.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
-        ),
-        hosts=_hosts(found),
-        issuer=_first(found.issuer, NameOID.COMMON_NAME),
-        begins=found.not_valid_before_utc,
-        ends=found.not_valid_after_utc,
-        serial=found.serial_number,
-    )
 
 
 def _hosts(certificate: x509.Certificate) -> tuple[str, ...]:

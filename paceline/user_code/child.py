@@ -1,6 +1,6 @@
 """The process' side of user code: connection, output, memory limit, and what an error means.
 
-Promises: the user code's output cannot get into the protocol, it cannot add more address space than its limit, and the
+Promises: the user code runs in its box (`paceline.user_code.box`), its output cannot get into the protocol, it cannot add more address space than its limit, and the
 process does not outlive the service. This module never imports torch or transformers.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.host.process import die_with_parent
+from paceline.user_code.box import Box
 
 MAX_LIMIT_BYTES = 2**62
 """The most that setrlimit takes."""
@@ -25,7 +26,7 @@ OOM_SCORE = 500
 
 
 def connect(killed_first: bool = True) -> socket.socket:
-    """Return the process' end of the socket pair: its descriptor is argv[2], the service's process argv[3].
+    """Return the process' end of the socket pair: its descriptor is argv[2], the service's process argv[3], its box argv[5].
 
     killed_first: the kernel kills this process before the service when the host runs out of memory.
     """
@@ -37,6 +38,8 @@ def connect(killed_first: bool = True) -> socket.socket:
         be_killed_first()
     print_to_stderr()
     os.set_inheritable(connection_fd, False)
+    if len(sys.argv) > 5:
+        Box.read(sys.argv[5]).close()
     return socket.socket(fileno=connection_fd)
 
 

@@ -29,6 +29,12 @@ class ProcessDied(PacelineError):
     """True when a signal that this side did not send ended it: by the kernel out of memory, a crash, a person."""
 
 
+class ProcessNotStarted(ProcessDied):
+    """This host had no room for the process: memory, descriptors, files. It may have some later, so it counts as one that was killed."""
+
+    by_signal = True
+
+
 def starved_seconds(pid: int, used_before_s: float, window_s: float) -> float | None:
     """Return the processor seconds that a process got in the last `window_s` seconds if it was starved; None if it was not.
     `used_before_s` is its `usage` at their beginning."""

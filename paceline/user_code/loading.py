@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from paceline.errors import InvalidInput, Unreadable
+from paceline.user_code.box import why_refused
 
 
 def load_from_file(path: Path, name: str, kind: str) -> Any:
@@ -90,7 +91,11 @@ def _find_neighbours_in(folder: Path) -> None:
 
 def describe_error(error: BaseException, path: Path | None = None) -> str:
     """Return one line: the exception's type, the first line of its text, and where it was raised, in file `path` if it
-    passed through there."""
+    passed through there; then why its box refused a file, if that is the cause."""
+    return _described(error, path) + why_refused(error)
+
+
+def _described(error: BaseException, path: Path | None) -> str:
     lines = [
         line.strip() for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()
     ]

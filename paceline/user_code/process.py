@@ -24,18 +24,23 @@ from paceline.user_code.ends import (
 )
 from paceline.user_code.frames import receive_async
 from paceline.user_code.spawning import spawn
+from paceline.user_code.surroundings import Place, Surroundings
 
 
 class UserProcess:
     """One child process that runs `main` of a module. Used by one caller at a time."""
 
-    def __init__(self, module: str, load_frame: bytes, start_timeout_s: float) -> None:
+    def __init__(
+        self, module: str, load_frame: bytes, start_timeout_s: float, surroundings: Surroundings
+    ) -> None:
         """Set the module and its first frame; `start` starts the process. start_timeout_s: limit of the start with the user
         code's imports."""
+        self._surroundings = surroundings
         self._module = module
         self._load_frame = load_frame
         self._start_timeout_s = start_timeout_s
         self._process: Process | None = None
+        self._place: Place | None = None
         self._watch: asyncio.Task[None] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -56,7 +61,7 @@ class UserProcess:
         Raises InvalidInput when it cannot be loaded (Unreadable: not now), ProcessTimeout, ProcessDied (also while importing).
         """
         await self.close()
-        self._process, ours = await spawn(self._module)
+        self._process, ours, self._place = await spawn(self._module, self._surroundings)
         self._watch = asyncio.create_task(self._wait_for_end(self._process), name="user process")
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -130,6 +135,9 @@ class UserProcess:
         watch, self._watch = self._watch, None
         if watch is not None:
             await watch  # no deadline: after SIGKILL only the kernel's waits can delay the end
+        place, self._place = self._place, None
+        if place is not None:
+            await asyncio.to_thread(place.remove)
 
     async def _wait_for_end(self, process: Process) -> None:
         await process.wait()

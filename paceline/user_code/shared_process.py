@@ -15,15 +15,18 @@ from paceline.errors import WireError
 from paceline.user_code.ends import ProcessDied, ProcessTimeout, describe_end, kill_group
 from paceline.user_code.frames import encode, receive_async
 from paceline.user_code.spawning import spawn
+from paceline.user_code.surroundings import Place, Surroundings
 
 
 class SharedProcess:
     """One child process that runs `main` of a module."""
 
-    def __init__(self, module: str, load: dict[str, Any]) -> None:
-        """Set the module and its first message; `start` starts the process."""
+    def __init__(self, module: str, load: dict[str, Any], surroundings: Surroundings | None) -> None:
+        """Set the module and its first message; `start` starts the process. `surroundings` is None for code of this project."""
+        self._surroundings = surroundings
         self._module, self._load = module, encode(load)
         self._process: Process | None = None
+        self._place: Place | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -46,7 +49,7 @@ class SharedProcess:
         """Start the process, after ending the one before, and return its reply to the first message. Raises ProcessTimeout
         and ProcessDied; the process is gone then."""
         await self.close()
-        self._process, ours = await spawn(self._module)
+        self._process, ours, self._place = await spawn(self._module, self._surroundings)
         try:
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
@@ -121,6 +124,9 @@ class SharedProcess:
             await self._process.wait()  # no deadline: after SIGKILL only the kernel's waits can delay the end
             kill_group(self._process.pid)
         self._process = None
+        place, self._place = self._place, None
+        if place is not None:
+            await asyncio.to_thread(place.remove)
 
     def replied(self, reply: dict[str, Any]) -> None:
         """Take note of a reply, before its caller gets it."""

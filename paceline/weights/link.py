@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Unavailable
 from paceline.weights.manifest import WeightManifest
+from paceline.weights.plain_network import check_plain
 from paceline.weights.shared_memory_link import SharedLink
 
 if TYPE_CHECKING:
@@ -138,15 +139,21 @@ def form_link(
     rank: int,
     max_wait_s: float,
     host: str = "127.0.0.1",
+    allow_plaintext: bool = False,
     given_up: Callable[[], bool] = lambda: False,
 ) -> WeightLink | SharedLink:
     """Meet the other rank under `prefix` and forms the group of two. Blocks up to about max_wait_s.
 
     `host` is this side's address as the peer reaches it (gloo). A prefix serves once. `given_up` is asked while the
-    peer is waited for. Raises Unavailable when it did not come, or nobody waits any more. Forming with a peer that
-    stopped in the middle may outlast max_wait_s, so call it from a thread that can be left behind.
+    peer is waited for. Raises Unavailable when it did not come, or nobody waits any more; InvalidInput for a link beyond this host
+    without `allow_plaintext`, where this process has certificates. Forming with a peer that stopped in the middle may outlast
+    max_wait_s, so call it from a thread that can be left behind.
     """
     import torch.distributed as dist
+
+    if backend == "gloo":
+        remedy = "let the host's agent bring them (weights.backend auto)"
+        check_plain("a link by gloo", (store_host, host), allowed=allow_plaintext, remedy=remedy)
 
     timeout = timedelta(seconds=max_wait_s)
     try:

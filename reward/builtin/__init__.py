@@ -10,23 +10,30 @@ from collections.abc import Callable
 from typing import Any
 
 from reward.builtin import judges
+from reward.builtin.choices import bbq_bias, choice_accuracy
 from reward.builtin.code_tests import code_settings, code_tests
 from reward.builtin.environment import environment
 from reward.builtin.formats import exact_match, format_regex, think_answer_format
+from reward.builtin.instructions import instructions
 from reward.builtin.lengths import length, soft_overlong
 from reward.builtin.mathematics import math_accuracy
+from reward.builtin.refusals import refusal
 from reward.builtin.reward_model import process_reward_model, reward_model
 
 BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "bbq_bias": bbq_bias,
+    "choice_accuracy": choice_accuracy,
     "environment": environment,
     "code_tests": code_tests,
     "exact_match": exact_match,
     "format_regex": format_regex,
+    "instructions": instructions,
     "judge": judges.judge,
     "judge_pairwise": judges.judge_pairwise,
     "length": length,
     "math_accuracy": math_accuracy,
     "process_reward_model": process_reward_model,
+    "refusal": refusal,
     "reward_model": reward_model,
     "soft_overlong": soft_overlong,
     "think_answer_format": think_answer_format,

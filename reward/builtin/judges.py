@@ -168,7 +168,7 @@ def pair_settings(values: object) -> PairSettings:
 
 
 @functools.cache
-def _cache() -> AnswerCache:
+def _cache() -> AnswerCache | None:
     from reward.endpoints.cache import AnswerCache
 
     return AnswerCache.of_user()

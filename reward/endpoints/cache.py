@@ -3,7 +3,7 @@
 Promise: an answer survives restarts and is shared by all processes of the user; the file stays below its limit; and
 nothing fails for the cache's sake: a file that cannot be used means that every question is asked.
 
-The folder is `PACELINE_ANSWER_CACHE` (default `~/.cache/paceline/answers`), the limit `PACELINE_ANSWER_CACHE_MB` (1024).
+The folder is `PACELINE_ANSWER_CACHE` (default `~/.cache/paceline/answers`), the limit `PACELINE_ANSWER_CACHE_MB` (1024; 0 keeps none).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +47,15 @@ class AnswerCache:
         self._writes = 0
 
     @classmethod
-    def of_user(cls) -> AnswerCache:
-        """Return the cache that the environment names."""
+    def of_user(cls) -> AnswerCache | None:
+        """Return the cache that the environment names; None where answers are not kept, because the limit is 0 or files are encrypted with
+        a storage key, as these are not."""
         given = os.environ.get("PACELINE_ANSWER_CACHE")
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "answers"
         text = os.environ.get("PACELINE_ANSWER_CACHE_MB", "")
-        size_mb = int(text) if text.isdecimal() and int(text) else DEFAULT_MB
+        size_mb = int(text) if text.isdecimal() else DEFAULT_MB
+        if not size_mb or any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
+            return None
         return cls(Path(given) if given else base, size_mb << 20)
 
     def get(self, digest: str) -> str | None:

@@ -42,7 +42,7 @@ class Panel:
         self,
         settings: JudgeSettings,
         endpoint: Endpoint,
-        cache: AnswerCache,
+        cache: AnswerCache | None,
         count: Count,
         verdict: dict[str, Any],
     ) -> None:

@@ -6,11 +6,10 @@ Promise: a value is put in once and never read as a template again, so a complet
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
-PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+from paceline import templates
 
 SCORE_TEMPLATE = """\
 Task given to an assistant:
@@ -63,19 +62,9 @@ Judge the content; the order and the length of the answers do not matter. {data_
 Reply with one JSON object and nothing else: {"reasoning": "<two sentences>", "better": "A", "B" or "tie"}"""
 
 
-def placeholders(template: str) -> set[str]:
-    """Return the names in braces: `{prompt}` is `prompt`. Other braces are text."""
-    return set(PLACEHOLDER.findall(template))
-
-
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """Return the template with the values in place of their names; names without a value stay."""
-
-    def value_of(match: re.Match[str]) -> str:
-        name = match[1]
-        return as_text(values[name]) if name in values else match[0]
-
-    return PLACEHOLDER.sub(value_of, template)
+    """Return the template with the values in place of their names, as a judge reads them; names without a value stay."""
+    return templates.fill(template, values, as_text)
 
 
 def as_text(value: Any) -> str:

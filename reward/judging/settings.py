@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.spec.sections.base import PositiveInt, Section
+from paceline.templates import placeholders
 from reward.endpoints.settings import EndpointSettings
-from reward.judging.prompts import PAIR_TEMPLATE, SCORE_TEMPLATE, placeholders
+from reward.judging.prompts import PAIR_TEMPLATE, SCORE_TEMPLATE
 from reward.judging.verdicts import Vote
 
 

@@ -24,7 +24,7 @@ class ModelProcess:
     def __init__(self, function: str, settings: ModelSettings, memory_mb: int) -> None:
         """Set the model; `start` loads it. memory_mb: address space that it may add on a CPU."""
         load = {"function": function, "model": settings.shared(), "memory_bytes": memory_mb << 20}
-        self._shared = SharedProcess("reward.models.serving", load)
+        self._shared = SharedProcess("reward.models.serving", load, None)
         self._starting = asyncio.Lock()
         self.version = ""
         """Version of the weights that scored last."""

@@ -5,11 +5,11 @@ It needs no privilege, no namespace and no cgroup, so it holds in a restricted p
 
 from __future__ import annotations
 
-import ctypes
 import platform
 from collections.abc import Mapping, Sequence
 
 from paceline.errors import InvalidInput
+from paceline.host.landlock import landlock_abi
 from reward.sandbox.launching import PopenChild, launch_command, new_ready
 from reward.sandbox.protocol import Limits, Outcome, SandboxFailed, check_request
 from reward.sandbox.readable import Readable, command, environment
@@ -17,19 +17,8 @@ from reward.sandbox.seccomp_filter import ARCHITECTURES
 from reward.sandbox.supervisor import supervise
 from reward.sandbox.workspace import Workspace
 
-CREATE_RULESET, VERSION_FLAG = 444, 1
 MIN_ABI = 3
 """The first that handles truncation (Linux 6.2)."""
-
-
-def landlock_abi() -> int:
-    """Return the version of Landlock in this kernel, 0 without it."""
-    if platform.system() != "Linux":
-        return 0
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    return max(
-        0, int(call(ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_long(VERSION_FLAG)))
-    )
 
 
 class LandlockSandbox:

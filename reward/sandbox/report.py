@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.host.landlock import landlock_abi
 from reward.sandbox.choosing import AUTO, probe
-from reward.sandbox.landlock import landlock_abi
 from reward.sandbox.readable import Readable
 from reward.sandbox.supervisor import LOOK_S
 

@@ -84,7 +84,8 @@ class NativeModel:
         module.get_output_embeddings().register_forward_pre_hook(self._keep_last)
         if is_faster(self.device, self.dtype):
             for layer in module.modules():
-                if type(layer) is nn.Linear and layer.bias is None:
+                # Of a quantized layer the weight is no plain parameter, and torchao multiplies by it.
+                if type(layer) is nn.Linear and layer.bias is None and type(layer.weight) is nn.Parameter:
                     layer.forward = partial(_linear, layer)
 
     def prefill(self, ids_RT: Tensor, lengths_R: Tensor, cache: SlotCache) -> Tensor:

@@ -68,10 +68,10 @@ class SegmentReader:
                 check.finish()
             take(ReadWeights(views(flat, manifest), manifest.layout_hash))
         except BaseException as error:
-            write_failure(order.receipts, self._reader, order.generation, error)
+            write_failure(order.receipts, self._reader, order.number, error)
             raise
-        receipt = receipt_of(manifest.content_hash, order.generation, self._reader)
-        write_receipt(order.receipts, self._reader, receipt, order.generation, check.num_bytes)
+        receipt = receipt_of(manifest.content_hash, order.number, self._reader)
+        write_receipt(order.receipts, self._reader, receipt, order.number, check.num_bytes)
 
     def load(self, model: Any, weights: ReadWeights) -> None:
         """Load this worker's part into `model`; `finish` follows."""

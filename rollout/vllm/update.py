@@ -75,6 +75,7 @@ class WeightUpdates:
 
     async def _verify(self, weights: HostWeights) -> None:
         order = ReadOrder(
+            number=self._receipts.next_order(),
             segment=weights.segment.path,
             generation=weights.generation,
             manifest=weights.manifest.to_bytes(),
@@ -84,7 +85,7 @@ class WeightUpdates:
         )
         await self._llm.collective_rpc("paceline_read_weights", kwargs=dataclasses.asdict(order))
         self.verified_bytes = await self._receipts.verified(
-            weights.manifest.content_hash, weights.generation, READ_TIMEOUT_S
+            weights.manifest.content_hash, order.number, READ_TIMEOUT_S
         )
 
     async def loaded_bytes(self) -> list[int]:

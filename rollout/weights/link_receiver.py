@@ -40,7 +40,7 @@ class WeightReceiver:
     version; an exception refuses the version. `on_ack(version, ok, message)` sends the answer to the learner.
     `on_progress(version, received_bytes)` is called after each bucket. All three are called from the links' threads.
     `host` is the address at which the learner reaches this machine. With `verify` False `on_weights` gets weights that it
-    has to verify itself.
+    has to verify itself. `allow_plaintext` is the spec's `weights.allow_plaintext_network`.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class WeightReceiver:
         on_progress: Callable[[Version, int], None] | None = None,
         host: str = "127.0.0.1",
         verify: bool = True,
+        allow_plaintext: bool = False,
     ) -> None:
         self._run_id = run_id
         self._max_wait_s = max_wait_s
@@ -61,6 +62,7 @@ class WeightReceiver:
         self._on_progress = on_progress
         self._host = host
         self._verify = verify
+        self._allow_plaintext = allow_plaintext
         self._lock = threading.Lock()
         self._swap = threading.Lock()
         self._held: Version | None = None
@@ -150,7 +152,7 @@ class WeightReceiver:
     def _receive(self, link: _Link, offer: LinkOffer, manifest: WeightManifest) -> None:
         self._note(link, offer.version, "receiving", 0)
         check_fits(manifest.total_bytes)
-        formed = link.connect(self._max_wait_s, self._host)
+        formed = link.connect(self._max_wait_s, self._host, self._allow_plaintext)
         segment, generation = self._segments.begin(
             max(1, manifest.total_bytes),
             manifest.bucket_bytes,
@@ -279,7 +281,7 @@ class _Link:
             self._left = True
             self._changed.notify_all()
 
-    def connect(self, max_wait_s: float, host: str) -> WeightLink | SharedLink:
+    def connect(self, max_wait_s: float, host: str, allow_plaintext: bool) -> WeightLink | SharedLink:
         """Return the link of this prefix; the first call forms it."""
         if self._link is None:
             self._link = form_link(
@@ -290,6 +292,7 @@ class _Link:
                 rank=MEMBER,
                 max_wait_s=max_wait_s,
                 host=host,
+                allow_plaintext=allow_plaintext,
             )
         return self._link
 

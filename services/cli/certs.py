@@ -17,7 +17,8 @@ from paceline.tls.authority import (
 )
 from paceline.tls.certificates import ROLES, Certificate, read_certificate
 from services.cli import render
-from services.common.options import json_option, print_json
+from services.common.access.revoked_certificates import FILE_NAME, revoke
+from services.common.options import directory_option, json_option, print_json
 
 COLUMNS = ("name", "role", "hosts", "valid until", "left")
 
@@ -77,6 +78,16 @@ def renew_command(folder: Path, names: tuple[str, ...], days: float | None) -> N
         click.echo(str(renew(folder, name, days)))
     if not due:
         click.echo("no certificate is due", err=True)
+
+
+@certs.command("revoke")
+@click.argument("name")
+@directory_option
+def revoke_command(name: str, directory: Path) -> None:
+    """Revoke the certificates of NAME at the coordinator whose directory this is, for good: within five seconds calls over its
+    connections are refused, its streams end, and its workers are out. Issue the next one to another name."""
+    revoke(directory / FILE_NAME, name)
+    click.echo(f"the certificates of {name} do not count any more")
 
 
 @certs.command("show")

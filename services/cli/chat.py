@@ -15,6 +15,7 @@ from paceline.files.storage import is_url
 from paceline.spec import RunSpec
 from services.cli.recorded.opening import opened_ledger
 from services.common.options import directory_option, find_run
+from services.common.processes.quiet_libraries import quiet_libraries
 from services.common.reporting.visible_text import visible
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ UNFINISHED = "\ufffd"
 
 
 @click.command()
-@click.argument("model", metavar="RUN|FOLDER|URL")
+@click.argument("model", metavar="RUN|FOLDER|URL|NAME@ALIAS")
 @click.option("--system", help="System message at the beginning; default the run's.")
 @click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
 @click.option("--max-new-tokens", type=int, help="Longest answer; default the run's.")
@@ -40,33 +41,45 @@ def chat(
     seed: int,
     directory: Path,
 ) -> None:
-    """Talk to the exported model of a run (its id or its folder), or to a model folder or its URL. No service has to run.
+    """Talk to the exported model of a run (its id or its folder), to a model folder or its URL, or to a registered model of
+    --directory. No service has to run.
 
     A model without a chat template continues each line by itself. An empty line or the end of the input ends the chat.
     """
+    quiet_libraries()
     spec = changed(spec_of_model(model, directory), temperature, max_new_tokens, system)
     asyncio.run(_chat(spec, seed))
 
 
-def spec_of_model(model: str, directory: Path) -> RunSpec:
-    """Return the settings to sample with from a run's export or from a model folder. Raises NotFound, InvalidInput."""
+def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSpec:
+    """Return the settings to sample with from a run's export or from a model folder; with `scores` the model may be a reward
+    model. Raises NotFound, InvalidInput."""
     if is_url(model):
         return _spec_of_folder(model)
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         return _spec_of_folder(str(folder.resolve()))
+    from services.cli.registry.source import registered_model
+
+    if registered := registered_model(model, directory):
+        return _spec_of_folder(registered.path)
     from paceline.spec.reading import spec_of_run
 
     path, run_id = find_run(model.removeprefix("run:"), directory)
-    with opened_ledger(path) as opened:
-        spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
-        export = opened.export_path(run_id)
+    try:
+        with opened_ledger(path) as opened:
+            spec = spec_of_run(run_id, opened.run(run_id)["spec_yaml"])[0]
+            export = opened.export_path(run_id)
+    except NotFound as error:
+        if not folder.is_dir():
+            raise
+        raise NotFound(f"{error}; and the folder {model!r} has no config.json, as a model has") from None
     if not export or not (is_url(export) or (Path(export) / "config.json").is_file()):
         raise NotFound(
             f"run {run_id} has exported no model yet; `paceline export {run_id} FOLDER` writes one from its newest "
             "checkpoint, and `paceline chat FOLDER` talks to it"
         )
-    if spec.has_scoring_head:
+    if spec.has_scoring_head and not scores:
         raise InvalidInput(f"run {run_id} has trained a reward model, which writes no text")
     lora = spec.policy.lora_cfg.model_copy(update={"enabled": False})
     policy = {"model_name": str(export), "tokenizer_name": None, "lora_cfg": lora}
@@ -80,7 +93,15 @@ def _spec_of_folder(model: str) -> RunSpec:
     """Return the settings for a model at a path or a URL. Raises InvalidInput, Unreadable."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model_source(model, "the model"))
+    from paceline.models.loading import fault_of_load
+
+    try:
+        config = AutoConfig.from_pretrained(model_source(model, "the model"))
+    except Exception as error:
+        fault = fault_of_load("the model", model, error)
+        if fault is None:
+            raise
+        raise fault from error
     longest = getattr(config, "max_position_embeddings", None) or 4096
     generation = {"max_new_tokens": min(DEFAULT_NEW_TOKENS, longest // 2), "max_batch_size": 16}
     return RunSpec.model_validate(
@@ -195,12 +216,10 @@ class Talk:
 async def open_talk(spec: RunSpec, seed: int) -> Talk:
     """Return a conversation with the model of `spec`, loaded in this process. Raises InvalidInput."""
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
     from paceline.data.tokens import load_tokenizer
     from rollout.engines import create_engine
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(spec.policy)
     engine = await asyncio.to_thread(create_engine, spec, device=device, load_weights=True)
@@ -228,4 +247,5 @@ def _read_line() -> str:
     try:
         return input("> ").strip()
     except (EOFError, KeyboardInterrupt):
+        click.echo()  # what follows begins on a line of its own
         return ""

@@ -9,57 +9,76 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.errors import InvalidInput
+from services.cli.prepare import attempts_in, prepare
+from services.cli.recorded.source import source_options
 from services.common.options import json_option, print_json
 
 if TYPE_CHECKING:
+    from paceline.data.preparation.prepared import Prepared
     from paceline.data.rows import Rows
     from paceline.spec import RunSpec
 
 MAX_COMPARED = 100_000
 """Rows that are compared with the evaluation sets, from the start of the training data."""
-OVERLAP = 0.5
-"""Share of a prompt's n-grams from which it counts as one of the evaluation set."""
-EVALUATION_STEMS = ("test", "eval", "validation", "valid", "dev")
-"""Names of files beside the training data that are taken for evaluation sets."""
-PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
 
 
 @click.group()
 def data() -> None:
-    """Look at the data of a spec (data inspect SPEC)."""
+    """Look at the data of a spec (data inspect SPEC), or write them anew (data prepare SPEC FILE)."""
+
+
+data.add_command(prepare)
 
 
 @data.command()
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--limit", type=click.IntRange(min=0), default=3, show_default=True, help="Samples to show.")
+@click.option(
+    "--tokens",
+    is_flag=True,
+    help="Show samples as the tokenizer and the chat template of SPEC make them.",
+)
+@source_options
 @json_option
-def inspect(spec: str, overrides: tuple[str, ...], limit: int, as_json: bool) -> None:
-    """Check the data of SPEC and show them: rows, columns, lengths of the prompts, samples, what is left out, and overlap
-    of the training data with the validation data and with test files beside them.
+def inspect(
+    spec: str,
+    overrides: tuple[str, ...],
+    limit: int,
+    tokens: bool,
+    directory: Path,
+    coordinator: str | None,
+    as_json: bool,
+) -> None:
+    """Check the data of SPEC and show them, after data.preparation: rows, format, columns, lengths of the prompts, samples, what
+    each filter leaves out, and overlap of the training data with the validation data and with test files beside them.
 
-    Samples show what trains in green and what is only read dimmed.
+    Samples show what trains in green and what is only read dimmed. The runs of data.preparation.pass_rate_of are read from the
+    ledger of --directory, or from a coordinator.
     """
+    from paceline.data.overlap import OVERLAP
+    from paceline.data.preparation.prepared import prepared_data
     from paceline.spec.reading import load_spec
 
     loaded = load_spec(spec, overrides)
-    found = _inspected(loaded, limit)
+    with prepared_data(loaded, attempts_in(directory, coordinator)) as prepared:
+        found = _inspected(prepared, loaded, limit, tokens)
     if as_json:
         print_json(found)
         return
     for name in ("train", "validation"):
         if name in found:
-            part = found[name]
-            click.echo(f"data.{name}: {part['rows']:,} rows with the columns {', '.join(part['columns'])}")
-            if "report" in part:
-                click.echo(f"  {part['report']}")
-            lengths = part["prompt_characters"]
-            click.echo(
-                f"  prompts have {lengths['p10']:,} to {lengths['p90']:,} characters (p10, p90), at most {lengths['max']:,}"
-            )
+            _print_part(name, found[name])
     for sample in found["samples"]:
         click.echo("")
-        click.echo(click.style(sample["read"], dim=True) + click.style(sample["trained"], fg="green"))
+        for text, trains in sample["parts"]:
+            click.echo(click.style(text, fg="green") if trains else click.style(text, dim=True), nl=False)
+        click.echo("")
+        if "tokens" in sample:
+            click.echo(f"  {sample['tokens']:,} tokens, of which {sample['trained_tokens']:,} train")
+        if "refused" in sample:
+            click.echo(f"warning: row {sample['row']}: {sample['refused']}", err=True)
     for each in found["overlap"]:
         click.echo(
             f"{each['evaluation']}: {each['rows']:,} of {each['compared']:,} training prompts are in it"
@@ -72,121 +91,124 @@ def inspect(spec: str, overrides: tuple[str, ...], limit: int, as_json: bool) ->
             )
 
 
-def _inspected(spec: RunSpec, limit: int) -> dict[str, Any]:
-    from paceline.data.examples import check_example, open_examples
-    from paceline.data.rows import open_source, prompt_check
-    from paceline.data.traces import TraceGroups
+def _print_part(name: str, part: dict[str, Any]) -> None:
+    rows = f"the first {part['rows']:,} rows of a stream," if part["streaming"] else f"{part['rows']:,} rows"
+    click.echo(f"data.{name}: {rows} with the columns {', '.join(part['columns'])}")
+    click.echo(f"  {part['format']}")
+    for reason, number in part.get("left_out", {}).items():
+        click.echo(f"  left out: {number:,} ({reason})")
+    for source in part.get("sources", ()):
+        share = f", {source['share']:.1%} of the draws" if "share" in source else ""
+        click.echo(f"  {source['name']}: {source['rows']:,} rows{share}")
+    lengths = part["prompt_characters"]
+    click.echo(
+        f"  prompts have {lengths['p10']:,} to {lengths['p90']:,} characters (p10, p90), at most {lengths['max']:,}"
+    )
 
+
+def _inspected(prepared: Prepared, original: RunSpec, limit: int, tokens: bool) -> dict[str, Any]:
+    from paceline.data.examples import as_examples, checked_rows, report_of
+    from paceline.data.formats import describe
+    from paceline.data.joined_rows import left_out_of
+    from paceline.data.preparation.evaluation_sets import evaluation_sets
+    from paceline.data.preparation.prepared import PreparedSet
+
+    spec = prepared.spec(original)
     found: dict[str, Any] = {"samples": [], "overlap": []}
-    check = check_example(spec) if spec.examples is not None else prompt_check(spec.data.prompt_key)
     sets = {"train": False, **({"validation": True} if spec.data.validation is not None else {})}
     rows_of = {}
     for name, validation in sets.items():
-        rows = rows_of[name] = open_source(spec.data.source(validation=validation), check)
+        is_stream = spec.data.streaming and not validation
+        rows = rows_of[name] = _first_rows(spec) if is_stream else checked_rows(spec, validation=validation)
+        examples = None if spec.examples is None else as_examples(rows, spec, f"data.{name}")
         found[name] = {
             "rows": len(rows),
+            "streaming": is_stream,
             "columns": list(rows.columns),
             "fingerprint": rows.fingerprint,
-            "prompt_characters": _lengths(rows, spec.data.prompt_key),
+            "format": describe(rows[0], spec.data, None) if examples is None else report_of(examples, spec),
+            **_sources(rows, spec, validation=validation),
+            "prompt_characters": _lengths(rows, spec),
         }
-        if spec.trains_traces:
-            groups = open_examples(spec, validation=validation)
-            assert isinstance(groups, TraceGroups)
-            found[name]["report"] = groups.report
-            found[name]["left_out"] = dict(groups.left_out)
+        by_preparation = prepared.sets.get(f"data.{name}", PreparedSet()).left_out
+        if left_out := by_preparation + left_out_of(examples if examples is not None else rows):
+            found[name]["left_out"] = dict(left_out)
     train = rows_of["train"]
-    found["samples"] = [_sample(train[index], spec) for index in range(min(limit, len(train)))]
-    evaluations = {"data.validation": rows_of["validation"]} if "validation" in rows_of else {}
-    if spec.data.validation == spec.data.train:
-        evaluations = {}
-    evaluations |= {str(path): open_source(_source_of(path)) for path in _siblings(spec)}
-    for name, rows in evaluations.items():
-        found["overlap"].append({"evaluation": name, **_overlap(train, rows, spec.data.prompt_key)})
+    found["samples"] = _samples(train, spec, min(limit, len(train)), tokens)
+    for name, rows in evaluation_sets(original, spec).items():
+        found["overlap"].append({"evaluation": name, **_overlap(train, rows, spec)})
     return found
 
 
-def _source_of(path: Path) -> Any:
-    from paceline.spec.sections.data import DataSource
+def _first_rows(spec: RunSpec) -> Rows:
+    """Return the first block of a stream."""
+    from paceline.data.prompts import open_streamed
+    from paceline.data.row_checks import row_check
+    from paceline.data.spooled_rows import SpooledRows
 
-    return DataSource("test file", str(path), "train")
-
-
-def _siblings(spec: RunSpec) -> Iterator[Path]:
-    """Yield evaluation sets by their names beside the files of the training data."""
-    from paceline.data.files import FILE_KINDS
-    from paceline.files.storage import is_url
-
-    values = (spec.data.train, spec.data.validation)
-    named = [name for v in values if v is not None for name in ((v,) if isinstance(v, str) else v)]
-    train = spec.data.train
-    for folder in sorted(
-        {Path(name).parent for name in ((train,) if isinstance(train, str) else train) if not is_url(name)}
-    ):
-        for path in sorted(folder.glob("*.*")):
-            is_set = path.stem.lower() in EVALUATION_STEMS and path.suffix in FILE_KINDS
-            if is_set and path.is_file() and str(path) not in named:
-                yield path
+    stream = open_streamed(spec.data, spec.seed, row_check(spec.data, has_tools=spec.prompts_have_tools))
+    rows = SpooledRows(Path(str(spec.data.train)), stream.columns)
+    for row in stream.read_rows:
+        rows.add(row)
+    return rows.finished()
 
 
-def _prompts(rows: Rows, prompt_key: str) -> Iterator[str]:
-    """Yield the text of each prompt, of the first of the usual columns that there is; none where there is none."""
+def _sources(rows: Rows, spec: RunSpec, *, validation: bool) -> dict[str, Any]:
+    """Return the rows of each data set in a list, with the share of the draws where it has weights."""
+    from paceline.data.joined_rows import sizes_of
+
+    names = spec.data.source_names(validation=validation)
+    if len(names) < 2:
+        return {}
+    weights = None if validation else spec.data.train_weights
+    sources: list[dict[str, Any]] = [
+        {"name": name, "rows": size} for name, size in zip(names, sizes_of(rows), strict=True)
+    ]
+    for source, weight in zip(sources, weights or (), strict=False):
+        source["share"] = weight / sum(weights or ())
+    return {"sources": sources}
+
+
+def _samples(rows: Rows, spec: RunSpec, number: int, tokens: bool) -> list[dict[str, Any]]:
+    from paceline.data.tokens import load_tokenizer
+    from services.cli.samples_shown import as_text, as_tokens
+
+    if not tokens:
+        return [{"row": index, "parts": as_text(rows[index], spec)} for index in range(number)]
+    tokenizer, samples = load_tokenizer(spec.policy), []
+    for index in range(number):
+        try:
+            parts, length, trained = as_tokens(rows[index], spec, tokenizer)
+            samples.append({"row": index, "parts": parts, "tokens": length, "trained_tokens": trained})
+        except InvalidInput as error:
+            samples.append({"row": index, "parts": as_text(rows[index], spec), "refused": str(error)})
+    return samples
+
+
+def _train_prompts(rows: Rows, spec: RunSpec) -> Iterator[str]:
+    """Yield the text of each prompt as the algorithm reads it; of a text that trains as a whole the text."""
+    from paceline.data.exchanges import exchange_of
     from paceline.data.overlap import text_of
 
-    key = next((name for name in (prompt_key, *PROMPT_COLUMNS) if name in rows.columns), "")
-    return (text_of(rows[index].get(key)) for index in range(len(rows) if key else 0))
+    for index in range(len(rows)):
+        prompt, completion, _ = exchange_of(rows[index], spec)
+        yield text_of(completion if prompt is None else prompt)
 
 
-def _overlap(train: Rows, evaluation: Rows, prompt_key: str) -> dict[str, Any]:
-    from paceline.data.overlap import OverlapIndex
+def _overlap(train: Rows, evaluation: Rows, spec: RunSpec) -> dict[str, Any]:
+    from paceline.data.overlap import OVERLAP, OverlapIndex, prompt_texts
 
-    index, compared, found = OverlapIndex(_prompts(evaluation, prompt_key)), 0, []
-    for number, text in enumerate(islice(_prompts(train, prompt_key), MAX_COMPARED)):
+    index, compared, found = OverlapIndex(prompt_texts(evaluation, spec.data.prompt_key)), 0, []
+    for number, text in enumerate(islice(_train_prompts(train, spec), MAX_COMPARED)):
         compared += 1
         if index.share(text) >= OVERLAP:
             found.append(number)
     return {"compared": compared, "rows": len(found), "first": found[0] if found else None}
 
 
-def _lengths(rows: Rows, prompt_key: str) -> dict[str, int]:
+def _lengths(rows: Rows, spec: RunSpec) -> dict[str, int]:
     import numpy as np
 
-    lengths = [len(text) for text in _prompts(rows, prompt_key)] or [0]
+    lengths = [len(text) for text in _train_prompts(rows, spec)] or [0]
     p10, p50, p90 = np.quantile(lengths, [0.1, 0.5, 0.9])
     return {"p10": int(p10), "p50": int(p50), "p90": int(p90), "max": max(lengths)}
-
-
-def _sample(row: dict[str, Any], spec: RunSpec) -> dict[str, str]:
-    """Return the parts of a row: text that is only read, and text that trains."""
-    from paceline.data.examples import read_demonstration, read_labeled_completion, read_preference
-
-    match spec.examples and spec.examples.example_form:
-        case "demonstration":
-            prompt, completion = read_demonstration(row, spec.data)
-            return {"read": _shown(prompt), "trained": _shown(completion)}
-        case "preference":
-            pair = read_preference(row, spec.data)
-            return {"read": _shown(pair.prompt), "trained": f"{_shown(pair.chosen)}  [chosen]"}
-        case "labeled_completion":
-            judged = read_labeled_completion(row, spec.data)
-            verdict = "good" if judged.desirable else "bad"
-            return {"read": _shown(judged.prompt), "trained": f"{_shown(judged.completion)}  [{verdict}]"}
-        case "traces":
-            return {
-                "read": _shown(row[spec.data.prompt_key]),
-                "trained": _shown(row.get(spec.data.completion_key, "")),
-            }
-        case _:
-            return {"read": _shown(row.get(spec.data.prompt_key, "")), "trained": ""}
-
-
-def _shown(value: Any) -> str:
-    """Return text or messages as one text; control characters are written out."""
-    text = (
-        value
-        if isinstance(value, str)
-        else "".join(f"<{message['role']}> {message.get('content') or ''}\n" for message in value)
-    )
-    return "".join(
-        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
-        for char in text
-    )

@@ -24,11 +24,11 @@ def doctor(spec: str | None, overrides: tuple[str, ...], directory: Path, as_jso
     """
     from paceline.spec.reading import load_spec
     from services.local.machine_checks import examine
-    from services.local.sandbox_checks import examine_sandbox
+    from services.local.sandbox_checks import examine_sandbox, examine_user_code
     from services.local.spec_checks import examine_spec
 
     wanted = load_spec(spec, overrides) if spec else None
-    findings = examine(directory) + examine_sandbox(wanted)
+    findings = [*examine(directory), *examine_sandbox(wanted), examine_user_code()]
     if wanted is not None:
         findings += examine_spec(wanted)
     for finding in findings:

@@ -35,6 +35,7 @@ PYTHON_PARTS = (
     ("One call", "services.local.one_call", ("train", "TrainedRun")),
     ("Client", "paceline.client", ("Client", "Event", "RunState")),
     ("Records", "paceline.records", ("Records", "Verified", "RecordedEvent")),
+    ("Registered models", "paceline.registry.calls", ("Models",)),
     ("Services of one host", "services.local.cluster", ("LocalCluster",)),
 )
 COLUMNS = 120
@@ -178,15 +179,21 @@ def _object(name: str, found: Any) -> list[str]:
         parts += [_signature(name, found), _text(found), _text(found.__init__)]
     else:
         parts.append(_text(found))
-    for method, value in vars(found).items():
-        if method.startswith("_"):
-            continue
+    for method, value in _members(found):
         if isinstance(value, property):
             parts += [f"#### {name}.{method}", _text(value.fget)]
         elif inspect.isfunction(value) or isinstance(value, classmethod):
             function = value.__func__ if isinstance(value, classmethod) else value
             parts += [f"#### {name}.{method}", _signature(method, function), _text(function)]
     return [part for part in parts if part]
+
+
+def _members(found: type) -> Iterator[tuple[str, Any]]:
+    """Yield the public members of a class and of its bases in the same package, the class's own first."""
+    package = found.__module__.partition(".")[0]
+    for each in found.__mro__:
+        if each.__module__.partition(".")[0] == package:
+            yield from ((name, value) for name, value in vars(each).items() if not name.startswith("_"))
 
 
 def _signature(name: str, function: Any) -> str:

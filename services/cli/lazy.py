@@ -12,15 +12,18 @@ from paceline.errors import PacelineError
 
 
 class LazyGroup(click.Group):
-    """`entries` maps a command's name to "module:attribute" and its one line of help.
+    """`sections` has the commands under their headings: of each name "module:attribute" and its one line of help.
 
     The attribute is a click command, or a plain function without parameters. A PacelineError of any command becomes
     "Error: …" on stderr with exit status 1.
     """
 
-    def __init__(self, *args: Any, entries: Mapping[str, tuple[str, str]], **kwargs: Any):
+    def __init__(
+        self, *args: Any, sections: Mapping[str, Mapping[str, tuple[str, str]]], **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._entries = entries
+        self._sections = sections
+        self._entries = {name: entry for section in sections.values() for name, entry in section.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, in the order of the table."""
@@ -51,8 +54,9 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands from the table, without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in self._entries.items()])
+        for heading, entries in self._sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, summary) for name, (_, summary) in entries.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; show a PacelineError to the user without a traceback."""

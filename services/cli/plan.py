@@ -89,7 +89,7 @@ def plan(
                 click.echo(line)
         click.echo(f"model of {shape.parameters / 1e6:,.0f} M parameters, {shape.layers} layers")
         click.echo(
-            f"learner of {wanted.cluster.learner_ranks} ranks: {made.mesh.replicate} × {made.mesh.shard} (replicate × shard), "
+            f"learner of {wanted.cluster.learner_ranks} rank{'s' * (wanted.cluster.learner_ranks > 1)}: {made.mesh.replicate} × {made.mesh.shard} (replicate × shard), "
             f"micro-batches of {made.estimate.micro_batch_tokens:,} tokens, checkpointing "
             f"{wanted.policy.activation_checkpointing}"
         )

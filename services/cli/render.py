@@ -61,7 +61,7 @@ def run_row(facts: Facts) -> list[str]:
         state_cell(facts),
         f"{facts['step']}/{facts['max_num_steps']}",
         str(opened),
-        f"{facts['tokens'].get('trained', 0):,}",
+        f"{facts['tokens'].get('trained', 0):,}" if any(facts["tokens"].values()) else "-",
         duration(facts["age_s"]),
         facts["message"],
     ]

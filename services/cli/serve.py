@@ -33,6 +33,6 @@ SERVICES = {
 }
 
 
-@click.group(cls=LazyGroup, entries=SERVICES)
+@click.group(cls=LazyGroup, sections={"Commands": SERVICES})
 def serve() -> None:
     """Run one service in the foreground. Workers find each other through the coordinator."""

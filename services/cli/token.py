@@ -14,7 +14,7 @@ from services.common.access.caller import CallerRole
 from services.common.access.token_table import BOOTSTRAP, DAY_S, FILE_NAME, read_table
 from services.common.access.token_table import create as create_token
 from services.common.access.token_table import revoke as revoke_token
-from services.common.options import directory_option, json_option, print_json, token_file_option
+from services.common.options import caller_token_file_option, directory_option, json_option, print_json
 
 
 @click.group()
@@ -82,7 +82,7 @@ def list_tokens(directory: Path, as_json: bool) -> None:
 @token.command()
 @click.argument("name")
 @directory_option
-@token_file_option
+@caller_token_file_option
 def revoke(name: str, directory: Path) -> None:
     """Revoke the tokens of NAME: within five seconds its calls are refused, its streams end, and its workers are out. The name of
     the token that the coordinator made in its directory is `bootstrap`."""

@@ -30,7 +30,6 @@ MEANT = {
     "verify": "ledger verify",
     "check": "ledger verify",
     "fsck": "ledger verify",
-    "audit": "ledger verify",
     "backup": "ledger backup",
     "logs": "watch",
     "log": "watch",
@@ -52,11 +51,16 @@ MEANT = {
     "infer": "generate",
     "predict": "generate",
     "complete": "generate",
-    "convert": "export",
-    "merge": "export",
-    "model_merger": "export",
+    "merge": "convert",
+    "model_merger": "convert",
     "convert_dcp_to_hf": "export",
+    "quantize": "convert",
     "save": "export",
+    "push": "models push",
+    "upload": "models push",
+    "register": "models register",
+    "promote": "models promote",
+    "deploy": "models fetch",
     "config": "spec",
     "validate": "spec",
     "explain": "spec",
@@ -82,12 +86,6 @@ MEANT = {
 }
 """Words for a command in other libraries and command lines, and ours."""
 
-NONE = {
-    "push": "nothing is uploaded; `paceline export` writes the model folder",
-    "upload": "nothing is uploaded; `paceline export` writes the model folder",
-}
-"""Words for what no command does, and the reason with the way round it."""
-
 
 def remedy(word: str, commands: Iterable[str]) -> str:
     """Return the sentence for an unknown command, such as "did you mean `paceline samples`?"."""
@@ -97,8 +95,6 @@ def remedy(word: str, commands: Iterable[str]) -> str:
     plain = word.rpartition("/")[2].removesuffix(".py").removesuffix(".sh").lower()
     if plain in known:
         return f"did you mean `paceline {plain}`?"
-    if plain in NONE:
-        return f"there is none, because {NONE[plain]}"
     meant = MEANT.get(plain, "")
     if meant.partition(" ")[0] in known:
         return f"did you mean `paceline {meant}`?"

@@ -14,6 +14,7 @@ from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
 from services.cli import render
 from services.cli.chat import changed, open_talk, spec_of_model
 from services.common.options import coordinator_option, directory_option, json_option, print_json
+from services.common.processes.quiet_libraries import quiet_libraries
 from services.common.reporting.visible_text import visible
 
 if TYPE_CHECKING:
@@ -98,8 +99,9 @@ def _member(client: Client, text: str) -> str:
 @click.option(
     "--export",
     "exported",
-    metavar="RUN|FOLDER|URL",
-    help="Sample from this run's exported model, or the model at this folder or URL, in this process: no service has to run.",
+    metavar="RUN|FOLDER|URL|NAME@ALIAS",
+    help="Sample from this run's exported model, the model at this folder or URL, or a registered one, in this process: no service "
+    "has to run.",
 )
 @coordinator_option
 @directory_option
@@ -117,6 +119,7 @@ def generate(
 ) -> None:
     """Ask the rollout worker with the newest weights for completions of PROMPT; as JSON lines with --json."""
     if exported is not None:
+        quiet_libraries()
         spec = changed(spec_of_model(exported, directory), temperature, max_new_tokens)
         for text, sampled in asyncio.run(_from_export(spec, prompt, n, seed)):
             if as_json:

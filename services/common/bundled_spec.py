@@ -1,4 +1,4 @@
-"""The spec of a run with the paths of its bundle's files, which a worker fetches from the coordinator."""
+"""The spec of a run with the paths of its bundle's files, which a worker fetches from the coordinator, and what it refuses to load."""
 
 from __future__ import annotations
 
@@ -10,9 +10,26 @@ from paceline.bundle.layout import with_original_paths
 from paceline.bundle.manifest import Kind
 from paceline.bundle_transfer import unpacked_spec
 from paceline.errors import InvalidInput
+from paceline.files import function_files
 from paceline.spec import RunSpec
+from paceline.spec.code_paths import code_paths
 from paceline.token import open_channel
+from paceline.user_code.surroundings import isolation_is_required
 from services.common.grpc_server import CHANNEL_OPTIONS
+
+
+def refusal_of_files(spec: RunSpec, bundle: str, allowed: Sequence[Path]) -> str:
+    """Return the reason why a worker may not load a spec's code from its own disk, as a sentence; empty when it may, and for code in
+    a bundle. `allowed` are the folders of `--functions-from`."""
+    if bundle:
+        return ""
+    if isolation_is_required() and (named := code_paths(spec)):
+        field, code = next(iter(named.items()))
+        return (
+            f"{field}: {code} comes from no bundle, and --require-isolation takes code of bundles only; submit the run with a client that "
+            "sends its files"
+        )
+    return function_files.refusal(spec, allowed)
 
 
 class BundledSpec:

@@ -18,20 +18,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from paceline.errors import (
-    AccessDenied,
-    Busy,
-    Conflict,
-    InvalidInput,
-    NotFound,
-    NotPermitted,
-    PacelineError,
-    Unavailable,
-    WireError,
-)
-from paceline.rate_limited_log import SeldomFilter, unforeseen
+from paceline.errors import Busy, Conflict, PacelineError
+from paceline.rate_limited_log import RateLimitedLog, SeldomFilter, unforeseen
+from paceline.retry_hint import to_metadata
 from paceline.tls.folder import TlsFolder, tls_folder
+from services.common.aborted_calls import AbortedCalls
+from services.common.call_limits import CallLimits
+from services.common.error_status import status_of
+from services.common.handshakes import SWEEP_S, Handshakes
 from services.common.insecure import remind
+from services.common.open_connections import OpenConnections
+from services.common.stranger_connections import CHECK_S, StrangerConnections
 from services.common.tls import server_credentials
 from services.common.token_guard import TokenGuard
 from services.common.zmq_keepalive import in_brackets
@@ -42,6 +39,21 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_DETAILS_BYTES = 4096
 """Bytes of a status's text on the wire, where a byte beyond printable ASCII takes three: gRPC refuses longer trailers.
 """
+
+HANDSHAKE_S = 10.0
+"""Seconds in which a new connection has to be through its handshakes, those of TLS and HTTP/2."""
+
+HANDSHAKES_LOG_S = 60.0
+"""Shortest seconds between two log lines about connections of one host that ended before a call."""
+
+IDLE_S = 600.0
+"""Seconds after which a connection without a call is closed. A channel opens the next one when it needs it."""
+
+MAX_STREAMS = 4096
+"""Calls under way on one connection; a channel keeps further ones back."""
+
+MAX_CONNECTIONS = 4096
+"""Connections of a server that names no other number; a further one is closed at once."""
 
 STOP_GRACE_S = 1.0
 """Seconds that calls under way have when the service ends."""
@@ -61,6 +73,9 @@ CHANNEL_OPTIONS = [
 ]
 SERVER_OPTIONS = [
     *LIMITS,
+    ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
+    ("grpc.max_connection_idle_ms", int(1000 * IDLE_S)),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     # Later than the heartbeats' time-out, because a broken stream counts as a crash and a silent worker does not.
@@ -68,24 +83,13 @@ SERVER_OPTIONS = [
     ("grpc.http2.ping_timeout_ms", 20_000),
 ]
 
-STATUS = (
-    (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT),
-    (WireError, grpc.StatusCode.INVALID_ARGUMENT),
-    (NotFound, grpc.StatusCode.NOT_FOUND),
-    (Conflict, grpc.StatusCode.FAILED_PRECONDITION),
-    (Busy, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (Unavailable, grpc.StatusCode.UNAVAILABLE),
-    (AccessDenied, grpc.StatusCode.UNAUTHENTICATED),
-    (NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
-    (PacelineError, grpc.StatusCode.INTERNAL),
-)
-"""Error and status; the first match wins."""
-
 GRPC_LOG = "grpc._cython.cygrpc"
 """Logger of gRPC's traceback for each request that cannot be decoded."""
 
 log = logging.getLogger(__name__)
 seldom = SeldomFilter()
+strangers_log = RateLimitedLog(log)
+handshakes_log = RateLimitedLog(log, HANDSHAKES_LOG_S)
 CallT = TypeVar("CallT", bound=Callable[..., Awaitable[Any]])
 StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
 
@@ -123,11 +127,12 @@ def with_stream_status(call: StreamT) -> StreamT:
     return wrapped  # type: ignore[return-value]
 
 
-def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str]:
-    for kind, code in STATUS:
-        if isinstance(error, kind):
-            return code, details_of(str(error))
-    return grpc.StatusCode.INTERNAL, details_of(unforeseen.note(method, error))
+def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """Return status, text and trailing metadata for an error."""
+    if (code := status_of(error)) is not None:
+        hint = to_metadata(error.retry_after_s) if isinstance(error, Busy) else ()
+        return code, details_of(str(error)), hint
+    return grpc.StatusCode.INTERNAL, details_of(unforeseen.note(method, error)), ()
 
 
 def details_of(text: str) -> str:
@@ -155,27 +160,36 @@ class GrpcServer:
         host: str,
         port: int,
         guard: TokenGuard | None = None,
-        max_connections: int = 0,
+        max_connections: int = MAX_CONNECTIONS,
         *,
         mutual: bool = False,
         people_port: int | None = None,
+        on_refused_handshake: Callable[[str, int], None] = lambda address, count: None,
     ):
-        """`guard` checks every call first; beyond `max_connections` (0: any number) a new connection is closed at once. Under TLS
-        `mutual` takes clients with a certificate alone, and `people_port` is a second port for those without one.
+        """`guard` checks every call first, `CallLimits` come second; beyond `max_connections` a new connection is closed at once.
+        Under TLS `mutual` takes clients with a certificate alone, and `people_port` is a second port for those without one.
+        `on_refused_handshake` gets the peer's address, empty where it is unknown, and the number of its connections that ended
+        before a call; the event loop calls it.
 
         Raises Conflict when a port is taken, InvalidInput for certificates that cannot be used.
         """
         logging.getLogger(GRPC_LOG).addFilter(seldom)
-        limits = [("grpc.max_allowed_incoming_connections", max_connections)] if max_connections else []
-        self._server = grpc.aio.server(
-            interceptors=[guard] if guard else [], options=[*SERVER_OPTIONS, *limits]
-        )
+        # The guard is outside of the limits, which count by the caller that it has found.
+        self._strangers = StrangerConnections()
+        limits = CallLimits(accepted=self._strangers.accepted)
+        folder, connections = tls_folder(), OpenConnections()
+        self._handshakes = Handshakes(lambda: connections.to(self._ports), HANDSHAKE_S) if folder else None
+        self._on_refused_handshake = on_refused_handshake
+        outermost = AbortedCalls(self._handshakes.called) if self._handshakes else AbortedCalls()
+        interceptors: list[Any] = [outermost, *([guard] if guard else []), limits]
+        self._has_guard = guard is not None
+        limit = ("grpc.max_allowed_incoming_connections", max_connections)
+        self._server = grpc.aio.server(interceptors=interceptors, options=[*SERVER_OPTIONS, limit])
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         self.host = host
-        self._reminding: asyncio.Task[None] | None = None
-        folder = tls_folder()
+        self._tasks: list[asyncio.Task[None]] = []
         self.port = self._listen(port, folder, mutual)
         self.people_port = None if people_port is None else self._listen(people_port, folder, False)
 
@@ -186,9 +200,10 @@ class GrpcServer:
             raise _taken(self.host, port)
         address = f"{in_brackets(self.host)}:{port}"
         try:
-            if folder is None:
+            if folder is None or self._handshakes is None:
                 return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, server_credentials(folder, mutual=mutual))
+            credentials = server_credentials(folder, mutual=mutual, began=self._handshakes.began)
+            return self._server.add_secure_port(address, credentials)
         except RuntimeError:
             raise _taken(self.host, port) from None
 
@@ -203,7 +218,11 @@ class GrpcServer:
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
-        self._reminding = asyncio.create_task(remind(self.host))
+        self._tasks = [asyncio.create_task(remind(self.host))]
+        if self._has_guard:  # without one nobody is known
+            self._tasks.append(asyncio.create_task(self._end_strangers()))
+        if self._handshakes is not None:
+            self._tasks.append(asyncio.create_task(self._tell_handshakes(self._handshakes)))
 
     async def set_serving(self, name: str, serving: bool) -> None:
         """Set the health of one service, which says whether it can work. The health of the process stays as it is."""
@@ -219,10 +238,34 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Set the health to NOT_SERVING; calls under way have `grace_s` seconds to end."""
-        if self._reminding is not None:
-            self._reminding.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+
+    @property
+    def _ports(self) -> set[int]:
+        return {self.port, self.people_port or self.port}
+
+    async def _tell_handshakes(self, handshakes: Handshakes) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for address, count in (await asyncio.to_thread(handshakes.sweep)).items():
+                handshakes_log.warning(
+                    f"handshake {address.rpartition(':')[0]}",
+                    "a connection from %s ended before a call: its handshake was refused (the line of gRPC before this one says "
+                    "why), or it left",
+                    address or f"{count} peers that were gone at once",
+                )
+                self._on_refused_handshake(address, count)
+
+    async def _end_strangers(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_S)
+            if ended := await asyncio.to_thread(self._strangers.check, self._ports):
+                strangers_log.warning(
+                    "ended", "ended %d connections on which nobody made an accepted call", ended
+                )
 
 
 def _taken(host: str, port: int) -> Conflict:

@@ -23,12 +23,13 @@ from paceline.tls.folder import tls_folder
 @click.option(
     "--timeout", "timeout_s", default=3.0, show_default=True, help="Seconds to wait for the answer."
 )
-def main(address: str, timeout_s: float) -> None:
+@click.option("--service", default="", help="gRPC service whose health is asked for. Default: the server's.")
+def main(address: str, timeout_s: float, service: str) -> None:
     """Ask the server at ADDRESS (HOST:PORT, or http://HOST:PORT/PATH) whether it serves."""
     if address.startswith("http://"):
         _get(address, timeout_s)
     else:
-        _check(address, timeout_s)
+        _check(address, timeout_s, service)
 
 
 def _get(address: str, timeout_s: float) -> None:
@@ -50,12 +51,13 @@ def _get(address: str, timeout_s: float) -> None:
         raise click.ClickException(f"{address}: status {status}")
 
 
-def _check(address: str, timeout_s: float) -> None:
+def _check(address: str, timeout_s: float, service: str) -> None:
     """Call `grpc.health.v1`. Raises click.ClickException for another answer than SERVING."""
     with open_plain_or_tls(address) as channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)
-            response = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
+            request = health_pb2.HealthCheckRequest(service=service)
+            response = stub.Check(request, timeout=timeout_s, wait_for_ready=True)
         except grpc.RpcError as error:
             raise click.ClickException(f"{address}: {error.code().name}") from None
     if response.status != health_pb2.HealthCheckResponse.SERVING:

@@ -1,6 +1,7 @@
 """Further columns of a group that reward functions log by `log_extra`, on the wire and in the run's folder.
 
-They are for people: a line of `extra.jsonl` for each group, written when its scores are committed. The ledger does not have
+They are for people: a line of `extra.jsonl` for each group, written when its scores are committed, encrypted with the storage key where
+there is one. The ledger does not have
 them, so a line may be missing after a crash, and nothing depends on one.
 """
 
@@ -10,6 +11,10 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from paceline.encryption.encrypted_file import WrongKey
+from paceline.encryption.storage_key import storage_key
+from paceline.files.line_file import LineReader
 
 EXTRA_NAME = "extra.jsonl"
 MAX_BYTES = 256 << 10
@@ -45,17 +50,17 @@ def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> s
 
 def read_extra(folder: Path, digests: Collection[str]) -> dict[str, dict[str, list[Any]]]:
     """Return the columns of groups by the digest of their text; the newest line of each counts. Lines that cannot be read are
-    left out."""
+    left out. Raises WrongKey for a file that is encrypted with another storage key than this process has."""
     found: dict[str, dict[str, list[Any]]] = {}
     try:
-        lines = (folder / EXTRA_NAME).open(encoding="utf-8", errors="replace")
+        lines = LineReader(folder / EXTRA_NAME, storage_key())
     except OSError:
         return found
     with lines:
-        for line in lines:
+        for start, _, line in lines.stored():
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
+                row = json.loads(lines.opened(line, start).decode(errors="replace"))
+            except (ValueError, RecursionError, WrongKey):
                 continue
             if isinstance(row, dict) and row.get("digest") in digests and isinstance(row.get("extra"), dict):
                 found[row["digest"]] = row["extra"]

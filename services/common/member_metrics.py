@@ -16,6 +16,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from paceline.tracing import set_up_metrics
 from services.common import function_sums, logged_metrics
+from services.common.access.worker_callers import WorkerCallers
 from services.common.membership import Membership
 from services.common.scrape import metrics_endpoint
 
@@ -68,7 +69,8 @@ async def member_metrics(
     if port is not None:
         set_up_metrics(role, scraped=True)
         membership.on_beat = MemberMetrics(role, lambda: membership.has_stream).note
-    async with metrics_endpoint(host, port) as used:
+    callers = WorkerCallers(membership.coordinator)
+    async with metrics_endpoint(host, port, callers, membership.refusals.note_call) as used:
         yield used
 
 

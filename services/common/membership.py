@@ -43,6 +43,7 @@ from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2, worker_pb2_grpc
 from services.common.grpc_server import CHANNEL_OPTIONS
+from services.common.worker_refusals import WorkerRefusals
 from services.common.zmq_keepalive import use_ipv6, watch
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
@@ -115,6 +116,8 @@ class Membership:
         its state."""
         self.coordinator = checked_address(coordinator)
         """Address of the coordinator."""
+        self.refusals = WorkerRefusals()
+        """Strangers that this worker's ports have refused; they go out with heartbeats."""
         self._hello = hello
         self._on_directive = on_directive
         self._gauges = gauges
@@ -124,6 +127,7 @@ class Membership:
         self._is_refused = False
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
         self._next_diagnosis_s = 0.0
+        self._diagnosis = ""
         self._outbox: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue(outbox_size)
         self._unwritten: worker_pb2.ConnectRequest | None = None
         """Report taken from the queue and not written yet: the stream may break before."""
@@ -200,12 +204,13 @@ class Membership:
             self._on_refused()
 
     async def _tls_fault(self) -> str:
-        """Return why TLS keeps this worker from the coordinator; empty where it does not, or was asked a short while ago."""
+        """Return why TLS keeps this worker from the coordinator, as found in the last TROUBLE_LOG_S seconds; empty where it does
+        not."""
         now_s = time.monotonic()
-        if now_s < self._next_diagnosis_s:
-            return ""
-        self._next_diagnosis_s = now_s + TROUBLE_LOG_S
-        return await asyncio.to_thread(why_no_channel, self.coordinator)
+        if now_s >= self._next_diagnosis_s:
+            self._next_diagnosis_s = now_s + TROUBLE_LOG_S
+            self._diagnosis = await asyncio.to_thread(why_no_channel, self.coordinator)
+        return self._diagnosis
 
     @property
     def waiting_reports(self) -> int:
@@ -294,9 +299,26 @@ class Membership:
                     if self._connected.is_set():
                         beat = worker_pb2.Heartbeat(gauges=self._safe_gauges(), draining=self.draining)
                         await call.write(worker_pb2.ConnectRequest(heartbeat=beat))
+                        await self._report_refusals(call)
                 else:
+                    if self._unwritten.HasField("leave"):
+                        await self._report_refusals(call, last=True)
                     await call.write(self._unwritten)
                     self._unwritten = None
+
+    async def _report_refusals(self, call: Stream, *, last: bool = False) -> None:
+        """Send a message of refusals, if some are due; with `last` all there are. It follows a heartbeat, because any report counts as a
+        sign of life, and strangers must not give it."""
+        while (refusals := self.refusals.take(last=last)) is not None:
+            is_written = False
+            try:
+                await call.write(worker_pb2.ConnectRequest(refusals=refusals))
+                is_written = True
+            finally:
+                if not is_written:
+                    self.refusals.put_back(refusals)
+            if not last:
+                return
 
     def _safe_gauges(self) -> dict[str, float]:
         """Return the worker's gauges, its memory, its GPUs and its number of unforeseen errors; that number alone if the gauges fail,

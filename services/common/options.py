@@ -15,6 +15,8 @@ from paceline.files.names import LEDGER_NAME
 from paceline.token import VARIABLE
 from services.common.insecure import check_coordinator, check_host, insecure_option
 
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
 
 def _use_token_file(_context: click.Context, _option: click.Parameter, path: str | None) -> None:
     """Set the token file in the environment, so that child processes read the same file."""
@@ -22,14 +24,21 @@ def _use_token_file(_context: click.Context, _option: click.Parameter, path: str
         os.environ[VARIABLE] = path
 
 
-token_file_option = click.option(
-    "--token-file",
-    type=click.Path(dir_okay=False),
-    callback=_use_token_file,
-    expose_value=False,
-    is_eager=True,
-    help=f"File with the coordinator's token; default {VARIABLE}, else the one in the coordinator's directory (runs).",
-)
+def _token_file_option(*, exists: bool) -> Callable[[CommandT], CommandT]:
+    return click.option(
+        "--token-file",
+        type=click.Path(exists=exists, dir_okay=False),
+        callback=_use_token_file,
+        expose_value=False,
+        is_eager=True,
+        help=f"File with the coordinator's token; default {VARIABLE}, else the one in the coordinator's directory (runs).",
+    )
+
+
+token_file_option = _token_file_option(exists=False)
+"""Of services: the coordinator makes the file, and workers may be started before it."""
+caller_token_file_option = _token_file_option(exists=True)
+"""Of commands that call a coordinator."""
 functions_from_option = click.option(
     "--functions-from",
     "functions_from",
@@ -75,12 +84,11 @@ _address_option = click.option(
     callback=check_coordinator,
     help="Address of the coordinator.",
 )
-CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
 def coordinator_option(command: CommandT) -> CommandT:
     """Add options for the coordinator: its address, its token, and whether it may be beyond this host."""
-    return token_file_option(insecure_option(_address_option(command)))
+    return caller_token_file_option(insecure_option(_address_option(command)))
 
 
 def worker_options(
@@ -92,16 +100,10 @@ def worker_options(
     `name` is the default of --name; `grace`, `host` and `port` are the help of those options.
     """
     options = (
-        click.option(
-            "--coordinator",
-            default=DEFAULT_ADDRESS,
-            show_default=True,
-            callback=check_coordinator,
-            help="Address of the coordinator.",
-        ),
+        _address_option,
         click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help=host),
         insecure_option,
-        click.option("--port", default=0, help=f"{port}; 0 takes a free one."),
+        click.option("--port", default=0, show_default=True, help=f"{port}; 0 takes a free one."),
         click.option(
             "--advertise-host", default="", help="This machine's address for other workers; default --host."
         ),
@@ -127,7 +129,7 @@ def worker_options(
     return decorate
 
 
-device_option = click.option("--device", default="auto", help="cpu, cuda, or auto.")
+device_option = click.option("--device", default="auto", show_default=True, help="cpu, cuda, or auto.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 directory_option = click.option(
     "--directory",

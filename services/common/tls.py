@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import ssl
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from paceline.errors import InvalidInput
-from paceline.tls.certificates import Identity, identity_of
+from paceline.tls.certificates import Identity, identity_of, read_certificate
 from paceline.tls.folder import Material, TlsFolder
 
+MAX_CACHED = 4096
+"""Client certificates whose names are kept."""
 
-def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
+
+def server_credentials(
+    folder: TlsFolder, *, mutual: bool, began: Callable[[], None] = lambda: None
+) -> grpc.ServerCredentials:
     """Return the credentials of a gRPC port. With `mutual` clients have to have a certificate of the authority; without, they are
-    not asked for one, because gRPC for Python knows no optional client certificate. Raises InvalidInput."""
+    not asked for one, because gRPC for Python knows no optional client certificate. `began` is called for each connection before
+    its handshake, on gRPC's threads. Raises InvalidInput."""
     given = _own(folder)
 
     def configuration() -> grpc.ServerCertificateConfiguration:
@@ -23,6 +31,7 @@ def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredent
 
     def renewed() -> Any:  # the stubs do not know None, which says that nothing has changed
         nonlocal given
+        began()
         newest = _own(folder)
         if newest is given:
             return None
@@ -57,6 +66,17 @@ def identity_of_call(context: Any) -> Identity | None:
     certificate that gives no role."""
     pem = context.auth_context().get("x509_pem_cert")
     return identity_of(pem[0]) if pem else None
+
+
+def certificate_name(context: Any) -> str:
+    """Return the name in a call's client certificate, which TLS has verified; empty for a call without one."""
+    pem = context.auth_context().get("x509_pem_cert")
+    return _name_in(pem[0]) if pem else ""
+
+
+@functools.lru_cache(MAX_CACHED)
+def _name_in(pem: bytes) -> str:
+    return read_certificate(pem).name
 
 
 def _own(folder: TlsFolder) -> Material:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -20,16 +21,23 @@ from services.common.access.caller import Caller, CallerRole, set_caller
 from services.common.access.callers import Callers
 from services.common.access.rights import RPCS, Right
 from services.common.access.worker_callers import WorkerCallers
+from services.common.error_status import status_of
+from services.common.tls import certificate_name
 
 OPEN = ("/grpc.health.", "/grpc.reflection.")
 RECHECK_S = 1.0
-
-STATUS = (
-    (AccessDenied, grpc.StatusCode.UNAUTHENTICATED),
-    (NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
-    (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT),
-    (Unavailable, grpc.StatusCode.UNAVAILABLE),
+MESSAGE_S = 60.0
+"""Seconds that the message of a permitted call has to come in; a stream's handler waits for its messages by itself."""
+OF_GUARD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+"""Statuses of calls that are refused because of who makes them."""
+ENDS_OF_STREAMS = (
+    grpc.StatusCode.OK,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNKNOWN,
 )
+"""Statuses with which a stream ends without a refusal: its peer left or went away, or this service stops."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -41,9 +49,49 @@ class Call:
     caller: Caller | None
     peer: str
     request: Any
-    """Its message; None for one that was not read, and for a stream."""
+    """Its message, of a stream the first one; None where none was read."""
     code: grpc.StatusCode
     details: str
+    certificate: str = ""
+    """Name in the client certificate; empty without one."""
+    answer: Any = None
+    """The message that answered it; None for a stream of answers, and for a refusal."""
+
+
+class _Requests:
+    """The requests of a call, with the first one that was read."""
+
+    def __init__(self, requests: AsyncIterator[Any]):
+        self._requests: Any = aiter(requests)
+        self.first: Any = None
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await anext(self._requests)
+        if self.first is None:
+            self.first = request
+        return request
+
+    async def close(self) -> None:
+        """Free what gRPC keeps of the call: its receiver of messages and the receiver's generator refer to each other until the
+        generator has ended."""
+        with contextlib.suppress(RuntimeError):  # another task of the call's handler still reads
+            await self._requests.aclose()
+
+
+@dataclass
+class _Noted:
+    """A call under way that changes something."""
+
+    requests: Any
+    has_begun: bool = False
+    answer: Any = None
+
+    @property
+    def request(self) -> Any:
+        return self.requests.first if isinstance(self.requests, _Requests) else self.requests
 
 
 @dataclass(eq=False)
@@ -62,9 +110,11 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         owner: Callable[[str], str] = lambda run_id: "",
         note: Callable[[Call], None] = lambda call: None,
         rights: Mapping[str, Right] = RPCS,
+        message_s: float = MESSAGE_S,
     ):
         """`owner` returns the name of a run's submitter, empty for one that is not on record. `note` takes refused calls
-        and those that change something; it must not block."""
+        and those that change something; it must not block. `message_s` is the longest wait for the message of a call."""
+        self._message_s = message_s
         self._callers, self._owner, self._note, self._rights = callers, owner, note, rights
         self._streams: set[_Stream] = set()
         self._watching: asyncio.Task[None] | None = None
@@ -87,26 +137,39 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         would be read whole before the handler is called."""
 
         async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
-            caller, request = await self._admit(handler, method, token, requests, context)
-            with self._noted(method, caller, request, handler, context):
-                return await (handler.unary_unary or handler.stream_unary)(request, context)
+            received = _Requests(requests)
+            try:
+                caller, request = await self._admit(handler, method, token, received, context)
+                with self._noted(method, caller, request, context) as noted:
+                    noted.answer = await (handler.unary_unary or handler.stream_unary)(request, context)
+                    return noted.answer
+            finally:
+                await received.close()
 
         async def answer_stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            caller, request = await self._admit(handler, method, token, requests, context)
-            stream = self._watch(caller)
+            received = _Requests(requests)
+            stream: _Stream | None = None
             try:
-                with self._noted(method, caller, request, handler, context):
+                caller, request = await self._admit(handler, method, token, received, context)
+                stream = self._watch(caller)
+                with self._noted(method, caller, request, context) as noted:
                     responses = (handler.unary_stream or handler.stream_stream)(request, context)
                     async with contextlib.aclosing(responses):
                         async for response in responses:
+                            if not noted.has_begun:
+                                self._note_begun(method, caller, noted, context)
                             yield response
             except asyncio.CancelledError:
-                if not stream.refusal:
+                if stream is None or not stream.refusal:
                     raise
                 stream.task.uncancel()
+                code, first = grpc.StatusCode.UNAUTHENTICATED, _Noted(request)
+                self._note_call(method, caller, first, context, code, stream.refusal)
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, stream.refusal)
             finally:
-                self._streams.discard(stream)
+                if stream is not None:
+                    self._streams.discard(stream)
+                await received.close()
 
         streams = handler.response_streaming
         make: Any = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
@@ -116,29 +179,42 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         return guarded
 
     async def _admit(
-        self, handler: Any, method: str, token: str, requests: AsyncIterator[Any], context: Context
+        self, handler: Any, method: str, token: str, requests: _Requests, context: Context
     ) -> tuple[Caller, Any]:
         """Return the caller and the request (or the stream of requests) of a permitted call; abort any other."""
         caller: Caller | None = None
         request: Any = None
+        certificate = ""
         try:
-            caller = await self._callers.caller(token)
+            certificate = certificate_name(context)
+            caller = await self._callers.caller(token, certificate)
             right = self._rights.get(method)
             _check_role(method, right, caller)
             set_caller(caller)
             if handler.request_streaming:
                 return caller, requests
-            request = await anext(aiter(requests), None)
-            if request is None:
-                raise InvalidInput(f"{method} takes one message, and none came")
+            request = await self._message(method, requests)
             if right is not None and right.own_run and not caller.steers_all:
                 self._check_owner(caller, request.run_id)
             return caller, request
         except (AccessDenied, NotPermitted, InvalidInput, Unavailable) as error:
-            code = next(code for kind, code in STATUS if isinstance(error, kind))
-            self._note(Call(method, caller, context.peer(), request, code, str(error)))
+            code = status_of(error) or grpc.StatusCode.INTERNAL
+            self._note(Call(method, caller, context.peer(), request, code, str(error), certificate))
             await context.abort(code, str(error))
             raise  # not reached: `abort` raises
+
+    async def _message(self, method: str, requests: _Requests) -> Any:
+        """Return the one message of a call. Raises InvalidInput, Unavailable."""
+        try:
+            async with asyncio.timeout(self._message_s):
+                request = await anext(requests, None)
+        except TimeoutError:
+            raise Unavailable(
+                f"{method} takes one message, and none came within {self._message_s:g} s; call again"
+            ) from None
+        if request is None:
+            raise InvalidInput(f"{method} takes one message, and none came")
+        return request
 
     def _check_owner(self, caller: Caller, run_id: str) -> None:
         """Raises NotPermitted for a run of somebody else."""
@@ -153,28 +229,45 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             )
 
     @contextlib.contextmanager
-    def _noted(self, method: str, caller: Caller, request: Any, handler: Any, context: Context) -> Any:
-        """Note a call that changes something, with its result: a single answer's at its end, a stream's at its beginning."""
-        right = self._rights.get(method)
+    def _noted(self, method: str, caller: Caller, requests: Any, context: Context) -> Iterator[_Noted]:
+        """Note a call that changes something, with its result. A stream of answers is noted when the first one leaves, and
+        again where it ends with an error that is not the peer's going away."""
+        right, noted = self._rights.get(method), _Noted(requests)
         if right is None or not right.changes:
-            yield
+            noted.has_begun = True
+            yield noted
             return
-        message = None if handler.request_streaming else request
-        if handler.response_streaming:
-            self._note(Call(method, caller, context.peer(), message, grpc.StatusCode.OK, "begins"))
-            yield
-            return
-        ended = False
+        end = grpc.StatusCode.UNKNOWN
         try:
-            yield
-            ended = True
+            yield noted
+            end = grpc.StatusCode.OK
+        except asyncio.CancelledError:
+            end = grpc.StatusCode.CANCELLED
+            raise
         finally:
-            code: Any = context.code() or (grpc.StatusCode.OK if ended else grpc.StatusCode.UNKNOWN)
+            code: Any = context.code() or end
             if isinstance(code, int):
                 code = next(each for each in grpc.StatusCode if each.value[0] == code)
-            details = context.details() or ""
-            text = details.decode(errors="replace") if isinstance(details, bytes) else str(details)
-            self._note(Call(method, caller, context.peer(), message, code, text))
+            if not noted.has_begun or code not in ENDS_OF_STREAMS:
+                details = context.details() or ""
+                text = details.decode(errors="replace") if isinstance(details, bytes) else str(details)
+                self._note_call(method, caller, noted, context, code, text)
+
+    def _note_begun(self, method: str, caller: Caller, noted: _Noted, context: Context) -> None:
+        noted.has_begun = True
+        self._note_call(method, caller, noted, context, grpc.StatusCode.OK, "begins")
+
+    def _note_call(
+        self,
+        method: str,
+        caller: Caller,
+        noted: _Noted,
+        context: Context,
+        code: grpc.StatusCode,
+        details: str,
+    ) -> None:
+        peer, certificate = context.peer(), caller.certificate
+        self._note(Call(method, caller, peer, noted.request, code, details, certificate, noted.answer))
 
     def _watch(self, caller: Caller) -> _Stream:
         """Note a stream, which ends when its caller does not count any more."""
@@ -196,9 +289,15 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
                     stream.task.cancel()
 
 
-def worker_guard(coordinator: str = "") -> TokenGuard:
-    """Return the guard of a worker's services: the coordinator says who a caller is."""
-    return TokenGuard(WorkerCallers(coordinator))
+def worker_guard(coordinator: str = "", note: Callable[[Call], None] = lambda call: None) -> TokenGuard:
+    """Return the guard of a worker's services: the coordinator says who a caller is. `note` is that of `TokenGuard`."""
+    return TokenGuard(WorkerCallers(coordinator), note=note)
+
+
+def peer_address(peer: str) -> str:
+    """Return host:port of gRPC's text for a peer, such as `ipv4:10.0.0.3:4711`."""
+    kind, colon, address = unquote(peer).partition(":")
+    return address if colon and kind in ("ipv4", "ipv6") else peer
 
 
 def _check_role(method: str, right: Right | None, caller: Caller) -> None:

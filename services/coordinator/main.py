@@ -17,7 +17,7 @@ from paceline.tracing import set_up_metrics, set_up_tracing
 from services.common.directory import make_directory
 from services.common.grpc_server import run_service
 from services.common.insecure import check_host, insecure_option
-from services.common.options import functions_from_option, store_option, token_file_option
+from services.common.options import directory_option, functions_from_option, store_option, token_file_option
 from services.common.processes.file_limit import Capacity, raise_file_limit
 from services.coordinator.disk_space import NEEDED_BYTES, is_disk_full
 from services.coordinator.ledger.integrity.file_damage import damage_in, sentence
@@ -30,9 +30,7 @@ open; Python's default would scan the newest objects after every 700 new ones.""
 
 
 @click.command()
-@click.option(
-    "--directory", type=click.Path(path_type=Path), default=Path("runs"), help="Ledger and run folders."
-)
+@directory_option
 @store_option
 @click.option(
     "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
@@ -44,7 +42,7 @@ open; Python's default would scan the newest objects after every 700 new ones.""
     type=click.IntRange(0, 65535),
     help="Second gRPC port for people, who need no client certificate there under --tls-dir; 0 takes a free one, default none.",
 )
-@click.option("--exchange-port", default=0, help="ZeroMQ port; 0 takes a free one.")
+@click.option("--exchange-port", default=0, show_default=True, help="ZeroMQ port; 0 takes a free one.")
 @click.option(
     "--exchange-endpoint",
     default="",

@@ -27,6 +27,8 @@ from services.coordinator.members.registry import Member, Members
 
 MAX_WAITING = 32
 """Requests that wait for the reading thread; a further one is refused."""
+VERIFY_AGAIN_S = 10.0
+"""Seconds after which a client may ask again while a run's records are compared."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 ResponseT = TypeVar("ResponseT")
@@ -66,6 +68,12 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
     @with_status
     async def ListSamples(self, request: pb.ListSamplesRequest, context: Context) -> pb.ListSamplesResponse:
         return await self._read(lambda reader: reader.ListSamples(request))
+
+    @with_status
+    async def ListAttempts(
+        self, request: pb.ListAttemptsRequest, context: Context
+    ) -> pb.ListAttemptsResponse:
+        return await self._read(lambda reader: reader.ListAttempts(request))
 
     @with_status
     async def GetGroupLife(
@@ -124,7 +132,9 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
     async def VerifyRun(self, request: pb.VerifyRunRequest, context: Context) -> pb.VerifyRunResponse:
         self._committed.run(request.run_id)  # raises NotFound
         if self._is_verifying:
-            raise Busy("the records of a run are being compared; try again when that has ended")
+            raise Busy(
+                "the records of a run are being compared; try again when that has ended", VERIFY_AGAIN_S
+            )
         self._is_verifying = True
         try:
             return await verify_apart(self._path, request)

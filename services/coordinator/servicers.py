@@ -140,6 +140,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise member.stream_error
         finally:
             reports.cancel()
+            member.stream_error = None  # it refers to this call by its traceback, and the member stays
             await self._coordinator.pool.disconnected(member)
 
     @with_status

@@ -23,6 +23,8 @@ from protos.paceline.v1 import (
     bundle_pb2_grpc,
     records_pb2,
     records_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
     run_pb2,
     run_pb2_grpc,
     status_pb2,
@@ -39,6 +41,7 @@ from services.common.scrape import metrics_endpoint
 from services.common.token_guard import TokenGuard
 from services.common.zmq_keepalive import in_brackets
 from services.coordinator.access_servicer import AccessServicer
+from services.coordinator.audit_log.log import AuditLog
 from services.coordinator.blobs.store import BlobStore
 from services.coordinator.bundle_servicer import BundleServicer
 from services.coordinator.disk_space import wait_for_space
@@ -46,6 +49,7 @@ from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.wal_checkpointer import WalCheckpointer
 from services.coordinator.lifecycle.coordinator import Coordinator
 from services.coordinator.members.registry import Members
+from services.coordinator.model_servicer import ModelServicer
 from services.coordinator.records_servicer import RecordsServicer
 from services.coordinator.scaling_servicers import ExternalScalerServicer, StatusServicer
 from services.coordinator.servicers import RunServicer, WorkerServicer
@@ -91,14 +95,16 @@ class CoordinatorService:
         """Serve until `stop` is set. Raises errors of SQLite and of the disk, also in an ExceptionGroup."""
         await wait_for_space(self.directory, stop)
         ledger = Ledger(self.directory / LEDGER_NAME, store=self.store)
-        callers = self._callers()
+        audit = AuditLog(ledger)
+        callers = self._callers(audit)
         server = GrpcServer(
             self.host,
             self.port,
-            TokenGuard(callers, ledger.submitter),
+            TokenGuard(callers, ledger.submitter, audit.note_call),
             self.capacity.max_connections,
             mutual=True,
             people_port=self.people_port,
+            on_refused_handshake=audit.note_handshake,
         )
         coordinator = Coordinator(
             ledger,
@@ -116,9 +122,13 @@ class CoordinatorService:
             self.scaling_period_s,
             callers.refusal,
         )
+        coordinator.exchange.note_intruder = audit.note_intruder
+        coordinator.exchange.note_failed_handshake = audit.note_exchange_handshake
+        coordinator.note_refusals = audit.note_reported
         endpoint = f"tcp://{in_brackets(self.host)}:{coordinator.server.port}"
         records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
-        self._add_servicers(server, coordinator, records, callers, self.exchange_endpoint or endpoint)
+        access = AccessServicer(callers, audit.note_call)
+        self._add_servicers(server, coordinator, records, access, self.exchange_endpoint or endpoint)
         scaler_server = self._scaler_server(coordinator)
         await coordinator.recover()
         await server.start()
@@ -135,33 +145,35 @@ class CoordinatorService:
                 ledger.path,
                 ledger.term,
             )
-            async with metrics_endpoint(self.host, self.metrics_port):
-                await self._run_until(stop, server, coordinator)
+            async with metrics_endpoint(self.host, self.metrics_port, callers, audit.note_call):
+                await self._run_until(stop, server, coordinator, audit)
         finally:
             await _end_calls(server, coordinator)  # again, because a loop that fails skips the first call
             if scaler_server is not None:
                 await scaler_server.stop(STOP_GRACE_S)
             await records.close()
         coordinator.close()
+        audit.close()
         ledger.close()
 
-    def _callers(self) -> TokenCallers:
+    def _callers(self, audit: AuditLog) -> TokenCallers:
         token_file = token_path(self.directory / TOKEN_NAME)
         token = make_token(token_file)
         if token_file.stat().st_mode & 0o077:
             log.warning("others on this host can read the token in %s; chmod 600 it", token_file)
-        return TokenCallers(lambda: token, token_file, self.directory / TOKENS_NAME)
+        table = self.directory / TOKENS_NAME
+        return TokenCallers(lambda: token, token_file, table, note=audit.note_change)
 
     def _add_servicers(
         self,
         server: GrpcServer,
         coordinator: Coordinator,
         records: RecordsServicer,
-        callers: TokenCallers,
+        access: AccessServicer,
         exchange_endpoint: str,
     ) -> None:
         server.add(
-            AccessServicer(callers),
+            access,
             access_pb2_grpc.add_AccessServiceServicer_to_server,
             _name(access_pb2, "AccessService"),
         )
@@ -190,6 +202,11 @@ class CoordinatorService:
             status_pb2_grpc.add_StatusServiceServicer_to_server,
             _name(status_pb2, "StatusService"),
         )
+        server.add(
+            ModelServicer(coordinator.ledger, coordinator.committed, coordinator.lock),
+            registry_pb2_grpc.add_ModelServiceServicer_to_server,
+            _name(registry_pb2, "ModelService"),
+        )
         _add_scaler(server, coordinator)
 
     def _scaler_server(self, coordinator: Coordinator) -> GrpcServer | None:
@@ -201,7 +218,9 @@ class CoordinatorService:
         log.info("scaler for KEDA on %s:%d, without a token", self.scaler_host, server.port)
         return server
 
-    async def _run_until(self, stop: asyncio.Event, server: GrpcServer, coordinator: Coordinator) -> None:
+    async def _run_until(
+        self, stop: asyncio.Event, server: GrpcServer, coordinator: Coordinator, audit: AuditLog
+    ) -> None:
         """Run the coordinator's loops until `stop` is set and the workers that stop too have left."""
         with contextlib.suppress(asyncio.CancelledError):
             async with asyncio.TaskGroup() as tasks:
@@ -209,6 +228,7 @@ class CoordinatorService:
                     tasks.create_task(coordinator.server.serve()),
                     tasks.create_task(coordinator.run_forever()),
                     tasks.create_task(WalCheckpointer(coordinator.ledger, coordinator.lock).run()),
+                    tasks.create_task(audit.run(coordinator.lock)),
                 ]
                 await stop.wait()
                 await coordinator.wait_for_leavers(self.grace_s)

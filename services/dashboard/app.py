@@ -6,27 +6,24 @@ the page as markup by a fault would still not run. The page's files are open to 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import json
 from pathlib import Path
 
 from aiohttp import web
 
-from paceline.errors import Conflict, InvalidInput, NotFound
-from services.dashboard.gateway import Gateway, error_body
+from paceline.errors import InvalidInput, NotFound
+from services.common.http_listener import MAX_BODY_BYTES, Handler, HttpListener
+from services.dashboard.gateway import Gateway, error_body, retry_header
 from services.dashboard.openapi import document
 from services.dashboard.pieces import Pieces
 
 STATIC = Path(__file__).parent / "static"
-MAX_BODY_BYTES = 8 << 20
-SHUTDOWN_S = 2.0
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Dashboard:
@@ -36,39 +33,22 @@ class Dashboard:
         self._gateway = gateway
         self._pieces = pieces
         self.app = web.Application(middlewares=[_with_errors], client_max_size=MAX_BODY_BYTES)
+        self._listener = HttpListener(self.app, "the dashboard", "choose another --port, or 0 for a free one")
         self.app.on_response_prepare.append(_add_headers)
         self.app.router.add_get("/", self._index)
         self.app.router.add_get("/openapi.json", self._openapi)
         self.app.router.add_get("/session", self._session)
         self.app.router.add_post("/tokens", self._tokens)
         self.app.router.add_static("/static", STATIC)
-        self.app.router.add_post("/{service}/{method}", gateway.answer)
-        self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
+        self.app.router.add_post("/{service}/{method}", self._call)
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port; 0 takes a free one. Raises Conflict when the port is taken."""
-        self._runner = web.AppRunner(
-            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
-        )
-        await self._runner.setup()
-        server = self._runner.server
-        assert server is not None
-        try:
-            self._listener = await asyncio.get_running_loop().create_server(server, host, port)
-        except OSError as error:
-            await self._runner.cleanup()
-            raise Conflict(
-                f"the dashboard cannot listen on {host}:{port} ({error.strerror}); choose another --port, or 0 for a free one"
-            ) from None
-        return int(self._listener.sockets[0].getsockname()[1])
+        return await self._listener.start(host, port)
 
     async def close(self) -> None:
-        """Take no more requests; answers under way have SHUTDOWN_S seconds."""
-        if self._listener is not None:
-            self._listener.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        """Take no more requests; answers under way have two seconds."""
+        await self._listener.close()
         self._pieces.close()
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
@@ -81,11 +61,16 @@ class Dashboard:
         """Say what the caller may do."""
         return web.json_response({"role": (await self._gateway.role(request)).name.lower()})
 
+    async def _call(self, request: web.Request) -> web.StreamResponse:
+        return await self._gateway.answer(request, self._listener.body)
+
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         """Answer {runId, ids} with the text of each token, or null where the tokenizer is not on this machine."""
         await self._gateway.role(request)
         try:
-            body = await request.json()
+            body = json.loads(await self._listener.body(request))
+        except RecursionError:
+            raise InvalidInput("the body is nested too deeply") from None
         except ValueError as error:
             raise InvalidInput(f"the body is no JSON: {error}") from None
         if not isinstance(body, dict):
@@ -111,4 +96,4 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
         raise
     except Exception as error:  # any error is answered to its sender, and others are served on
         status, body = error_body(error)
-        return web.json_response(body, status=status)
+        return web.json_response(body, status=status, headers=retry_header(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.rate_limited_log import unforeseen
+from paceline.retry_hint import USUAL_S, from_error, to_header
 from protos.paceline.v1 import access_pb2
 from services.common.access.caller import CallerRole
 from services.common.access.token_table import PREFIX, digest_of
@@ -60,6 +62,7 @@ CODES = (
     (NotPermitted, "permission_denied"),
     (PacelineError, "internal"),
 )
+Read = Callable[[web.Request], Awaitable[bytes]]
 IDENTIFY = "paceline.v1.AccessService/Identify"
 MAX_STREAMS = 64
 """Streams that are answered at a time, each of which holds a stream of the coordinator."""
@@ -101,8 +104,9 @@ class Gateway:
             )
         return role
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Answer `POST /package.Service/Method`. Raises Refused, PacelineError, grpc.aio.AioRpcError."""
+    async def answer(self, request: web.Request, read: Read = web.Request.read) -> web.StreamResponse:
+        """Answer `POST /package.Service/Method`, whose body `read` returns. Raises Refused, PacelineError,
+        grpc.aio.AioRpcError."""
         role, token = await self.role(request), _named_token(request)
         path = f"{request.match_info['service']}/{request.match_info['method']}"
         method = self._methods.get(path)
@@ -110,7 +114,7 @@ class Gateway:
             raise Refused("not_found", f"there is no call {path[:120]!r}; /openapi.json lists them")
         if not method.only_reads and role < Role.OPERATOR:
             raise Refused("permission_denied", f"{method.path} changes something, and this key only reads")
-        message = await _message(request, method)
+        message = await _message(request, method, read)
         if method.streams:
             return await self._stream(request, method, message, token)
         response = await self._backend.call(method, message, token)
@@ -147,14 +151,14 @@ def _named_token(request: web.Request) -> str:
     return sent if sent.startswith(PREFIX) else ""
 
 
-async def _message(request: web.Request, method: Method) -> Any:
+async def _message(request: web.Request, method: Method, read: Read) -> Any:
     # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
     if request.content_type != "application/json":
         raise Refused(
             "invalid_argument", f"the content type is {request.content_type!r}, must be 'application/json'"
         )
     try:
-        text = (await request.read()).decode()
+        text = (await read(request)).decode()
         message = method.request()
         json_format.Parse(text or "{}", message, max_recursion_depth=32)
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
@@ -168,6 +172,15 @@ def _json(message: Any) -> str:
     """Return a message as JSON on one line."""
     text: str = json_format.MessageToJson(message, indent=None, always_print_fields_with_no_presence=True)
     return text
+
+
+def retry_header(error: Exception) -> dict[str, str] | None:
+    """Return the header that says when a refused request may come again; None for any other error."""
+    if isinstance(error, Busy):
+        return to_header(error.retry_after_s)
+    if isinstance(error, grpc.aio.AioRpcError) and (seconds := from_error(error)) is not None:
+        return to_header(seconds)
+    return to_header(USUAL_S) if isinstance(error, Refused) and error.code == "resource_exhausted" else None
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, str]]:

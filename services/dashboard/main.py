@@ -11,6 +11,7 @@ import click
 from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
 from paceline.token import TOKEN_NAME, token_path
+from services.common.access.worker_callers import WorkerCallers
 from services.common.grpc_server import run_service
 from services.common.insecure import check_coordinator, check_host, insecure_option, remind
 from services.common.options import directory_option, token_file_option
@@ -86,7 +87,7 @@ def main(
                 say_links(address, access)
             log.info("the dashboard of %s listens on %s", coordinator or ledger, address)
             reminding = asyncio.create_task(remind(host))
-            async with metrics_endpoint(host, metrics_port):
+            async with metrics_endpoint(host, metrics_port, WorkerCallers(coordinator or "")):
                 await stop.wait()
             reminding.cancel()
         finally:

@@ -12,9 +12,17 @@ from typing import Any
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import MethodOptions
 
-from protos.paceline.v1 import access_pb2, bundle_pb2, records_pb2, run_pb2, status_pb2, worker_pb2
+from protos.paceline.v1 import (
+    access_pb2,
+    bundle_pb2,
+    records_pb2,
+    registry_pb2,
+    run_pb2,
+    status_pb2,
+    worker_pb2,
+)
 
-MODULES = (run_pb2, records_pb2, status_pb2, worker_pb2, bundle_pb2, access_pb2)
+MODULES = (run_pb2, records_pb2, status_pb2, worker_pb2, bundle_pb2, registry_pb2, access_pb2)
 
 
 @dataclass(frozen=True)

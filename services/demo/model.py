@@ -40,6 +40,7 @@ def make_model(
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     tokenizer = make_tokenizer(characters)
     torch.manual_seed(seed)
@@ -58,6 +59,7 @@ def make_model(
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     Qwen3ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     # safetensors lets nobody but the owner read its files; containers read this one as another user.

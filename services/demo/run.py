@@ -170,7 +170,8 @@ class Screen:
                 f"({content['samples']} sampled at temperature 1)"
             )
         elif event.kind == "warning" or (event.kind == "member" and "left" in str(content.get("what"))):
-            self.say(f"  {content.get('message') or ' '.join(map(str, content.values()))}")
+            kind = "warning: " if event.kind == "warning" else ""
+            self.say(f"  {kind}{content.get('message') or ' '.join(map(str, content.values()))}")
         elif event.kind == "state" and content.get("message"):
             self.say(f"  {content['state']}: {content['message']}")
 

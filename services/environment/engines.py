@@ -26,6 +26,7 @@ from environment.protocols import LeaseLost, SampledTurn, TurnRequest
 from paceline.errors import InvalidInput
 from paceline.groups import VersionSpan
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.tls.certificates import WORKER_HOST
 from paceline.tls.channels import RenewedChannel, open_aio_channel
 from paceline.token import metadata, read_token, token_path
 from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
@@ -54,6 +55,8 @@ MAX_BREAKS = 4
 """Answers that broke in the middle after which the turn counts as the cause."""
 
 TROUBLE_LOG_S = 60.0
+OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", WORKER_HOST)]
+"""A rollout worker has a worker's certificate, wherever it runs."""
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +189,7 @@ class Engines:
 
     def _stub(self, address: str) -> Any:
         if address not in self._channels:
-            self._channels[address] = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))
+            self._channels[address] = RenewedChannel(lambda: open_aio_channel(address, OPTIONS))
         channel: Any = self._channels[address]  # has the part of a channel that stubs use
         return rollout_pb2_grpc.RolloutServiceStub(channel)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import uuid
 from functools import partial
 from pathlib import Path
 
 import click
 
+from paceline.host.process import keep_private
 from paceline.tracing import set_up_tracing
 from services.common.advertise import advertised_host
 from services.common.grpc_server import GrpcServer, run_service
@@ -18,9 +18,11 @@ from services.common.member_metrics import member_metrics
 from services.common.options import functions_from_option, token_file_option, worker_options
 from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
-from services.common.processes.quiet_torch import QUIET_TORCH
+from services.common.processes.quiet_libraries import quiet_libraries
 from services.common.processes.ready_file import announce
+from services.common.secret_hiding import choose_isolation, remind
 from services.common.token_guard import worker_guard
+from services.common.user_code_options import user_code_options
 from services.environment.worker import EnvironmentWorker
 
 NAME = "paceline.v1.EnvironmentWorker"
@@ -32,9 +34,11 @@ NAME = "paceline.v1.EnvironmentWorker"
 @click.option(
     "--processes",
     default=0,
+    show_default=True,
     help="Processes for user code; 0 takes environment.processes of the run, and with 0 there too one for each core.",
 )
 @functions_from_option
+@user_code_options
 @token_file_option
 def main(
     coordinator: str,
@@ -50,24 +54,34 @@ def main(
 ) -> None:
     """An environment worker: runs the episodes of the coordinator's run, with tokens from rollout workers."""
     die_with_starter()
-    os.environ.setdefault(*QUIET_TORCH)
+    keep_private()
+    quiet_libraries()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("environment")
     raise_file_limit()
+    warning = choose_isolation(coordinator, host)
 
     async def serve(stop: asyncio.Event) -> None:
         reachable = advertised_host(host, advertise_host, coordinator)
         worker = EnvironmentWorker(
             coordinator, f"{name}-{uuid.uuid4().hex[:8]}", processes, functions_from=functions_from
         )
-        server = GrpcServer(host, port, worker_guard(coordinator))
+        refusals = worker.membership.refusals
+        server = GrpcServer(
+            host,
+            port,
+            worker_guard(coordinator, refusals.note_call),
+            on_refused_handshake=refusals.note_handshake,
+        )
         worker.address = f"{reachable}:{server.port}"
         worker.assigned.on_readiness = partial(server.set_serving, NAME)
         metrics = member_metrics("environment", worker.membership, host, metrics_port)
         async with server, metrics, asyncio.TaskGroup() as tasks:
             await server.set_serving(NAME, True)
             announce(ready_file, worker.address)
-            loops = [tasks.create_task(worker.membership.run()), tasks.create_task(worker.work())]
+            loops = [
+                tasks.create_task(loop) for loop in (worker.membership.run(), worker.work(), remind(warning))
+            ]
             stopped, drained = asyncio.create_task(stop.wait()), asyncio.create_task(worker.drained.wait())
             await asyncio.wait((stopped, drained), return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()

@@ -21,12 +21,11 @@ from paceline.backoff import ExponentialBackoff
 from paceline.bundle.requirements import check_requirements
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import Unreadable
-from paceline.files import function_files
 from paceline.host.cores import usable_cores
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.common.assigned_run import AssignedRun
-from services.common.bundled_spec import BundledSpec
+from services.common.bundled_spec import BundledSpec, refusal_of_files
 from services.common.membership import Membership
 from services.common.run_setup import spec_of
 from services.environment.engines import Engines
@@ -113,7 +112,7 @@ class EnvironmentWorker:
         """Load tokenizer and user code of a run. Raises InvalidInput for code that cannot be used, and whatever else a
         set-up meets."""
         spec, bundle = spec_of(assignment), assignment.bundle
-        if why := "" if bundle else function_files.refusal(spec, self._functions_from):
+        if why := refusal_of_files(spec, bundle, self._functions_from):
             raise Unreadable(f"this worker does not run the environment: {why}")
         async with contextlib.AsyncExitStack() as opened:
             bundled = await asyncio.to_thread(

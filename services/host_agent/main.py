@@ -14,13 +14,12 @@ import time
 
 import click
 
-from paceline.address import is_loopback
-from paceline.errors import Conflict, Unavailable
+from paceline.errors import Conflict, InvalidInput, Unavailable
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.local_socket import listen, socket_name
-from paceline.weights.hosts.transport import TcpTransport
+from paceline.weights.hosts.tls_transport import transport_of
 from services.common.fabric import fabric_option
-from services.common.insecure import REMIND_S, check_coordinator, check_host, insecure_option
+from services.common.insecure import REMIND_S, check_coordinator, check_host, insecure_option, insecurity
 from services.common.processes.file_limit import raise_file_limit
 
 FIRST_CLIENT_S = 20.0
@@ -44,7 +43,9 @@ log = logging.getLogger(__name__)
 )
 @insecure_option
 @fabric_option
-@click.option("--port", default=0, help="Port for other hosts' agents; 0 takes a free one.")
+@click.option(
+    "--port", default=0, show_default=True, help="Port for other hosts' agents; 0 takes a free one."
+)
 @click.option(
     "--socket",
     "name",
@@ -70,18 +71,17 @@ def main(coordinator: str, host: str, fabric: str, port: int, name: str, stay: b
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     try:
-        agent = Agent(TcpTransport(), address, port)
+        agent = Agent(transport_of(), address, port)
+    except InvalidInput as error:
+        raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"cannot listen on {address}:{port}: {error.strerror}") from None
     threading.Thread(target=agent.serve_forever, args=(listener,), name="weights-local", daemon=True).start()
     log.info("agent %s listens at %s and on %s:%d", agent.agent_id, name, address, agent.port)
     reminded_s = -math.inf
     while not stopped.wait(CHECK_S):
-        if not is_loopback(address) and time.monotonic() - reminded_s > REMIND_S:
-            log.warning(
-                "NOT ENCRYPTED: weights go from %s to other hosts in the clear, with and without --tls-dir",
-                address,
-            )
+        if (sentence := insecurity(address)) and time.monotonic() - reminded_s > REMIND_S:
+            log.warning("%s", sentence)
             reminded_s = time.monotonic()
         patience_s = LINGER_S if agent.had_client else FIRST_CLIENT_S
         if not (stay or agent.num_clients) and time.monotonic() - agent.last_client_s > patience_s:

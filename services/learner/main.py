@@ -21,7 +21,7 @@ from services.common.host_agent import zone_option
 from services.common.insecure import check_coordinator
 from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.parent_death import die_with_starter
-from services.common.processes.quiet_torch import QUIET_TORCH
+from services.common.processes.quiet_libraries import quiet_libraries
 from services.learner.launcher import end_as, run_ranks
 from services.learner.nodes.settings import is_rank, node_settings, ranks_of_node
 
@@ -82,7 +82,7 @@ def main(
     ready_file: Path | None,
 ) -> None:
     """The learner: trains on batches and publishes weights."""
-    os.environ.setdefault(*QUIET_TORCH)
+    quiet_libraries()
     options = [
         *("--coordinator", coordinator, "--host", host, "--port", str(port), "--name", name),
         *("--device", device, "--grace", str(grace_s), "--advertise-host", advertise_host),

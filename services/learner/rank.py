@@ -76,8 +76,6 @@ class LearnerRank:
         """Address of this machine for others."""
         self.weights_bind, self.weights_host = fabric or host, fabric or reachable
         """Address that weight links listen on, and the one that members reach."""
-        self.agent = HostAgentConnection(coordinator, self.weights_bind, self.weights_host)
-        """Connection to the agent that brings this host's weights to others."""
         self.cpu_chosen = False
         """True when the service was started with --device cpu."""
         self.grace_s = grace_s
@@ -107,6 +105,10 @@ class LearnerRank:
             outbox_size=OUTBOX_SIZE,
             on_refused=self.orders.ask_checkpoint,
         )
+        self.agent = HostAgentConnection(
+            coordinator, self.weights_bind, self.weights_host, self.membership.refusals.add
+        )
+        """Connection to the agent that brings this host's weights to others."""
         self._outgoing = ReportQueue(self.background.call, self.membership.report)
 
     def join(self) -> None:
@@ -327,7 +329,13 @@ def main(
 
 
 async def _serve(rank: LearnerRank, host: str, port: int, metrics_port: int | None = None) -> GrpcServer:
-    server = GrpcServer(host, port, worker_guard(rank.membership.coordinator))
+    refusals = rank.membership.refusals
+    server = GrpcServer(
+        host,
+        port,
+        worker_guard(rank.membership.coordinator, refusals.note_call),
+        on_refused_handshake=refusals.note_handshake,
+    )
     servicer = LearnerServicer(rank)
     server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
     await server.start()

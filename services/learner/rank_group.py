@@ -56,6 +56,15 @@ def form_rank_group(host: str, *, cuda: bool) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+def meeting_host() -> str:
+    """Return the host where ranks of several hosts meet; empty for ranks of this host alone."""
+    address = os.environ.get(STORE_VARIABLE, "")
+    if address:
+        return address.rpartition(":")[0]
+    by_launcher = "RANK" in os.environ and MEETING_VARIABLE not in os.environ
+    return os.environ.get("MASTER_ADDR", "") if by_launcher else ""
+
+
 def set_collective_timeout(seconds: float) -> None:
     """Set how long further collectives of this rank wait for the others."""
     if dist.is_initialized():

@@ -29,8 +29,9 @@ from paceline.host.cores import THREADS_VARIABLE, threads_beside
 from paceline.spec import ClusterSection
 from paceline.token import TOKEN_NAME, VARIABLE, token_path
 from services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
+from services.common.processes.log_tail import last_lines
 from services.common.processes.restart_policy import MAX_BACKOFF_S
-from services.common.processes.supervisor import Service, last_lines
+from services.common.processes.supervisor import Service
 from services.local.folder_lock import FolderLock
 
 LOCK_NAME = "up.lock"

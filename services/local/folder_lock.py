@@ -17,10 +17,12 @@ from services.common.directory import make_directory
 class FolderLock:
     """A lock that one object at a time holds, from `take` to `release`."""
 
-    def __init__(self, path: Path, who: str):
-        """`path` is the lock's file, in the folder that it protects; `who` describes the holder."""
+    def __init__(self, path: Path, who: str, option: str = "--directory"):
+        """`path` is the lock's file, in the folder that it protects; `who` describes the holder, and `option` names another
+        folder."""
         self._path = path
         self._who = who
+        self._option = option
         self._file: IO[str] | None = None
 
     def take(self) -> None:
@@ -35,7 +37,7 @@ class FolderLock:
             file.close()
             raise Conflict(
                 f"another {self._who} (process {holder}) works in {self._path.parent}; stop it, or use another "
-                "--directory"
+                f"{self._option}"
             ) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")

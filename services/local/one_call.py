@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.client import ENDED_STATES, Client, Event, RunState
+from paceline.encryption.encrypted_file import encrypt
+from paceline.encryption.storage_key import storage_key
 from paceline.errors import InvalidInput, PacelineError
 from paceline.files.whole_file import write_whole
 from paceline.run_records import samples
@@ -174,7 +176,8 @@ def _named(function: Any, folder: Path) -> str:
 
 
 def _data_file(source: Data, folder: Path) -> str:
-    """Return the path of a data set; rows are written to a file that is named after their content."""
+    """Return the path of a data set; rows are written to a file that is named after their content, encrypted with the storage key where
+    there is one."""
     if isinstance(source, str | Path):
         return str(source)
     lines = []
@@ -186,7 +189,8 @@ def _data_file(source: Data, folder: Path) -> str:
     text = "".join(f"{line}\n" for line in lines).encode()
     path = folder / f"{hashlib.sha256(text).hexdigest()[:12]}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)
+    key = storage_key()
+    write_whole(path, text if key is None else encrypt(text, key))
     return str(path)
 
 

@@ -1,9 +1,10 @@
-"""Checks of what isolates programs on this machine, which run where a reward or a tool executes what a model wrote."""
+"""Checks of what isolates user code on this machine, and programs that a reward or a tool runs because a model wrote them."""
 
 from __future__ import annotations
 
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
+from paceline.user_code.box import why_no_isolation
 from services.local.machine_checks import Finding
 
 REMEDY = "install bubblewrap or 'paceline[sandbox]', or use a kernel with Landlock; docs/sandbox.md, for code rewards only"
@@ -29,6 +30,18 @@ def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
         *(Finding(goal, "ok", means) for goal, means in found.means.items()),
         *faults,
     ]
+
+
+def examine_user_code() -> Finding:
+    """Return whether user code can be isolated here, as `--require-isolation` asks for."""
+    why = why_no_isolation()
+    if why:
+        return Finding(
+            "user code", "absent", f"not isolated: {why}", "docs/security.md says what holds without"
+        )
+    return Finding(
+        "user code", "ok", "apart from other processes; beyond loopback secrets are hidden too (Landlock)"
+    )
 
 
 def _faults(spec: RunSpec) -> list[Finding]:

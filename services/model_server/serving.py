@@ -18,6 +18,7 @@ from paceline.groups import Completion
 from paceline.spec import RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams
 from services.rollout.openai.gate import Gate
+from services.rollout.openai.recording import Recorder
 from services.rollout.openai.server import Endpoint
 
 QUEUE = 256
@@ -44,12 +45,28 @@ def model_label(model: str) -> str:
     return Path(model.removeprefix("run:").rstrip("/")).name or "model"
 
 
+def registered_name(model: str) -> str:
+    """Return NAME:VERSION of a model folder that was registered; empty for any other model."""
+    from paceline.errors import DataError
+    from paceline.files.storage import Folder
+    from paceline.registry.statement import STATEMENT, read_statement
+
+    try:
+        predicate = read_statement(Folder(model).read(STATEMENT))["predicate"]
+    except (OSError, DataError):
+        return ""
+    return f"{predicate['name']}:{predicate['version']}"
+
+
 @contextlib.asynccontextmanager
 async def opened_model(spec: RunSpec, name: str, device: str = "cpu") -> AsyncIterator[ServedModel]:
     """Load the model of `spec` and close its engine at the end. Raises InvalidInput, EngineDied."""
+    from transformers.utils.logging import disable_progress_bar
+
     from paceline.data.tokens import load_tokenizer
     from rollout.engines import create_engine
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
     engine = await asyncio.to_thread(create_engine, spec, device=device, load_weights=True)
     try:
@@ -61,11 +78,13 @@ async def opened_model(spec: RunSpec, name: str, device: str = "cpu") -> AsyncIt
 
 
 @contextlib.asynccontextmanager
-async def endpoint_of(served: ServedModel, host: str, port: int) -> AsyncIterator[str]:
+async def endpoint_of(
+    served: ServedModel, host: str, port: int, recorder: Recorder | None = None
+) -> AsyncIterator[str]:
     """Serve a model, and give the endpoint's base URL. Raises Conflict when the port is taken."""
-    endpoint = Endpoint(lambda: served, make_gate=partial(Gate, share=1, queue=QUEUE))
+    endpoint = Endpoint(lambda: served, make_gate=partial(Gate, share=1, queue=QUEUE), recorder=recorder)
     try:
         taken = await endpoint.start(host, port)
-        yield f"http://{f'[{host}]' if ':' in host else host}:{taken}/v1"
+        yield f"{endpoint.scheme}://{f'[{host}]' if ':' in host else host}:{taken}/v1"
     finally:
         await endpoint.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from paceline.host.process import keep_private
 from paceline.tracing import set_up_tracing
 from protos.paceline.v1 import reward_pb2_grpc
 from services.common.advertise import advertised_host
@@ -24,8 +25,11 @@ from services.common.options import (
 )
 from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
+from services.common.processes.quiet_libraries import quiet_libraries
 from services.common.processes.ready_file import announce
+from services.common.secret_hiding import choose_isolation, remind
 from services.common.token_guard import worker_guard
+from services.common.user_code_options import user_code_options
 from services.reward.servicer import RewardServicer
 from services.reward.worker import RewardWorker
 
@@ -37,6 +41,7 @@ log = logging.getLogger(__name__)
 @click.option("--processes", default=1, show_default=True, help="Number of groups to score at the same time.")
 @functions_from_option
 @only_option
+@user_code_options
 @token_file_option
 def main(
     coordinator: str,
@@ -53,9 +58,12 @@ def main(
 ) -> None:
     """A reward worker: scores completions for the coordinator's run."""
     die_with_starter()
+    keep_private()
+    quiet_libraries()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("reward")
     raise_file_limit()
+    warning = choose_isolation(coordinator, host)
 
     async def serve(stop: asyncio.Event) -> None:
         reachable = advertised_host(host, advertise_host, coordinator)
@@ -66,7 +74,13 @@ def main(
             functions_from=functions_from,
             only=only,
         )
-        server = GrpcServer(host, port, worker_guard(coordinator))
+        refusals = worker.membership.refusals
+        server = GrpcServer(
+            host,
+            port,
+            worker_guard(coordinator, refusals.note_call),
+            on_refused_handshake=refusals.note_handshake,
+        )
         servicer = RewardServicer(worker)
         server.add(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
         worker.address = f"{reachable}:{server.port}"
@@ -76,6 +90,7 @@ def main(
             announce(ready_file, worker.address)
             belonging = tasks.create_task(worker.membership.run())
             working = tasks.create_task(worker.work())
+            reminding = tasks.create_task(remind(warning))
             await stop.wait()
             worker.membership.draining = True
             worker.stop()
@@ -84,6 +99,7 @@ def main(
             await worker.membership.leave()
             working.cancel()
             belonging.cancel()
+            reminding.cancel()
 
     run_service(serve)
 

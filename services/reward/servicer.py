@@ -44,7 +44,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         prompts = list(request.prompts) or [""] * count
         try:
             columns = json.loads(request.columns_json or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInput(f"columns_json is not valid JSON: {error}") from None
         if not isinstance(columns, dict):
             raise InvalidInput(f"columns_json is {type(columns).__name__}, it has to be an object of lists")

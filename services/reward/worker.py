@@ -20,7 +20,6 @@ from typing import Any
 from paceline.backoff import ExponentialBackoff, pause_after
 from paceline.bundle.requirements import check_requirements
 from paceline.errors import InvalidInput, Unreadable, WireError
-from paceline.files import function_files
 from paceline.files.stamps import Stamp, stamp
 from paceline.groups import Completion, IntArray
 from paceline.spec import RewardFunctionSection, RunSpec
@@ -32,7 +31,7 @@ from reward.reference import ReferenceScorer
 from reward.results import RewardResult
 from reward.runner import RewardRunner
 from services.common.assigned_run import AssignedRun
-from services.common.bundled_spec import BundledSpec
+from services.common.bundled_spec import BundledSpec, refusal_of_files
 from services.common.function_sums import FunctionSums
 from services.common.gpus import refuse_cpu, usable_gpus
 from services.common.logged_extra import extra_json
@@ -140,7 +139,7 @@ class RewardWorker:
                 f"this worker scores only with {', '.join(sorted(self.only))} (--only), but the run has {', '.join(others)}; "
                 "start a reward worker without --only, or name them too"
             )
-        if why := "" if bundle else function_files.refusal(spec, self._functions_from):
+        if why := refusal_of_files(spec, bundle, self._functions_from):
             raise Unreadable(f"this worker does not run the functions: {why}")
         bundled = await asyncio.to_thread(
             BundledSpec, spec, self._coordinator, bundle, "code", "include", allowed=self._functions_from

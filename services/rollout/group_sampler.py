@@ -49,8 +49,9 @@ class GroupSampler:
             prompt_ids, begun = earlier
         else:
             prompt, data = json.loads(lease.prompt_json), self._data
+            tools = json.loads(lease.tools_json) if lease.tools_json else None
             prompt_ids = encode_prompt(
-                self._tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs
+                self._tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs, tools
             )
             begun = [None] * lease.num_generations
         completions = await gather_or_cancel(

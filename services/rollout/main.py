@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import uuid
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from services.common.member_metrics import member_metrics
 from services.common.options import device_option, token_file_option, worker_options
 from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
-from services.common.processes.quiet_torch import QUIET_TORCH
+from services.common.processes.quiet_libraries import quiet_libraries
 from services.common.processes.ready_file import announce
 from services.common.token_guard import worker_guard
 from services.rollout.engine_settings import engine_option
@@ -60,7 +59,7 @@ def main(
 ) -> None:
     """A rollout worker: generates completions for the coordinator's run."""
     die_with_starter()
-    os.environ.setdefault(*QUIET_TORCH)
+    quiet_libraries()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_up_tracing("rollout")
     raise_file_limit()
@@ -74,7 +73,13 @@ def main(
         )
         worker.engine_settings = engine_settings
         worker.cpu_chosen = device == "cpu"
-        server = GrpcServer(host, port, worker_guard(coordinator))
+        refusals = worker.membership.refusals
+        server = GrpcServer(
+            host,
+            port,
+            worker_guard(coordinator, refusals.note_call),
+            on_refused_handshake=refusals.note_handshake,
+        )
         servicer = RolloutServicer(worker)
         server.add(
             servicer, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
@@ -83,7 +88,7 @@ def main(
         worker.assigned.on_readiness = partial(server.set_serving, "paceline.v1.RolloutService")
         if http_port is not None:
             worker.http_address = f"{reachable}:{await worker.endpoint.start(host, http_port)}"
-            log.info("OpenAI-compatible endpoint at http://%s/v1", worker.http_address)
+            log.info("OpenAI-compatible endpoint at %s://%s/v1", worker.endpoint.scheme, worker.http_address)
         metrics = member_metrics("rollout", worker.membership, host, metrics_port)
         async with server, metrics, asyncio.TaskGroup() as tasks:
             announce(ready_file, worker.address)

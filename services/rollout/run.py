@@ -107,7 +107,15 @@ class RolloutRun:
         """Groups in a row with an unforeseen error."""
         store_url = run_store(spec.weights.store, run_id, directory)
         self.weights = RolloutWeights(
-            run_id, member_id, membership, engine, spec.weights.max_wait_s, host, store_url, agent
+            run_id,
+            member_id,
+            membership,
+            engine,
+            spec.weights.max_wait_s,
+            host,
+            store_url,
+            agent,
+            spec.weights.allow_plaintext_network,
         )
 
     @classmethod
@@ -128,7 +136,7 @@ class RolloutRun:
         started_s = time.monotonic()
         log.info("run %s: loading %s", assignment.run_id, named_size(spec.policy.model_name))
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
-        engine = await asyncio.to_thread(create_engine, spec, device=device)
+        engine = await _created(spec, device)
         try:
             await engine.ready()
         except BaseException:
@@ -429,6 +437,19 @@ class RolloutRun:
         if not self._running_by_group:
             self._idle.set()
             self._pace.end_work()
+
+
+async def _created(spec: RunSpec, device: str) -> Engine:
+    """Return a new engine. When the caller is cancelled, close the engine first: the thread that creates it goes on, and an engine
+    that nobody has keeps its processes and its memory."""
+    creating = asyncio.create_task(asyncio.to_thread(create_engine, spec, device=device))
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):  # it could not be created, for a run that is over
+            engine = await asyncio.shield(creating)
+            await engine.close()
+        raise
 
 
 def return_seconds(max_tokens: int, grace_s: float) -> float:

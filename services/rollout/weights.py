@@ -57,8 +57,10 @@ class RolloutWeights:
         host: str,
         store_url: str,
         agent: AgentClient | None = None,
+        allow_plaintext: bool = False,
     ):
-        """`store_url` is the folder of the run's stored weights, `agent` the connection to this host's agent."""
+        """`store_url` is the folder of the run's stored weights, `agent` the connection to this host's agent, `allow_plaintext` the
+        spec's `weights.allow_plaintext_network`."""
         self._store_url = store_url
         self._run_id, self._member_id = run_id, member_id
         self._membership, self._engine = membership, engine
@@ -74,6 +76,7 @@ class RolloutWeights:
             on_ack=self._on_ack,
             host=host,
             verify=not engine.verifies_weights,
+            allow_plaintext=allow_plaintext,
         )
         self._store_receiver = StoreReceiver(run_id=run_id, on_weights=self._on_weights, on_ack=self._on_ack)
         self._agent = agent

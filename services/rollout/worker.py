@@ -49,10 +49,12 @@ class RolloutWorker:
         self._set_up_pause = pause or ExponentialBackoff()
         self.address = ""
         self.http_address = ""
-        self.endpoint = Endpoint(lambda: self.served)
+        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
+        refusals = self.membership.refusals
+        self.endpoint = Endpoint(lambda: self.served, coordinator=coordinator, note=refusals.note_call)
         self.drained = asyncio.Event()
         self._host = host
-        self.agent = HostAgentConnection(coordinator, bind or host, host)
+        self.agent = HostAgentConnection(coordinator, bind or host, host, refusals.add)
         """Connection to the agent that brings weights to this host."""
         self._device = device
         self.cpu_chosen = False
@@ -63,7 +65,6 @@ class RolloutWorker:
         self._run: RolloutRun | None = None
         self._ended_run: RolloutRun | None = None
         """Run that is over; its engine serves callers until the next run is set up."""
-        self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     @property
     def served(self) -> RolloutRun | None:

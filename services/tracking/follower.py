@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.backoff import ExponentialBackoff
+from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.records import Records
@@ -66,6 +67,12 @@ class Follower:
         """Send until the run has ended and all was sent, or `stop` is set. Raises NotFound (no such run, a library that is not
         installed), Conflict and InvalidInput (the cursor)."""
         name = self._target.name
+        if hides_texts():
+            log.info(
+                "%s: %s gets no samples and no texts of the spec, because of the storage key",
+                self._target.run_id,
+                name,
+            )
         cursor = Cursor(self._target.folder, name)
         backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         try:
@@ -121,7 +128,7 @@ class Follower:
         names: Style = "paceline"
         samples = 0
         if isinstance(setting, TrackerSection):
-            names, samples = setting.names, setting.samples_per_step
+            names, samples = setting.names, 0 if hides_texts() else setting.samples_per_step
         found = entries(
             records,
             self._target.run_id,
@@ -167,4 +174,18 @@ def _config(records: Records, run_id: str) -> dict[str, object]:
     if isinstance(found.get("logger"), dict):  # addresses of trackers and webhooks are nobody else's business
         for name in ("trackers", "webhooks"):
             found["logger"].pop(name, None)
-    return found
+    return _without_texts(found) if hides_texts() else found
+
+
+def hides_texts() -> bool:
+    """Return whether trackers get no texts: where this process has a storage key, prompts and completions stay encrypted."""
+    return storage_key() is not None
+
+
+def _without_texts(config: Any) -> Any:
+    """Return a spec without its texts, such as the system prompt: numbers, truth values and what holds them."""
+    if isinstance(config, dict):
+        return {key: _without_texts(value) for key, value in config.items() if not isinstance(value, str)}
+    if isinstance(config, list):
+        return [_without_texts(value) for value in config if not isinstance(value, str)]
+    return config

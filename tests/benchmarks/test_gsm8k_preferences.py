@@ -59,11 +59,22 @@ def test_a_short_run_judges_every_held_out_question(benchmark: ModuleType, tmp_p
         for b in range(2, 5)
     ]
     options = argparse.Namespace(
-        folds=2, vocabulary=300, hidden=16, sft_steps=2, steps=12, dpo_lr=3e-3, rm_lr=3e-3
+        algorithms=benchmark.ALGORITHMS,
+        folds=2,
+        vocabulary=300,
+        hidden=16,
+        sft_steps=2,
+        steps=12,
+        dpo_lr=3e-3,
+        rm_lr=3e-3,
+        offline_lr=3e-3,
     )
     results = benchmark.run_fold(questions, 0, tmp_path, options)
     held_out = len(read(tmp_path / "data" / "validation.jsonl"))
     assert 0 < held_out < 12
-    for name in ("dpo", "rm"):
+    for name in ("dpo", "rm", "offline_grpo"):
         assert results[name]["after"]["n"] == held_out
+    assert results["offline_grpo"]["before"]["accuracy"] == 0.5
+    assert results["offline_grpo"]["after"]["accuracy"] > 0.5
+    for name in ("dpo", "rm"):
         assert results[name]["after"]["margin"] > results[name]["before"]["margin"]

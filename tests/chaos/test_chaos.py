@@ -23,6 +23,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return directory / "runs", campaign(directory, schedule(204), faults=5, steps=120, per_run=5)
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 def test_a_short_campaign_keeps_the_promise(outcome: tuple[Path, Result]) -> None:
     directory, result = outcome
@@ -48,6 +49,7 @@ def test_rollout_workers_that_are_cut_off_from_everybody_cost_nothing(tmp_path: 
     assert result.good
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 def test_the_judge_sees_what_it_looks_for(outcome: tuple[Path, Result]) -> None:
     """Records that were tampered with: a group without end, one trained twice, other rewards than the trained ones."""

@@ -20,7 +20,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from paceline.tls.certificates import WORKER_HOST
 from services.cli.main import main as cli
+from services.common.healthcheck import main as healthcheck_main
 from services.coordinator.main import main as coordinator_main
 from services.coordinator.scaling.pools import read_pool
 from services.dashboard.main import main as dashboard_main
@@ -65,6 +67,15 @@ monitoring: {serviceMonitor: {enabled: true}, podMonitor: {enabled: true}, rules
 retrain: {enabled: true, configMap: spec, overrides: [name=nightly], then: {command: [paceline, runs]}}
 networkPolicy: {clients: [{namespaceSelector: {}}]}
 """
+WITH_TLS = """
+tls: {secretName: paceline-worker-tls, coordinatorSecretName: paceline-coordinator-tls}
+dashboard: {enabled: true, metricsPort: 0}
+defaults: {metricsPort: 9465, httpPort: 8000, fabric: {interface: lo}}
+pools: {reward: {autoscaling: {enabled: true}}}
+monitoring: {serviceMonitor: {enabled: true}, podMonitor: {enabled: true}, token: {secretName: prometheus}}
+retrain: {enabled: true, configMap: spec}
+networkPolicy: {clients: [{namespaceSelector: {}}]}
+"""
 Manifest = dict[str, Any]
 
 needs_helm = pytest.mark.skipif(not HELM["3"].is_file(), reason="no Helm here; make lint-deploy fetches it")
@@ -99,7 +110,7 @@ def rendered(example: str, major: str = "4", values: str = "") -> tuple[Manifest
 
 
 def every() -> list[tuple[str, str]]:
-    return [("", ""), ("", EVERYTHING), *((example, "") for example in EXAMPLES)]
+    return [("", ""), ("", EVERYTHING), ("", WITH_TLS), *((example, "") for example in EXAMPLES)]
 
 
 def pods(manifests: tuple[Manifest, ...]) -> Iterator[tuple[str, Manifest]]:
@@ -144,6 +155,7 @@ def test_helm_3_and_4_render_the_same() -> None:
 def test_core_kinds_are_valid_and_others_are_expected() -> None:
     known_others = {
         "ScaledObject",
+        "TriggerAuthentication",
         "NodePool",
         "PodGroup",
         "Queue",
@@ -171,7 +183,7 @@ def test_custom_kinds_are_valid() -> None:
                 validator = jsonschema.Draft7Validator(schema)  # the schemas themselves have patterns of Go
                 assert not [e.message for e in validator.iter_errors(manifest)], manifest["metadata"]
                 seen.add(manifest["kind"])
-    assert len(seen) == 8
+    assert len(seen) == 9
 
 
 def restricted_faults(pod: Manifest) -> list[str]:
@@ -245,6 +257,13 @@ def test_services_understand_their_options(monkeypatch: pytest.MonkeyPatch) -> N
                 assert options["port"] in ports
                 assert options.get("grace_s", 0) < pod["terminationGracePeriodSeconds"], (example, name)
                 for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                    asked = container.get(probe, {}).get("exec", {}).get("command", [])
+                    if asked:
+                        words = asked[asked.index("services.common.healthcheck") + 1 :]
+                        check = healthcheck_main.make_context("healthcheck", words).params
+                        assert check["address"] == f"127.0.0.1:{options['port']}"
+                        assert check["timeout_s"] < container[probe]["timeoutSeconds"]
+                        continue
                     way = "grpc" if "grpc" in ROLES[role]["ports"] else "httpGet"
                     assert probe not in container or container[probe][way]["port"] == options["port"]
                 named = [port["containerPort"] for port in container["ports"] if "metrics" in port["name"]]
@@ -476,6 +495,134 @@ def test_what_all_workers_have_does_not_reach_the_page(monkeypatch: pytest.Monke
 
 
 @needs_helm
+def test_with_certificates_everything_is_encrypted_and_checked() -> None:
+    manifests = rendered("", values=WITH_TLS)
+    for name, pod in pods(manifests):
+        secrets = {v["name"]: v["secret"] for v in pod["volumes"] if "secret" in v}
+        is_command = name.split("/")[0] in ("Pod", "CronJob")
+        expected = (
+            "paceline-coordinator-tls"
+            if name == "StatefulSet/paceline-coordinator"
+            else "paceline-worker-tls"
+        )
+        assert secrets["tls"]["secretName"] == expected, name
+        assert ("items" in secrets["tls"]) == is_command, name  # people's commands get the authority alone
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            environment = {v["name"]: v.get("value") for v in container["env"]}
+            assert environment["PACELINE_TLS_DIR"] == "/tls"
+            assert "PACELINE_INSECURE" not in environment
+            assert {"name": "tls", "mountPath": "/tls", "readOnly": True} in container["volumeMounts"]
+            if is_command:
+                assert environment["PACELINE_COORDINATOR"].endswith(".svc:7073")
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                assert "grpc" not in container.get(probe, {}), name  # the kubelet's know no TLS
+    service = of_kind(manifests, "Service")["paceline-coordinator"]["spec"]
+    assert {"name": "people", "port": 7073, "targetPort": "people"} in service["ports"]
+    assert may_talk(manifests, "cli", "coordinator", 7073)
+    assert not may_talk(manifests, "rollout", "coordinator", 7073)
+    (endpoint,) = of_kind(manifests, "ServiceMonitor")["paceline"]["spec"]["endpoints"]
+    (workers,) = of_kind(manifests, "PodMonitor")["paceline-workers"]["spec"]["podMetricsEndpoints"]
+    for scraped, host in (
+        (endpoint, "paceline-coordinator.default.svc"),
+        (workers, "worker.paceline.internal"),
+    ):
+        assert scraped["scheme"] == "https"
+        assert scraped["tlsConfig"]["serverName"] == host
+        assert scraped["authorization"]["credentials"] == {"name": "prometheus", "key": "token"}
+    scaled = of_kind(manifests, "ScaledObject")["paceline-reward"]["spec"]["triggers"][0]
+    assert scaled["authenticationRef"]["name"] in of_kind(manifests, "TriggerAuthentication")
+    plain = "\n".join(yaml.safe_dump(manifest) for manifest in rendered(""))
+    assert "PACELINE_TLS_DIR" not in plain
+    assert "people" not in plain
+
+
+@needs_helm
+def test_the_storage_key_is_a_file_of_coordinator_and_learner_alone() -> None:
+    manifests = rendered("", values=EVERYTHING + "storageKey: {secretName: at-rest, key: hex}\n")
+    holders = set()
+    for name, pod in pods(manifests):
+        secrets = {v["name"]: v["secret"] for v in pod["volumes"] if "secret" in v}
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            environment = {v["name"]: v.get("value") for v in container["env"]}
+            assert "PACELINE_STORAGE_KEY" not in environment
+            if "PACELINE_STORAGE_KEY_FILE" not in environment:
+                assert "storage-key" not in secrets, name
+                continue
+            holders.add(name)
+            assert environment["PACELINE_STORAGE_KEY_FILE"] == "/storage-key/key"
+            items = [{"key": "hex", "path": "key"}]
+            assert secrets["storage-key"] == {"secretName": "at-rest", "defaultMode": 0o440, "items": items}
+            mount = {"name": "storage-key", "mountPath": "/storage-key", "readOnly": True}
+            assert mount in container["volumeMounts"]
+    assert holders == {"StatefulSet/paceline-coordinator", "JobSet/paceline-learner"}
+    workers = [pod for name, pod in pods(manifests) if name == "Deployment/paceline-reward"]
+    assert {"name": "PACELINE_ANSWER_CACHE_MB", "value": "0"} in workers[0]["containers"][0]["env"]
+    plain = "\n".join(yaml.safe_dump(manifest) for manifest in rendered(""))
+    assert "STORAGE_KEY" not in plain
+    assert "ANSWER_CACHE" not in plain
+
+
+@needs_helm
+def test_the_example_of_certificates_has_the_names_that_the_chart_dials() -> None:
+    documents = list(yaml.safe_load_all((ROOT / "deploy/examples/cert-manager.yaml").read_text()))
+    specs = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "Certificate"}
+    for role in ("coordinator", "worker"):
+        spec = specs[f"paceline-{role}"]
+        assert spec["subject"]["organizations"] == [role]
+        assert f"paceline-{role}-tls" == spec["secretName"]
+        assert spec["secretName"] in WITH_TLS
+        assert "127.0.0.1" in spec["ipAddresses"]  # probes
+    assert WORKER_HOST in specs["paceline-worker"]["dnsNames"]
+    assert "paceline-coordinator.training.svc" in specs["paceline-coordinator"]["dnsNames"]
+
+
+@needs_helm
+def test_defaults_reach_the_roles_that_have_options_for_them() -> None:
+    having: dict[str, set[str]] = {}
+    for _, pod in pods(rendered("", values=WITH_TLS)):
+        for container in pod["containers"]:
+            for argument in container.get("args", []):
+                having.setdefault(argument.partition("=")[0], set()).add(container["name"])
+    assert having["--fabric"] == {"rollout", "learner"}
+    assert having["--http-port"] == {"rollout"}
+
+
+@needs_helm
+def test_bundles_have_a_folder_of_their_own_where_user_code_runs() -> None:
+    for name, pod in pods(rendered("")):
+        for container in pod["containers"]:
+            role = container["name"].partition("-")[0]
+            variables = {each["name"]: each.get("value") for each in container.get("env", [])}
+            mounts = {each["mountPath"]: each["name"] for each in container.get("volumeMounts", [])}
+            runs_user_code = role in ROLES and "code" in ROLES[role]["takes"]
+            assert (variables.get("PACELINE_BUNDLE_CACHE") == "/bundles") == runs_user_code, name
+            assert ("/bundles" in mounts) == runs_user_code, name
+
+
+@needs_helm
+def test_a_pool_restricts_user_code_by_the_options_of_its_role() -> None:
+    values = "pools: {reward: {requireIsolation: true, only: [code_tests, math]}, environment: {functionsFrom: [/srv/a, /srv/b]}}"
+    arguments = {
+        pod["containers"][0]["name"]: pod["containers"][0]["args"]
+        for name, pod in pods(rendered("", values=values))
+        if name.startswith("Deployment/")
+    }
+    assert arguments["reward"][-5:] == ["--require-isolation", "--only", "code_tests", "--only", "math"]
+    assert arguments["environment"][-4:] == ["--functions-from", "/srv/a", "--functions-from", "/srv/b"]
+    plain = [argument for _, pod in pods(rendered("")) for argument in pod["containers"][0].get("args", [])]
+    assert not {"--require-isolation", "--only", "--functions-from"} & set(plain)
+
+
+def test_the_list_says_which_roles_run_user_code_and_which_choose_functions() -> None:
+    for role, command in COMMANDS.items():
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert ("code" in ROLES[role]["takes"]) == ({"--require-isolation", "--functions-from"} <= options), (
+            role
+        )
+        assert ("only" in ROLES[role]["takes"]) == ("--only" in options), role
+
+
+@needs_helm
 def test_a_scaled_pool_leaves_its_size_to_keda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_INSECURE", "1")
     manifests = rendered("cluster")
@@ -516,6 +663,9 @@ def test_a_scaled_pool_leaves_its_size_to_keda(monkeypatch: pytest.MonkeyPatch) 
             "apart",
         ),
         ("pools: {reward: {containers: 2, autoscaling: {enabled: true}}}", "counts workers"),
+        ("pools: {rollout: {requireIsolation: true}}", "pools.rollout.requireIsolation is set"),
+        ("pools: {environment: {only: [math]}}", "a pool of the role reward"),
+        ("pools: {reward: {functionsFrom: [rewards]}}", "functionsFrom"),
     ],
 )
 def test_values_that_make_no_deployment_are_refused(values: str, message: str) -> None:
@@ -558,3 +708,38 @@ def test_the_workflow_is_restricted_and_gates_on_exit_statuses() -> None:
     assert templates["train"]["container"]["command"][-1] == "--wait"
     assert [step[0]["template"] for step in templates["retrain"]["steps"]] == ["train", "look"]
     assert templates["train"]["retryStrategy"]["expression"] == "asInt(lastRetry.exitCode) == 1"
+
+
+def test_the_split_of_two_models_is_valid_restricted_and_keeps_feedback_with_its_answer() -> None:
+    text = (ROOT / "deploy/examples/model-split.yaml").read_text()
+    found = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(text)}
+    arms = ("champion", "candidate")
+    assert set(found) == {
+        ("HTTPRoute", "assistant"),
+        *((k, arm) for k in ("Deployment", "Service") for arm in arms),
+    }
+    for arm in arms:
+        deployment, service = found["Deployment", arm], found["Service", arm]
+        for manifest in (deployment, service):
+            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+        pod = deployment["spec"]["template"]["spec"]
+        assert restricted_faults(pod) == []
+        assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+        (fetch,), (serve,) = pod["initContainers"], pod["containers"]
+        assert f"assistant@{arm}" in fetch["command"]
+        for container in (fetch, serve):
+            variables = {each["name"]: each["value"] for each in container["env"]}
+            answer = CliRunner().invoke(cli, [*container["command"][1:], "--help"], env=variables)
+            assert answer.exit_code == 0, answer.output
+            assert {mount["name"] for mount in container["volumeMounts"]} == {
+                v["name"] for v in pod["volumes"]
+            }
+    rated, rated_else, split = found["HTTPRoute", "assistant"]["spec"]["rules"]
+    for backend in split["backendRefs"]:
+        (header,) = backend["filters"][0]["responseHeaderModifier"]["set"]
+        assert header == {"name": "x-paceline-arm", "value": backend["name"]}
+        assert backend["port"] == found["Service", backend["name"]]["spec"]["ports"][0]["port"]
+    assert [backend["weight"] for backend in split["backendRefs"]] == [90, 10]
+    (match,) = rated["matches"]
+    assert match["headers"] == [{"name": "x-paceline-arm", "value": "candidate"}]
+    assert [rule["backendRefs"][0]["name"] for rule in (rated, rated_else)] == ["candidate", "champion"]

@@ -117,7 +117,7 @@ def healthy(address: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=STARTS_S)
 
 
-@pytest.mark.parametrize("name", ["build", "control", "tables", "worker", "vllm", "torch-cpu"])
+@pytest.mark.parametrize("name", ["build", "control", "tables", "worker", "vllm", "torch-cpu", "run", "dev"])
 def test_every_locked_package_has_a_version_and_hashes(name: str) -> None:
     packages = lock().blocks(re.sub(r"^#.*\n", "", (LOCKS / f"{name}.txt").read_text(), flags=re.M))  # type: ignore[attr-defined]
     assert packages
@@ -144,3 +144,31 @@ def test_locks_have_the_versions_that_are_tested(name: str) -> None:
     assert wanted <= {module.name_of(key) for key in locked}  # type: ignore[attr-defined]
     forbidden = {*module.ONLY_WORKERS, *module.ONLY_TABLES} if name == "control" else {"torch", "triton"}  # type: ignore[attr-defined]
     assert not forbidden & set(locked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "message"),
+    [(["contrl"], "/", "there is no lock contrl"), (["control"], "/", "uv is not on the path; install it")],
+)
+def test_a_lock_that_cannot_be_made_is_refused_in_a_sentence(
+    arguments: list[str], path: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setattr(sys, "argv", ["lock.py", *arguments])
+    with pytest.raises(SystemExit, match=message):
+        lock().main()  # type: ignore[attr-defined]
+
+
+def test_the_audit_fails_on_what_it_cannot_look_up_and_has_every_locked_package() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    calls = re.findall(r"bin/pip-audit (--.*)", makefile)
+    assert len(calls) == 2
+    assert all(call.startswith("--strict ") for call in calls)
+    (audited,) = re.findall(r"for lock in ([a-z ]+); do \(set -x; \$\(AUDIT_VENV\)", makefile)
+    pin = re.compile(r"^[A-Za-z0-9._-]+==[^\s;\\]+", re.M)
+    looked_up = {
+        found for name in audited.split() for found in pin.findall((LOCKS / f"{name}.txt").read_text())
+    }
+    for path in LOCKS.glob("*.txt"):
+        if path.stem != "torch-cpu":  # torch's version is that of constraints.txt
+            assert set(pin.findall(path.read_text())) <= looked_up, path.name

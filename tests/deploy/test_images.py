@@ -3,6 +3,7 @@ services' own options; what the options and the health check promise is tried wi
 """
 
 import ast
+import importlib.util
 import json
 import re
 import shutil
@@ -147,6 +148,38 @@ def test_an_image_starts_its_service_without_root(role: str, target: str) -> Non
         assert options["coordinator"] == f"coordinator:{ROLES['coordinator']['ports']['grpc']}"
 
 
+@pytest.mark.parametrize(("role", "target"), targets())
+def test_what_an_image_starts_is_compiled_when_it_is_built(role: str, target: str) -> None:
+    """Its root is read-only: what is not compiled then is compiled at each start of each process."""
+    build = f"{last(target, 'FROM').split()[0]}-build"
+    commands = last(build, "RUN").split(" && ")
+    trims = [number for number, command in enumerate(commands) if "/locks/trim.py" in command]
+    if not trims:  # pip has compiled all of it
+        assert build == "gpu-build"
+        return
+    (compiles,) = [number for number, command in enumerate(commands) if "/locks/compile.py" in command]
+    assert compiles > trims[-1]
+    started = SCRIPTS["paceline"] if role == "cli" else f"{COMMANDS[role].callback.__module__}:main"
+    assert {started.split(":")[0], "services.common.healthcheck"} <= set(commands[compiles].split())
+
+
+def test_compiled_files_are_taken_whatever_their_times_are(tmp_path: Path) -> None:
+    source = tmp_path / "answers.py"
+    source.write_text("ANSWER = 1\n")
+    spec = importlib.util.spec_from_file_location("compile_image", DEPLOY / "docker/compile.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.compile_all([source]) > 0
+    source.write_text("ANSWER = 2  # later, and longer\n")
+    code = "import answers; print(answers.ANSWER)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "1\n", done.stderr
+
+
 def test_what_is_copied_into_images_exists_and_is_let_through() -> None:
     let_through = [
         line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
@@ -193,10 +226,23 @@ def test_compose_runs_every_role(profile: str) -> None:
         assert service["cap_drop"] == ["ALL"]
         if role == "learner":
             assert options["ranks"] == 2
+        runs_user_code = any("--require-isolation" in each.opts for each in COMMANDS[role].params)
+        assert ("PACELINE_REQUIRE_ISOLATION" in service["environment"]) == runs_user_code
+        assert (service["environment"].get("PACELINE_BUNDLE_CACHE") == "/bundles") == runs_user_code
+        assert any(each.endswith(":/bundles") for each in service["volumes"]) == runs_user_code
         if role != "coordinator":
             assert service["depends_on"] == {"coordinator": {"condition": "service_healthy"}}
             assert options["coordinator"].split(":")[0] in services
             assert service["deploy"]["replicas"] == ROLES[role]["compose"]["replicas"]
+
+
+def test_compose_gives_the_storage_key_to_those_that_read_and_write_files() -> None:
+    given = {
+        name: service["environment"].get("PACELINE_STORAGE_KEY")
+        for name, service in COMPOSE["services"].items()
+    }
+    holders = {name for name, value in given.items() if value == "${PACELINE_STORAGE_KEY:-}"}
+    assert holders == {"coordinator", "learner", "learner-gpu", "cli"}
 
 
 def test_compose_publishes_nothing_beyond_this_host() -> None:
@@ -273,9 +319,18 @@ def reward_service(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], st
             process.wait(STARTS_S)
 
 
-def health(address: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def health(address: str, timeout_s: float, service: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services.common.healthcheck", address, "--timeout", str(timeout_s)],
+        [
+            sys.executable,
+            "-m",
+            "services.common.healthcheck",
+            address,
+            "--timeout",
+            str(timeout_s),
+            "--service",
+            service,
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -286,8 +341,10 @@ def health(address: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
 def test_the_health_check_follows_the_service(reward_service: tuple[subprocess.Popen[bytes], str]) -> None:
     process, address = reward_service
     assert address.startswith("127.0.0.1:")  # listens on 0.0.0.0, which nobody can dial
-    well = health(address, 20.0)
-    assert well.returncode == 0, well.stderr
+    for service in ("", "paceline.v1.RewardService"):
+        well = health(address, 20.0, service)
+        assert well.returncode == 0, well.stderr
+    assert health(address, 20.0, "paceline.v1.LearnerService").returncode == 1
     process.kill()
     process.wait(STARTS_S)
     ill = health(address, 0.5)

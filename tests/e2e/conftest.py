@@ -5,23 +5,41 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dead_services import last_words
 from tiny_chat import save_tiny_chat
+from tls_folders import make_folders
 
 from paceline.client import ENDED_STATES, Client, state_name
 from paceline.errors import Conflict
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
+from paceline.tls.folder import VARIABLE
 from services.demo.model import make_model
 from services.demo.task import answer, problem
 from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 180.0
 """Runs here take some ten seconds; a machine that is busy with other things may need longer."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to the report of a failed test how the services of its clusters died."""
+    report = yield
+    if report.failed and call.excinfo is not None:
+        used = [*getattr(item, "funcargs", {}).values()]
+        used += [value for entry in call.excinfo.traceback for value in entry.locals.values()]
+        clusters = {id(value): value for value in used if isinstance(value, LocalCluster)}
+        if words := last_words(clusters.values()):
+            report.sections.append(("last words of services that died", words))
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +57,28 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "    return [sum(c.isdigit() for c in text) / 4 for text in completions]\n"
     )
     return folder
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, Path]:
+    """Certificates of one authority."""
+    return make_folders(tmp_path, coordinator="coordinator", **{"pool-a": "worker", "pool-b": "worker"})
+
+
+@pytest.fixture
+def guarded(
+    tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LocalCluster]:
+    """A coordinator alone, under TLS."""
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", "")
+    monkeypatch.delenv("PACELINE_TOKEN_FILE")
+    monkeypatch.setenv(VARIABLE, str(folders["coordinator"]))
+    started = LocalCluster(tmp_path / "runs", ClusterSection())
+    try:
+        started.start_coordinator()
+        yield started
+    finally:
+        started.stop()
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +117,8 @@ def make_spec(files: Path) -> Callable[..., RunSpec]:
 @pytest.fixture(scope="module")
 def gated(files: Path) -> Callable[[int], tuple[dict[str, Any], Path]]:
     """A reward that scores so many groups and the others only once a file exists, and that file: however late a test
-    gets to what it wants to do in the middle of a run, the run has not ended by then."""
+    gets to what it wants to do in the middle of a run, the run has not ended by then. A number in the file lets so many groups
+    through; replace the file to write it."""
     numbers = itertools.count()
 
     def make(groups: int) -> tuple[dict[str, Any], Path]:
@@ -86,8 +127,12 @@ def gated(files: Path) -> Callable[[int], tuple[dict[str, Any], Path]]:
         source.write_text(
             "import itertools, pathlib, time\n"
             "scored = itertools.count(1)\n"
+            "def allowed():\n"
+            f"    gate = pathlib.Path({str(gate)!r})\n"
+            f"    return float(gate.read_text() or 'inf') if gate.exists() else {groups}\n"
             "def digits(completions, **columns):\n"
-            f"    while next(scored) > {groups} and not pathlib.Path({str(gate)!r}).exists():\n"
+            "    number = next(scored)\n"
+            "    while number > allowed():\n"
             "        time.sleep(0.02)\n"
             "    return [sum(c.isdigit() for c in text) / 4 for text in completions]\n"
         )

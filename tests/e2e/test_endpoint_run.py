@@ -19,13 +19,13 @@ from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 def test_a_worker_serves_people_while_it_trains_and_finishes_their_answers_when_told_to_stop(
     make_spec: Callable[..., RunSpec], tmp_path: Path
 ) -> None:
     policy = {"max_total_sequence_length": 256, "generation": {"max_new_tokens": 6, "max_batch_size": 32}}
-    spec = make_spec(grpo={"max_num_steps": 400})
-    spec = make_spec(grpo={"max_num_steps": 400}, policy={**spec.policy.model_dump(), **policy})
+    spec = make_spec(grpo={"max_num_steps": 1_000_000}, policy={**make_spec().policy.model_dump(), **policy})
     with (
         LocalCluster(tmp_path, ClusterSection(rollout_workers=1)) as cluster,
         Client(cluster.address) as paceline,

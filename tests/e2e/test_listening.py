@@ -35,6 +35,7 @@ def is_open_datagram(connection: Any) -> bool:
     return connection.type == socket.SOCK_DGRAM and not connection.raddr
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 def test_no_process_listens_on_anything_but_the_host(
     cluster: LocalCluster,

@@ -7,15 +7,16 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from free_ports import free_port
 
 from paceline.client import Client, state_name
 from paceline.spec import ClusterSection, RunSpec
@@ -44,9 +45,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 @pytest.fixture
 def start(cluster: LocalCluster, tmp_path: Path) -> Iterator[Start]:
     """`start(node_rank, nodes="2")`: a node of the learner with one rank, as its command starts it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     started: list[subprocess.Popen[bytes]] = []
 
     def start(node_rank: int, nodes: str = "2") -> subprocess.Popen[bytes]:
@@ -113,14 +112,20 @@ def sizes_until(cluster: LocalCluster, run_id: str, expected: list[int]) -> None
         time.sleep(0.5)
 
 
+@pytest.mark.merge
 def test_a_killed_node_comes_back_and_the_run_ends_well(
-    cluster: LocalCluster, start: Start, make_spec: Callable[..., RunSpec]
+    cluster: LocalCluster,
+    start: Start,
+    make_spec: Callable[..., RunSpec],
+    gated: Callable[[int], tuple[dict[str, Any], Path]],
 ) -> None:
     nodes = [start(0), start(1)]
+    reward, gate = gated(20 * 8)
     with Client(cluster.address) as client:
-        run = client.submit(make_spec(grpo={"max_num_steps": 40}))
+        run = client.submit(make_spec(grpo={"max_num_steps": 40}, rewards=[reward]))
         reach_step(client, run.run_id, 5, nodes)
         kill_node(nodes[1])
+        gate.touch()
         start(1)
         ended = client.wait(run.run_id, timeout_s=DEADLINE_S)
     assert (state_name(ended), ended.step) == ("succeeded", 40), ended.message

@@ -64,6 +64,7 @@ def spec_for(make_spec: MakeSpec, pairs: Path, algorithm: str, steps: int, **sec
     return make_spec(algorithm=algorithm, data=data, checkpointing=exact, **{algorithm: {**sizes, **section}})
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 def test_dpo_prefers_held_out_answers_and_a_killed_learner_reaches_the_same_weights(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, pairs: Path
@@ -179,6 +180,7 @@ def test_a_student_comes_closer_to_its_teacher_on_its_own_samples(
     assert sum(kl[-4:]) < 0.8 * sum(kl[:4])
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 def test_a_teacher_in_the_reward_pool_teaches_on_after_its_worker_was_killed(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec, teacher: str, tmp_path: Path

@@ -77,6 +77,7 @@ def test_a_run_learns_evaluates_checkpoints_and_exports(
     }
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 def test_age_zero_is_synchronous_and_on_policy(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec
@@ -126,6 +127,7 @@ def test_a_paused_run_trains_nothing_and_a_cancelled_one_ends(
     assert run.tokens["generated"] == run.tokens["trained"] + run.tokens["dropped"] + run.tokens["live"]
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [pytest.param("ready_first", marks=pytest.mark.slow), "in_order"])
 def test_killed_rollout_and_reward_workers_lose_nothing(
@@ -157,6 +159,7 @@ def test_a_killed_learner_goes_on_from_its_checkpoint(
     assert summary["samples"] == 30 * 8 * 4
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 def test_a_killed_coordinator_goes_on_from_its_ledger(
     client: Client, cluster: LocalCluster, make_spec: MakeSpec

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from keda_client import Keda
 
 from paceline.client import ENDED_STATES, Client, state_name
@@ -31,9 +31,7 @@ BOUNDS = {
 
 @pytest.fixture
 def scaler_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

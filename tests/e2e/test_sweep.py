@@ -56,6 +56,7 @@ def folder(tmp_path: Path) -> Path:
     return files
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 def test_a_sweep_that_was_killed_goes_on_and_finds_a_better_learning_rate(
     folder: Path, tmp_path: Path

@@ -24,8 +24,10 @@ from episode_world import (
     user,
 )
 
+from environment import agent_episode
 from environment.hosting.classes import ClassFacts
 from environment.hosting.faults import EnvironmentFailed
+from environment.limits import Stopwatch
 from environment.protocols import (
     AgentAnswer,
     AgentRequest,
@@ -379,7 +381,9 @@ async def test_a_prompt_without_room_is_refused_and_truncates() -> None:
     assert len(rows.rows.turns) == 1
 
 
-async def test_time_ends_a_program_that_hangs_and_not_one_that_waits_for_the_policy() -> None:
+async def test_time_ends_a_program_that_hangs_and_not_one_that_waits_for_the_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def hangs(client: Client, row: Mapping[str, Any]) -> float:
         await client.chat([], "one")
         await asyncio.Event().wait()
@@ -388,15 +392,15 @@ async def test_time_ends_a_program_that_hangs_and_not_one_that_waits_for_the_pol
     rows = await World(hangs, timeout_s=0.2).run()
     assert (rows.samples[0].ending, rows.samples[0].detail) == ("truncated", "environment.timeout_s 0.2")
 
-    world = World(three_turns, timeout_s=0.5)
-    started = asyncio.get_running_loop().time()
+    world, now = World(three_turns), {"s": 0.0}
 
     async def slow(request: TurnRequest) -> None:
-        await asyncio.sleep(0.4)
+        now["s"] += 7200.0
 
     world.source.before = slow
+    monkeypatch.setattr(agent_episode, "Stopwatch", lambda limit_s: Stopwatch(limit_s, lambda: now["s"]))
     rows = await world.run()
-    assert asyncio.get_running_loop().time() - started > 0.5
+    assert now["s"] == 3 * 7200.0 > world.setting.environment.timeout_s
     assert rows.samples[0].ending == "done"
 
 

@@ -22,9 +22,11 @@ from episode_world import (
     user,
 )
 
+from environment import sample as sample_module
 from environment.hosting.faults import EnvironmentLost, ServiceAway
 from environment.protocols import GroupRows, LeaseLost, SampledTurn, TurnRequest
 from environment.setting import EpisodeSetting
+from paceline.backoff import ExponentialBackoff
 from paceline.errors import InvalidInput, PromptTooLong
 
 
@@ -444,8 +446,21 @@ async def test_finished_samples_are_kept_and_only_open_ones_go_on() -> None:
     assert [text.reward for text in rows.samples] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("fault", [EnvironmentLost("gone"), ServiceAway("the judge is away")])
-async def test_an_environment_that_is_lost_goes_on_in_this_worker(fault: Exception) -> None:
+@pytest.mark.parametrize(
+    ("fault", "pauses_s"), [(EnvironmentLost("gone"), []), (ServiceAway("the judge is away"), [5.0, 10.0])]
+)
+async def test_an_environment_that_is_lost_goes_on_in_this_worker(
+    fault: Exception, pauses_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused_s: list[float] = []
+
+    class Paused(ExponentialBackoff):
+        def next_s(self) -> float:
+            paused_s.append(super().next_s())
+            return 0.0
+
+    monkeypatch.setattr(sample_module, "ExponentialBackoff", Paused)
+
     class LosingCode(LocalCode):
         lost = 0
 
@@ -473,6 +488,7 @@ async def test_an_environment_that_is_lost_goes_on_in_this_worker(fault: Excepti
     rows = await world.run()
     assert (rows.samples[0].reward, world.journal.ended, world.setting.counts.replayed) == (5.0, [], 2)
     assert len(rows.rows.turns) == 3
+    assert paused_s == pauses_s
 
 
 async def test_a_lost_lease_ends_all_samples() -> None:

@@ -126,7 +126,7 @@ class Maker:
         return 3000 if self.random.random() < LONG_SHARE else self.random.choice((0, 1, 1, 2, 3, 5))
 
     def _value(self, field: FieldDescriptor) -> Any:
-        known = self.known.get(field.name)
+        known = [value for value in self.known.get(field.name, ()) if isinstance(value, _python_types(field))]
         if known and self.random.random() < KNOWN_SHARE:
             return self.random.choice(known)
         match field.cpp_type:
@@ -150,3 +150,16 @@ class Maker:
                 return self.random.choice((0, 1, -1, 2**40, 2**63 - 1, -(2**63)))
             case _:
                 return self.random.choice(INTEGERS)
+
+
+def _python_types(field: FieldDescriptor) -> tuple[type, ...]:
+    """Return the types of values that a field takes: fields of one name may have several."""
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_STRING:
+            return (bytes,) if field.type == FieldDescriptor.TYPE_BYTES else (str,)
+        case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
+            return (int, float)
+        case FieldDescriptor.CPPTYPE_BOOL:
+            return (bool,)
+        case _:
+            return (int,)

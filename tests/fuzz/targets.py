@@ -1,5 +1,5 @@
-"""The targets of messages: every rpc of every service, the exchange, every HTTP route. Each source sends in bounded time and reads
-what comes back without believing it.
+"""The targets of messages: every rpc of every service, and the exchange. Each source sends in bounded time and reads what comes
+back without believing it.
 
 Half of what is said on the control plane and on the exchange comes from members that the coordinator has accepted, so that it
 meets the handlers behind the first check; the rest from strangers.
@@ -9,28 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Sequence
 from types import ModuleType
 from typing import Any
 
-import aiohttp
 import grpc
 import numpy as np
 import zmq
 import zmq.asyncio
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from messages import Known, Maker
 
 from paceline.groups import Completion, VersionSpan
 from paceline.token import Metadata
 from paceline.wire import PROTOCOL, encode_reference, encode_result
+from protos.externalscaler import externalscaler_pb2
 from protos.paceline.v1 import (
+    access_pb2,
+    bundle_pb2,
     common_pb2,
     learner_pb2,
+    records_pb2,
+    registry_pb2,
     reward_pb2,
     rollout_pb2,
     run_pb2,
+    status_pb2,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -43,11 +49,28 @@ STREAM_S = 0.3
 ORDERS = {"Cancel", "Pause", "Resume", "DropGroups", "Drain"}
 """Orders that a person with the token may give; only strangers send them, because they would be obeyed."""
 
+EVERYWHERE = (health_pb2, reflection_pb2)
+"""Services of each gRPC server, which need no token."""
+
 SERVICES: dict[str, tuple[ModuleType, ...]] = {
-    "coordinator": (run_pb2, worker_pb2),
-    "rollout": (rollout_pb2,),
-    "reward": (reward_pb2,),
-    "learner": (learner_pb2,),
+    "coordinator": (
+        *(
+            run_pb2,
+            worker_pb2,
+            bundle_pb2,
+            records_pb2,
+            status_pb2,
+            access_pb2,
+            registry_pb2,
+            externalscaler_pb2,
+        ),
+        *EVERYWHERE,
+    ),
+    "scaler": (externalscaler_pb2, *EVERYWHERE),
+    "rollout": (rollout_pb2, *EVERYWHERE),
+    "reward": (reward_pb2, *EVERYWHERE),
+    "environment": EVERYWHERE,
+    "learner": (learner_pb2, *EVERYWHERE),
 }
 
 
@@ -129,14 +152,22 @@ class Impostor:
         self._call: Any = None
         self._listener: asyncio.Task[None] | None = None
         self.sent = 0
+        """Reports, and frames for the exchange."""
+        self.joined = 0
+        """Number of times that it became a member."""
 
     async def join(self) -> None:
         """Says Hello, learns term, secret and endpoint, and keeps the stream. Raises what gRPC raises when it is refused."""
         self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(metadata=self._credentials)
-        hello = worker_pb2.Hello(role=self._role, member_id=self._name, protocol=PROTOCOL, rank=1)
+        # Not rank 0, which would get the run.
+        hello = worker_pb2.Hello(
+            role=self._role, member_id=self._name, protocol=PROTOCOL, rank=1, world_size=2
+        )
         await self._call.write(worker_pb2.ConnectRequest(hello=hello))
         welcome = (await asyncio.wait_for(self._call.read(), CALL_S)).welcome
         self._maker.known |= {"term": [welcome.term], "secret": [welcome.secret], "member_id": [self._name]}
+        if self._listener is not None:
+            self._listener.cancel()
         if self._socket is not None:
             self._socket.close(linger=0)
         self._socket = self._context.socket(zmq.DEALER)
@@ -146,19 +177,21 @@ class Impostor:
 
     async def send_one(self) -> None:
         """One report or one request; joins again when it was put out."""
+        self.sent += 1
         if self._call is None or self._call.done():
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.TimeoutError):
                 await self.join()
-            return
-        self.sent += 1
-        if self._maker.random.random() < 0.1:
+                self.joined += 1
+        elif self._maker.random.random() < 0.1:
             report = self._maker.message(worker_pb2.ConnectRequest.DESCRIPTOR)
             if report.WhichOneof("report") != "leave":
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     await self._call.write(report)
         elif self._socket is not None:
+            frames = exchange_message(self._maker)
+            self.sent += len(frames) - 1
             with contextlib.suppress(zmq.Again):
-                await self._socket.send_multipart(exchange_message(self._maker))
+                await self._socket.send_multipart(frames)
 
     async def close(self) -> None:
         """Leaves without a word."""
@@ -200,16 +233,14 @@ class Strangers:
         if self._socket is None or self._maker.random.random() < 0.002:
             self._connect()
         assert self._socket is not None
-        self.sent += 1
+        if self._maker.random.random() < 0.8:
+            frames = exchange_message(self._maker)
+        else:
+            number = self._maker.random.randrange(1, 6)
+            frames = [self._maker.random.randbytes(self._maker.random.randrange(300)) for _ in range(number)]
+        self.sent += len(frames)
         with contextlib.suppress(zmq.Again):
-            if self._maker.random.random() < 0.8:
-                await self._socket.send_multipart(exchange_message(self._maker))
-            else:
-                number = self._maker.random.randrange(1, 6)
-                frames = [
-                    self._maker.random.randbytes(self._maker.random.randrange(300)) for _ in range(number)
-                ]
-                await self._socket.send_multipart(frames)
+            await self._socket.send_multipart(frames)
         with contextlib.suppress(zmq.Again):
             while True:
                 await self._socket.recv_multipart(zmq.NOBLOCK)
@@ -226,93 +257,6 @@ class Strangers:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDTIMEO, 1000)
         self._socket.connect(self._endpoint)
-
-
-ITEMS = ("message", "reasoning", "function_call", "function_call_output", "x")
-"""Types of items of a response's input."""
-
-
-class Http:
-    """Requests to every route of a rollout worker's endpoint, and to some that it does not have."""
-
-    def __init__(self, address: str, seed: int | str):
-        self._maker = Maker(seed, {})
-        self._base = f"http://{address}"
-        self._session: aiohttp.ClientSession | None = None
-        self.sent = 0
-
-    async def send_one(self) -> None:
-        """One request."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S))
-        self.sent += 1
-        dice = self._maker.random
-        path = dice.choice(
-            [
-                "/v1/models",
-                f"/v1/models/{dice.randrange(99)}",
-                "/v1/chat/completions",
-                "/v1/completions",
-                "/v1/responses",
-                "/inference/v1/generate",
-                "/x",
-            ]
-        )
-        asks = path.endswith(("completions", "responses", "generate"))
-        verb = "POST" if asks and dice.random() < 0.9 else dice.choice(["GET", "POST", "PUT"])
-        headers = {"Content-Type": "application/json"} if dice.random() < 0.9 else {}
-        body = self._maker.damaged(json.dumps(self._body()).encode(errors="replace"))
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
-            async with self._session.request(verb, self._base + path, data=body, headers=headers) as response:
-                await response.content.read(1 << 16)
-
-    async def close(self) -> None:
-        """Ends the connections."""
-        if self._session is not None:
-            await self._session.close()
-
-    def _object(self) -> dict[str, Any]:
-        made = self._maker.json()
-        return (
-            made
-            if isinstance(made, dict)
-            else {"role": "assistant", "call_id": "c", "name": "f", "content": made}
-        )
-
-    def _body(self) -> Any:
-        dice, anything = self._maker.random, self._maker.json
-        if dice.random() < 0.2:
-            return anything()
-        body: dict[str, Any] = {"model": dice.choice(["policy", anything()]), "max_tokens": 2}
-        body["messages"] = [{"role": dice.choice(["user", "tool", anything()]), "content": anything()}]
-        body["prompt"] = dice.choice(["07+45=", [1, 2, 3], anything()])
-        body["input"] = dice.choice(["07+45=", [{"type": dice.choice(ITEMS), **self._object()}], anything()])
-        body["token_ids"] = dice.choice([[1, 2, 3], anything()])
-        if dice.random() < 0.5:
-            kept = dice.choice(["messages", "prompt", "input", "token_ids"])
-            body = {name: body[name] for name in ("model", "max_tokens", kept)}
-        for name in (
-            "n",
-            "stream",
-            "temperature",
-            "top_p",
-            "stop",
-            "logprobs",
-            "seed",
-            "max_tokens",
-            "tools",
-            "tool_choice",
-            "parallel_tool_calls",
-            "reasoning_effort",
-            "chat_template_kwargs",
-            "sampling_params",
-            "instructions",
-            "text",
-            "x",
-        ):
-            if dice.random() < 0.2:
-                body[name] = anything()
-        return body
 
 
 def exchange_message(maker: Maker) -> list[bytes]:

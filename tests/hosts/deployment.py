@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class Deployment:
         self.coordinator = self.host("coordinator")
         self.client = self.host("client")
         self.address = f"{self.coordinator.address}:7070"
+        self.access = ("--coordinator", self.address, "--insecure")
+        """Options of a person's commands."""
 
     def start(self) -> None:
         """Start every service as the documents say."""
@@ -93,11 +96,10 @@ class Deployment:
 
 
 class Submitter:
-    """A person at the client's host."""
+    """A person at the client's host, whose commands have the options `access`."""
 
-    def __init__(self, deployment: Deployment):
-        self.host = deployment.client
-        self._address = deployment.address
+    def __init__(self, client: Host, access: Sequence[str]):
+        self.host, self._access = client, access
 
     def prepare(self) -> None:
         """Put the example on this disk, and its model into the store."""
@@ -137,7 +139,7 @@ class Submitter:
 
     def paceline(self, *arguments: str, check: bool = True) -> tuple[int, str]:
         """Run a command that asks the coordinator; return its status and output."""
-        command = ("paceline", *arguments, "--coordinator", self._address, "--insecure")
+        command = ("paceline", *arguments, *self._access)
         done = self.host.run(*command, timeout_s=DEADLINE_S, check=False)
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")

@@ -13,16 +13,14 @@ identical.
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 from deployment import BUCKET, DEADLINE_S, MINE, Deployment, Submitter, until
-from isolated_host import ROOT, Switch, missing
+from isolated_host import ROOT, Switch
+from judged_campaign import keep_option, run_and_judge
 
 
 class Campaign:
@@ -30,7 +28,7 @@ class Campaign:
 
     def __init__(self, deployment: Deployment, steps: int):
         self._deployment, self._steps = deployment, steps
-        self._submitter = Submitter(deployment)
+        self._submitter = Submitter(deployment.client, deployment.access)
         self._run_id = ""
 
     def prepare(self) -> None:
@@ -129,24 +127,10 @@ def run_campaign(steps: int, logs: Path) -> Outcome:
 
 @click.command()
 @click.option("--steps", default=40, show_default=True)
-@click.option("--keep", type=click.Path(path_type=Path), help="Folder for the services' logs.")
+@keep_option
 def main(steps: int, keep: Path | None) -> None:
     """Run the campaign and print the verdict."""
-    if why := missing():
-        raise click.ClickException(f"this machine cannot make hosts: {why}")
-    began_s, logs = time.monotonic(), keep or Path(tempfile.mkdtemp(prefix="paceline-hosts-"))
-    logs.mkdir(parents=True, exist_ok=True)
-    try:
-        outcome = run_campaign(steps, logs)
-    except BaseException:
-        click.echo(f"the services' logs are in {logs}", err=True)
-        raise
-    for problem in outcome.problems:
-        click.echo(problem, err=True)
-    if keep is None and outcome.is_good:
-        shutil.rmtree(logs)
-    click.echo(f"hosts: {outcome.line}, {time.monotonic() - began_s:.0f} s")
-    raise SystemExit(0 if outcome.is_good else 1)
+    run_and_judge("hosts", lambda logs: run_campaign(steps, logs), keep)
 
 
 if __name__ == "__main__":

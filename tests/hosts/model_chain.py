@@ -31,7 +31,7 @@ def run_chain(sft_steps: int, grpo_steps: int, logs: Path) -> Chain:
     with Switch() as switch:
         deployment = Deployment(switch, logs)
         deployment.start()
-        submitter = Submitter(deployment)
+        submitter = Submitter(deployment.client, deployment.access)
         submitter.prepare()
         first = submitter.submit(
             "sft.yaml", f"policy.model_name={BUCKET}/model", f"sft.max_num_steps={sft_steps}"

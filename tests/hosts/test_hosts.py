@@ -12,6 +12,7 @@ from model_chain import run_chain
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.merge
 def test_a_run_on_hosts_that_share_nothing_survives_the_loss_of_a_node(tmp_path: Path) -> None:
     if why := missing():
         pytest.skip(f"hosts with namespaces of their own: {why}")

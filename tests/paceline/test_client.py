@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from paceline.client import Client, state_name
-from paceline.errors import Conflict, InvalidInput, NotFound, SpecError, Unavailable
+from paceline.errors import Busy, Conflict, InvalidInput, NotFound, SpecError, Unavailable
 from paceline.spec import ClusterSection
 from paceline.spec.reading import load_spec
 from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -49,6 +50,21 @@ def spec_path(tmp_path: Path) -> Path:
         "grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 2, max_num_steps: 3}\n"
     )
     return path
+
+
+def test_data_are_prepared_where_a_run_is_submitted(client: Client, spec_path: Path) -> None:
+    (spec_path.parent / "own.py").write_text(
+        "def double(row):\n    return [row, {'prompt': 'x' * 50, 'answer': '1'}]\n"
+    )
+    keys = ("function=./own.py:double", "max_prompt_characters=9")
+    overrides = [f"data.preparation.{key}" for key in keys]
+    run = client.submit(spec_path, [*overrides, "grpo.max_num_epochs=4"])
+    assert run.max_num_steps == 2, "an epoch has the one row that stayed"
+    assert run.bundle
+    hard = ["data.preparation.pass_rate=[0.1,0.9]", "data.preparation.pass_rate_of=[sums-1]"]
+    assert client.submit(spec_path, hard).run_id == "sums-2", "prompts that no run has tried stay"
+    with pytest.raises(NotFound, match="no-run"):
+        client.submit(spec_path, [hard[0], "data.preparation.pass_rate_of=[no-run]"])
 
 
 def test_a_submitted_run_is_listed_and_starts(client: Client, spec_path: Path) -> None:
@@ -162,7 +178,8 @@ def test_a_patient_client_watches_from_before_the_coordinator_is_back(
 def cancel_once_back(cluster: LocalCluster, run_id: str) -> None:
     """Cancels a run as soon as the coordinator answers again."""
     with Client(cluster.address) as other:
-        for _ in range(200):
+        deadline_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline_s:
             try:
                 other.cancel(run_id)
                 return
@@ -212,6 +229,29 @@ def test_without_workers_there_is_nobody_to_ask(client: Client) -> None:
         client.generate("1+1=")
     with pytest.raises(Unavailable, match="no reward worker with an address"):
         client.score(["1+1="], ["2"])
+
+
+def test_a_call_that_there_is_no_room_for_is_made_again_when_the_answer_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = [Busy("full", 0.01), Busy("full", 0.02)]
+
+    def call_once(*_: object) -> str:
+        if errors:
+            raise errors.pop(0)
+        return "done"
+
+    with Client("127.0.0.1:1") as client:
+        monkeypatch.setattr(client, "_call_once", call_once)
+        assert client._call(lambda: "never") == "done"
+        assert not errors
+        errors += [Busy("full", 60.0)]
+        with pytest.raises(Busy) as later:
+            client._call(lambda: "never")
+        assert later.value.retry_after_s == 60.0, "longer than the client waits: it is raised at once"
+        errors += [Busy("full", 0.01)]
+        with pytest.raises(Busy):
+            client._call(lambda: "never", "a worker")
 
 
 def test_wait_has_a_deadline(client: Client, spec_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from paceline.rewards import closed_gates, gated, weights_at
+from paceline.rewards import closed_gates, gated, has_variance, totals, weights_at
 from paceline.spec import RewardFunctionSection
 
 NAN = math.nan
@@ -64,3 +64,19 @@ def test_gates_do_not_close_each_other() -> None:
 def test_without_gates_the_rewards_are_untouched() -> None:
     rewards_CF = np.array([[1.0, NAN]])
     assert gated(rewards_CF, functions({}, {})) is rewards_CF
+
+
+def test_a_total_is_the_weighted_sum_of_what_applies() -> None:
+    chosen = functions({"weight": 2.0}, {"weight": 0.5})
+    found = totals(np.array([[1.0, 1.0], [1.0, NAN], [NAN, NAN]], np.float32), chosen, 0)
+    assert found[:2].tolist() == [2.5, 2.0]
+    assert math.isnan(found[2])
+    assert totals(np.array([[3e38, 3e38]], np.float32), functions({"weight": 9.0}, {}), 0).tolist() == [
+        math.inf
+    ]
+
+
+def test_one_number_has_no_variance() -> None:
+    assert has_variance(np.array([1.0, 2.0, NAN]))
+    assert not has_variance(np.array([1.0, 1.0, NAN]))
+    assert not has_variance(np.array([1.0, NAN]))

@@ -415,20 +415,9 @@ async def test_an_abort_from_progress_ends_the_request(engine: Engine) -> None:
     assert 5 <= len(ended.token_ids) < ENDLESS
 
 
-async def test_close_returns_what_exists_and_refuses_more(engine: Engine, until: Until) -> None:
-    tasks = [asyncio.create_task(engine.generate(ask(str(i), ENDLESS, seed=i))) for i in range(10)]
-    await until(lambda: (engine.num_running, engine.num_waiting) == (8, 2))
-    await engine.close()
-    completions = [await task for task in tasks]
-    assert {completion.finish_reason for completion in completions} == {"abort"}
-    assert [len(completion.token_ids) > 0 for completion in completions] == [True] * 8 + [False] * 2
-    with pytest.raises(Unavailable, match="closed"):
-        await engine.generate(ask("late"))
-    await engine.close()
-
-
 @pytest.mark.parametrize("recompute", [True, False, 2])
 async def test_equal_prompts_share_their_computation_within_a_version_only(
+    request: pytest.FixtureRequest,
     recompute: bool | int,
     start_engine: Callable[[RunSpec], Engine],
     make_spec: Callable[..., RunSpec],
@@ -439,7 +428,11 @@ async def test_equal_prompts_share_their_computation_within_a_version_only(
 ) -> None:
     models = [make_model(seed=seed) for seed in range(5)]
     settings = {"recompute_kv_cache_after_weight_updates": recompute}
-    engine: Any = start_engine(make_spec(models[0], backend=backend, async_grpo=settings))
+    engine: Any
+    if backend == "vllm" and recompute is True:  # the default
+        engine = request.getfixturevalue("vllm_engine")()
+    else:
+        engine = start_engine(make_spec(models[0], backend=backend, async_grpo=settings))
     prompt = (np.arange(300) % 23).astype(np.int32)
     running: list[asyncio.Task[Completion]] = []
     for step, model in enumerate(models):
@@ -467,3 +460,15 @@ def greedy_tokens(model: Any, prompt: Any, num_tokens: int) -> list[int]:
         with torch.no_grad():
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+async def test_close_returns_what_exists_and_refuses_more(engine: Engine, until: Until) -> None:
+    tasks = [asyncio.create_task(engine.generate(ask(str(i), ENDLESS, seed=i))) for i in range(10)]
+    await until(lambda: (engine.num_running, engine.num_waiting) == (8, 2))
+    await engine.close()
+    completions = [await task for task in tasks]
+    assert {completion.finish_reason for completion in completions} == {"abort"}
+    assert [len(completion.token_ids) > 0 for completion in completions] == [True] * 8 + [False] * 2
+    with pytest.raises(Unavailable, match="closed"):
+        await engine.generate(ask("late"))
+    await engine.close()

@@ -10,13 +10,26 @@ import pytest
 import pytest_asyncio
 from control_plane import Plane
 from exchange_drivers import MakeWorld, World, make_spec
+from ledger_files import KEY_TEXT
 
+from paceline.encryption.storage_key import KEY_VARIABLE
 from services.coordinator.audit.verify import verify
 from services.coordinator.ledger.ledger import Ledger
 
 
 @pytest.fixture
-def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
+def at_rest(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The form of the test's ledgers: `plain`, or `encrypted` (`ledger_files.both_forms`)."""
+    form: str = getattr(request, "param", "plain")
+    # A patch apart: those of a test are undone before its worlds are verified.
+    with pytest.MonkeyPatch.context() as patch:
+        if form == "encrypted":
+            patch.setenv(KEY_VARIABLE, KEY_TEXT)
+        yield form
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, at_rest: str) -> Iterator[MakeWorld]:
     """Return a function that makes worlds; every world has to verify at the end."""
     worlds: list[World] = []
 

@@ -18,7 +18,7 @@ from services.common.zmq_keepalive import in_brackets, use_ipv6
 from services.coordinator.exchange.state import Notice
 from services.coordinator.exchange.transport.server import ExchangeServer
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 FOREVER_S = 30.0

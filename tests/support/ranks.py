@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from free_ports import free_port
 
 SCRIPTS = Path(__file__).parent / "processes"
 ROOT = SCRIPTS.parents[2]
@@ -18,9 +19,7 @@ PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support", ROOT / "test
 def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 300) -> None:
     """Run a script of `tests/support/processes` in this many ranks, and fail with its errors unless all ranks end well."""
     command = [sys.executable, SCRIPTS / script, *map(str, arguments)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
     with tempfile.TemporaryFile("w+") as errors:

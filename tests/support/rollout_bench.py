@@ -16,7 +16,7 @@ from rollout.engine import GenerationRequest, empty_completion
 from services.demo.model import make_tokenizer
 from services.rollout.run import RolloutRun
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 GEMMA = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"

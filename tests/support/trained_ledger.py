@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.rows import open_prompts
+from paceline.data.prompts import open_prompts
 from paceline.groups import Completion, Group, Version, VersionSpan
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml

@@ -5,12 +5,16 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from paceline.spec.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.choices import ChoicesSection
+from paceline.spec.sections.data_presets import DataPresetName, with_preset
+from paceline.spec.sections.preparation import PreparationSection
 
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -20,6 +24,10 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
     }
 )  # fmt: skip
 """Arguments of `apply_chat_template` that are not the template's."""
+
+
+MIXTURE_BLOCK = 10_000
+"""Draws of a mixture in which each part has exactly its share, rounded to a whole number."""
 
 
 class DataSource(NamedTuple):
@@ -35,9 +43,14 @@ class DataSource(NamedTuple):
 class DataSection(Section):
     """The source of prompts. Columns that are not named here go to the reward functions."""
 
+    preset: DataPresetName | None = None
+    """Names and columns of a public data set, for keys that are not set; `train` names a local copy in place of the hub's."""
     train: str | Annotated[tuple[str, ...], Field(min_length=1)]
     """A .jsonl, .parquet, .csv or .tsv file, a glob (`data/*.parquet`) or an fsspec URL (`s3://bucket/*.jsonl`) of such
     files, a list of these, a folder made by `datasets`, or a data set's name on the hub."""
+    train_weights: tuple[PositiveFloat, ...] | None = None
+    """Weights of the data sets in the list `train`: the share of the draws that each one has. Without weights the list is one
+    data set."""
     validation: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """The same, for evaluation."""
     train_split: str = "train"
@@ -52,6 +65,11 @@ class DataSection(Section):
     prompt_key: str = "prompt"
     """Column with the prompt: text, or chat messages (a list of role and content). Empty: the rows have none, and `reset` of
     `environment.class` returns it."""
+    prompt_template: str | None = None
+    """Prompt in place of the column `prompt_key`: a text with the names of columns in braces (`Question: {question}`); a list is
+    written a line for each entry. Reward functions then get every column."""
+    choices: ChoicesSection | None = None
+    """Columns with several answers to choose from."""
     completion_key: str = "completion"
     """Column with the target (`sft`) or the judged completion (`kto`): text, or messages that follow the prompt."""
     messages_key: str | None = None
@@ -60,10 +78,17 @@ class DataSection(Section):
     """Column with the better completion: text, or messages (`dpo`, `orpo`, `rm`)."""
     rejected_key: str = "rejected"
     """Column with the worse completion, or a list of several."""
+    preference_key: str | None = None
+    """Column with a number that says which completion is the better one: below 0 that of `chosen_key`, above 0 that of
+    `rejected_key`. Rows with 0 are left out and counted (`dpo`, `orpo`, `rm`, `kto`)."""
     label_key: str = "label"
     """Column that says whether the completion is good: true or false (`kto`)."""
     margin_key: str = "margin"
     """Column with the margin by which the chosen completion is better; rows without it have margin 0 (`rm`)."""
+    source_key: str | None = None
+    """Column that names the source of a row (algorithms that sample); rewards are also measured by source, in runs and by
+    `paceline eval`. Where `train` or `validation` is a list, rows without this column get the name of their data set (of a file
+    its stem)."""
     system_prompt: str | None = None
     """Put before every prompt as a system message; makes a chat of a text prompt."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
@@ -72,6 +97,18 @@ class DataSection(Section):
     """Arguments of the chat template, wherever it is applied (`{enable_thinking: false}` for Qwen3)."""
     shuffle: bool = True
     """Draw a new seeded order in every epoch; false keeps the file's order."""
+    streaming: bool = False
+    """Read `train`, a data set on the hub, as a stream instead of downloading it first (algorithms that sample). Rows are checked
+    as they come."""
+    streaming_block_rows: PositiveInt = 10_000
+    """Consecutive rows of a stream that are in memory together and shuffled among each other; a larger block mixes better."""
+    preparation: PreparationSection = PreparationSection()
+    """Changes to the rows before the run, made where it is submitted."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        return with_preset(values)
 
     def source(self, *, validation: bool = False) -> DataSource:
         """Return the names that identify the data set for training, or the one for evaluation."""
@@ -81,12 +118,86 @@ class DataSection(Section):
         config = self.validation_config or (self.train_config if self.validation == self.train else None)
         return DataSource("data.validation", self.validation, self.validation_split, config)
 
+    def names(self, *, validation: bool = False) -> tuple[str, ...]:
+        """Return the names of the data sets for training, or those for evaluation."""
+        value = self.validation if validation else self.train
+        return value if isinstance(value, tuple) else () if value is None else (value,)
+
+    def source_names(self, *, validation: bool = False) -> tuple[str, ...]:
+        """Return the name of each data set in a list, for people and metrics; none where there is no list."""
+        value = self.validation if validation else self.train
+        return distinct_names(value) if isinstance(value, tuple) else ()
+
+    def with_prepared(self, train: Sequence[str] = (), validation: Sequence[str] = ()) -> DataSection:
+        """Return the section with prepared files in place of the data sets: one for each entry of a list. A data set without files
+        stays."""
+        update: dict[str, Any] = {"preparation": PreparationSection()}
+        if self.validation is not None:
+            update["validation_config"] = self.source(validation=True).config
+        for name, paths in (("train", train), ("validation", validation)):
+            if paths:
+                value = tuple(paths) if isinstance(getattr(self, name), tuple) else paths[0]
+                update |= {name: value, f"{name}_config": None}
+        return self.model_copy(update=update)
+
+    @property
+    def pair_keys(self) -> tuple[str, ...]:
+        """Columns that decide about a pair of completions, besides its prompt."""
+        decides = () if self.preference_key is None else (self.preference_key,)
+        return (self.chosen_key, self.rejected_key, *decides)
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _check_template_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(set(kwargs) & RESERVED_TEMPLATE_KWARGS):
             raise ValueError(f"{taken[0]!r} is not an argument of the template; remove it")
         return kwargs
+
+    @model_validator(mode="after")
+    def _check_streaming(self) -> DataSection:
+        if self.streaming and isinstance(self.train, tuple):
+            raise ValueError(
+                f"streaming is true, and train lists {len(self.train)} data sets, of which a stream has no mixture; name one, or "
+                "set streaming to false"
+            )
+        if self.streaming and self.preparation.is_used:
+            raise ValueError(
+                "streaming is true, and preparation is set, which reads all rows before the run; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> DataSection:
+        weights = self.train_weights
+        if weights is None:
+            return self
+        if not isinstance(self.train, tuple) or len(self.train) != len(weights):
+            number = len(self.train) if isinstance(self.train, tuple) else 1
+            raise ValueError(
+                f"train_weights has {len(weights)} weights and train {number} data sets; give one weight to each entry of the "
+                "list train"
+            )
+        least, total = min(weights), sum(weights)
+        if least / total < 1 / MIXTURE_BLOCK:
+            raise ValueError(
+                f"train_weights: {least:g} of {total:g} is a share below 1/{MIXTURE_BLOCK}, which would never be drawn; raise "
+                "it, or remove the data set"
+            )
+        return self
+
+
+def distinct_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the stem of each name, of a glob that of its folder; with its position where another one has the same."""
+    paths = [PurePosixPath(name) for name in names]
+    stems = [
+        path.parent.name
+        if "*" in path.name and path.parent.name
+        else path.stem
+        if path.suffix[1:].isalpha()
+        else path.name
+        for path in paths
+    ]
+    return tuple(f"{stem}-{index}" if stems.count(stem) > 1 else stem for index, stem in enumerate(stems))
 
 
 class RewardFunctionSection(Section):

@@ -20,7 +20,7 @@ class ExamplesSection(AlgorithmSection):
 
     samples: ClassVar[bool] = False
     example_form: ClassVar[ExampleForm]
-    """Form of a row of the data set (`paceline.data.examples`)."""
+    """Form of a row of the data set (`paceline.data.example_rows`)."""
     reads_conversations: ClassVar[bool] = False
     """True if data.messages_key may name whole conversations."""
 

@@ -41,6 +41,9 @@ class WeightsSection(Section):
     that it is loading them is expelled."""
     bucket_mb: PositiveInt = 64
     """Size of one packed bucket."""
+    allow_plaintext_network: bool = False
+    """Allow weights in the clear between hosts with certificates (`--tls-dir`): links by gloo, a learner on several hosts, an object
+    store without TLS. The agents of hosts use TLS in any case."""
 
     @field_validator("backend")
     @classmethod

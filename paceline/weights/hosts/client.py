@@ -4,7 +4,7 @@ The promise: while `run` lives, an agent is there or is being started: one that 
 and `on_connected` is called again, which has to repeat what an agent must know. An agent outlives the process that started it
 and ends with its last client.
 
-One thread connects, receives and calls the two callbacks; any thread may send.
+One thread connects, receives and calls the three callbacks; any thread may send.
 """
 
 from __future__ import annotations
@@ -41,11 +41,19 @@ seldom = RateLimitedLog(log)
 
 class AgentClient:
     """Connection to the agent with the socket `name`. `host` is the address that the agent listens on for other hosts,
-    `advertised` the one at which they reach it."""
+    `advertised` the one at which they reach it. `on_refusals` gets the strangers that the agent refused; None takes none."""
 
-    def __init__(self, name: str, host: str, advertised: str, zone: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        advertised: str,
+        zone: str = "",
+        on_refusals: Callable[[worker_pb2.Refusals], None] | None = None,
+    ) -> None:
         self.name = name
         self._host, self._advertised, self._zone = host, advertised, zone
+        self._on_refusals = on_refusals
         self.on_connected: Callable[[], None] = lambda: None
         self.on_reply: Callable[[host_agent_pb2.AgentReply, int | None], None] = _close_fd
         self._connection: LocalConnection | None = None
@@ -133,7 +141,7 @@ class AgentClient:
 
     def _follow(self, connection: LocalConnection) -> None:
         self._connection = connection
-        hello = host_agent_pb2.AgentClient(protocol=1)
+        hello = host_agent_pb2.AgentClient(protocol=1, takes_refusals=self._on_refusals is not None)
         connection.send(host_agent_pb2.AgentRequest(client=hello))
         heard_s, number = time.monotonic(), 0
         while not self._closed:
@@ -155,6 +163,9 @@ class AgentClient:
                     self.on_connected()
                 case "alive":
                     pass
+                case "refusals":
+                    if self._on_refusals is not None:
+                        self._on_refusals(reply.refusals)
                 case _:
                     self.on_reply(reply, fd)
 

@@ -11,6 +11,8 @@ import hashlib
 import hmac
 import struct
 
+from google.protobuf.message import DecodeError
+
 from paceline.errors import WireError
 from paceline.weights.hosts.transport import Channel
 from protos.paceline.v1 import host_agent_pb2
@@ -50,7 +52,7 @@ def receive_request(channel: Channel) -> host_agent_pb2.ReadRequest:
         raise WireError(f"a request of {length} bytes; this side reads up to {MAX_MESSAGE_BYTES}")
     try:
         return host_agent_pb2.ReadRequest.FromString(receive(channel, length))
-    except ValueError as error:  # protobuf's DecodeError
+    except DecodeError as error:
         raise WireError(f"no request of an agent: {error}") from error
 
 

@@ -8,7 +8,6 @@ Threads: one accepts, one for each channel. They wait for the store's condition 
 
 from __future__ import annotations
 
-import hmac
 import logging
 import secrets
 import threading
@@ -20,8 +19,9 @@ from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.frames import Kind
+from paceline.weights.hosts.run_secrets import RunSecrets
 from paceline.weights.hosts.store import HeldVersion, HostStore
-from paceline.weights.hosts.transport import Channel, Listener
+from paceline.weights.hosts.transport import Channel, HandshakeRefused, Listener
 from protos.paceline.v1 import host_agent_pb2
 
 WAIT_S = 0.2
@@ -33,10 +33,19 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Sender:
-    """Serves the versions of `store` to agents that know `token_of(run_id)`."""
+    """Serves the versions of `store` to agents that `run_secrets` admits, and notes there which it refused. `note_handshake` gets the
+    address and the reason of a refused handshake; it must not block."""
 
-    def __init__(self, store: HostStore, listener: Listener, token_of: Callable[[str], bytes]) -> None:
-        self._store, self._listener, self._token_of = store, listener, token_of
+    def __init__(
+        self,
+        store: HostStore,
+        listener: Listener,
+        run_secrets: RunSecrets,
+        note_handshake: Callable[[str, str], None] = lambda address, why: None,
+    ) -> None:
+        self._store, self._listener, self._run_secrets = store, listener, run_secrets
+        self._note_handshake = note_handshake
+        self._closed = False
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self.sent_bytes = 0
@@ -46,6 +55,7 @@ class Sender:
 
     def close(self) -> None:
         """Take no more readers, and end the present ones."""
+        self._closed = True
         self._listener.close()
         with self._lock:
             channels = list(self._channels)
@@ -66,8 +76,9 @@ class Sender:
             nonce = secrets.token_bytes(frames.NONCE_BYTES)
             channel.send(nonce)
             request = frames.receive_request(channel)
-            refusal = self._refusal(request, nonce)
+            refusal = self._refusal(channel.peer, request, nonce)
             if refusal:
+                seldom.warning("refused", "refused a reader at %s: %s", channel.peer, refusal)
                 frames.send_frame(channel, Kind.REFUSED, data=refusal.encode())
             elif request.manifest:
                 self._send_manifest(channel, request)
@@ -75,17 +86,20 @@ class Sender:
                 self._send_pieces(channel, request)
         except PacelineError as error:
             seldom.warning("reader", "a reader on another host is gone: %s", error)
+            if isinstance(error, HandshakeRefused) and not self._closed:
+                self._note_handshake(channel.peer, str(error).removeprefix(f"{channel.peer} is refused"))
         finally:
             channel.close()
             with self._lock:
                 self._channels.discard(channel)
 
-    def _refusal(self, request: host_agent_pb2.ReadRequest, nonce: bytes) -> str:
+    def _refusal(self, peer: str, request: host_agent_pb2.ReadRequest, nonce: bytes) -> str:
         if request.protocol != frames.PROTOCOL:
             return f"this agent speaks protocol {frames.PROTOCOL}, not {request.protocol}"
-        token = self._token_of(request.run_id)
-        if not token or not hmac.compare_digest(frames.proof(token, nonce), request.proof):
-            return f"no proof that its sender belongs to run {request.run_id[:80]!r}"
+        if not self._run_secrets.admits(request.run_id, nonce, request.proof):
+            why = f"no proof that its sender belongs to run {request.run_id[:80]!r}"
+            self._run_secrets.note_refused(peer, request.run_id, nonce, request.proof, why)
+            return why
         if not request.manifest and not 0 <= request.stream < request.streams <= MAX_STREAMS:
             return f"stream {request.stream} of {request.streams}; at most {MAX_STREAMS} are served"
         return ""
@@ -150,10 +164,10 @@ class Sender:
         piece = held.pieces[index]
         channel.send(frames.HEAD.pack(Kind.PIECE, index, piece.size_bytes))
         for begin, end in piece.ranges:
+            with self._lock:  # before they leave, so that what a reader has is counted
+                self.sent_bytes += end - begin
             # A segment that is overwritten meanwhile gives bytes that the reader's digest refuses.
             channel.send(held.memory[begin:end])
-        with self._lock:
-            self.sent_bytes += piece.size_bytes
 
 
 class _SignOfLife:

@@ -4,15 +4,15 @@ A transport listens and connects; a *channel* carries bytes in order in both dir
 call ends within the channel's `timeout_s` of silence or raises Unavailable, and a channel that failed is closed and never
 used again. What a channel carries is verified by those who use it (`paceline.weights.hosts.reading`).
 
-`TcpTransport` is the one that every host has; several channels between two hosts are its several streams. Transports that
-need a device or a library are chosen where they are installed, and say so where they are not.
+`TcpTransport` is the one that every host has; several channels between two hosts are its several streams. With certificates
+`paceline.weights.hosts.tls_transport` takes its place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.address import is_loopback
@@ -23,8 +23,15 @@ CHUNK_BYTES = 256 << 10
 BACKLOG = 512
 
 
+class HandshakeRefused(Unavailable):
+    """The other side did not show the certificate that it has to, or left before it did."""
+
+
 class Channel(Protocol):
     """A connection to another host. One thread sends, one receives."""
+
+    peer: str
+    """Address of the other side, for messages."""
 
     def send(self, data: bytes | memoryview) -> None:
         """Send all bytes. Raises Unavailable when the other side takes none for the time-out, or is gone."""
@@ -61,7 +68,7 @@ class Transport(Protocol):
 
 
 class TcpTransport:
-    """TCP, not encrypted: beyond loopback only on a network that is trusted (`--insecure`)."""
+    """TCP, not encrypted: beyond loopback for processes without certificates alone (`--insecure`)."""
 
     name = "tcp"
 
@@ -71,20 +78,30 @@ class TcpTransport:
 
     def connect(self, address: str, timeout_s: float) -> TcpChannel:
         """As `Transport.connect`."""
+        return TcpChannel(self._connected(address, timeout_s), address, timeout_s)
+
+    @staticmethod
+    def _connected(address: str, timeout_s: float) -> socket.socket:
         host, _, port = address.rpartition(":")
         try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+            return socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         except (OSError, ValueError, OverflowError) as error:
             raise Unavailable(f"{address} cannot be reached: {error}") from error
-        return TcpChannel(connection, address, timeout_s)
 
 
 class TcpListener:
     """A listening socket."""
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeout_s: float,
+        accepted: Callable[[socket.socket, str, float], TcpChannel] | None = None,
+    ) -> None:
+        """`accepted` makes the channel of a connection, without waiting for its peer."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._timeout_s = timeout_s
+        self._timeout_s, self._accepted = timeout_s, accepted or TcpChannel
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -101,7 +118,8 @@ class TcpListener:
             connection, address = self._socket.accept()
         except OSError:
             return None
-        return TcpChannel(connection, f"{address[0]}:{address[1]}", self._timeout_s)
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        return self._accepted(connection, f"{host}:{address[1]}", self._timeout_s)
 
     def close(self) -> None:
         """As `Listener.close`."""

@@ -216,6 +216,7 @@ class ExchangeReply(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of this protocol."""
     request_id: _builtins.int
@@ -238,6 +239,10 @@ class ExchangeReply(_message.Message):
     def batch(self) -> Global___BatchReply:
         """Answer to BatchRequest; one payload frame for each group, then those that `reference_frame` names."""
 
+    @_builtins.property
+    def receipt(self) -> Global___ReceiptReply:
+        """With the answer to Receipt."""
+
     def __init__(
         self,
         *,
@@ -249,12 +254,13 @@ class ExchangeReply(_message.Message):
         lease: Global___LeaseReply | None = ...,
         task: Global___TaskReply | None = ...,
         batch: Global___BatchReply | None = ...,
+        receipt: Global___ReceiptReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "lease", b"lease", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "lease", b"lease", "receipt", b"receipt", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "lease", b"lease", "message", b"message", "protocol", b"protocol", "request_id", b"request_id", "status", b"status", "task", b"task", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "lease", b"lease", "message", b"message", "protocol", b"protocol", "receipt", b"receipt", "request_id", b"request_id", "status", b"status", "task", b"task", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["lease", "task", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["lease", "task", "batch", "receipt"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -363,6 +369,7 @@ class Lease(_message.Message):
     COLUMNS_JSON_FIELD_NUMBER: _builtins.int
     JOURNAL_FIELD_NUMBER: _builtins.int
     PINNED_MEMBER_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
     group_id: _builtins.int
     """The group."""
     attempt: _builtins.int
@@ -383,6 +390,8 @@ class Lease(_message.Message):
     """Environment worker: the data set's other columns as a JSON object."""
     pinned_member: _builtins.str
     """Environment worker, of an evaluation: the rollout worker that is pinned to `pinned_version`; no other may be asked."""
+    tools_json: _builtins.str
+    """Rollout worker: tools that the chat template gets with the prompt, as a JSON list of schemas; empty for none."""
     @_builtins.property
     def params(self) -> _common_pb2.SamplingParams:
         """Sampling parameters."""
@@ -416,10 +425,11 @@ class Lease(_message.Message):
         columns_json: _builtins.str = ...,
         journal: _abc.Iterable[Global___EpisodeJournal] | None = ...,
         pinned_member: _builtins.str = ...,
+        tools_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "pinned_version", b"pinned_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "columns_json", b"columns_json", "group_id", b"group_id", "journal", b"journal", "num_generations", b"num_generations", "params", b"params", "pinned_member", b"pinned_member", "pinned_version", b"pinned_version", "prefix_finish_reasons", b"prefix_finish_reasons", "prefix_frame", b"prefix_frame", "prompt_json", b"prompt_json", "seed", b"seed", "step", b"step", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "columns_json", b"columns_json", "group_id", b"group_id", "journal", b"journal", "num_generations", b"num_generations", "params", b"params", "pinned_member", b"pinned_member", "pinned_version", b"pinned_version", "prefix_finish_reasons", b"prefix_finish_reasons", "prefix_frame", b"prefix_frame", "prompt_json", b"prompt_json", "seed", b"seed", "step", b"step", "tools_json", b"tools_json", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -985,6 +995,56 @@ class ScoreResult(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreResult: _TypeAlias = ScoreResult  # noqa: Y015
+
+@_typing.final
+class ReceiptReply(_message.Message):
+    """What the next checkpoint's manifest has to name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AUDIT_HEAD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def audit_head(self) -> Global___AuditHead:
+        """Newest record of the coordinator's audit log; absent without one."""
+
+    def __init__(
+        self,
+        *,
+        audit_head: Global___AuditHead | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit_head", b"audit_head"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit_head", b"audit_head"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceiptReply: _TypeAlias = ReceiptReply  # noqa: Y015
+
+@_typing.final
+class AuditHead(_message.Message):
+    """A record of the audit log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    HASH_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Its number."""
+    hash: _builtins.str
+    """SHA-256 over it and all records before it, in hexadecimal digits."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        hash: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditHead: _TypeAlias = AuditHead  # noqa: Y015
 
 @_typing.final
 class BatchRequest(_message.Message):

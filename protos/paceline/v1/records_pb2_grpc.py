@@ -53,6 +53,11 @@ class RecordsServiceStub:
                 request_serializer=paceline_dot_v1_dot_records__pb2.ListSamplesRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_records__pb2.ListSamplesResponse.FromString,
                 _registered_method=True)
+        self.ListAttempts = channel.unary_unary(
+                '/paceline.v1.RecordsService/ListAttempts',
+                request_serializer=paceline_dot_v1_dot_records__pb2.ListAttemptsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_records__pb2.ListAttemptsResponse.FromString,
+                _registered_method=True)
         self.GetGroupLife = channel.unary_unary(
                 '/paceline.v1.RecordsService/GetGroupLife',
                 request_serializer=paceline_dot_v1_dot_records__pb2.GetGroupLifeRequest.SerializeToString,
@@ -133,6 +138,13 @@ class RecordsServiceServicer:
 
     def ListSamples(self, request, context):
         """Groups of a run with those of their completions that pass the filters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAttempts(self, request, context):
+        """Prompts and total rewards of the scored training groups of a run, dropped ones included.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,6 +244,11 @@ def add_RecordsServiceServicer_to_server(servicer, server):
                     servicer.ListSamples,
                     request_deserializer=paceline_dot_v1_dot_records__pb2.ListSamplesRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_records__pb2.ListSamplesResponse.SerializeToString,
+            ),
+            'ListAttempts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAttempts,
+                    request_deserializer=paceline_dot_v1_dot_records__pb2.ListAttemptsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_records__pb2.ListAttemptsResponse.SerializeToString,
             ),
             'GetGroupLife': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGroupLife,
@@ -374,6 +391,33 @@ class RecordsService:
             '/paceline.v1.RecordsService/ListSamples',
             paceline_dot_v1_dot_records__pb2.ListSamplesRequest.SerializeToString,
             paceline_dot_v1_dot_records__pb2.ListSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAttempts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RecordsService/ListAttempts',
+            paceline_dot_v1_dot_records__pb2.ListAttemptsRequest.SerializeToString,
+            paceline_dot_v1_dot_records__pb2.ListAttemptsResponse.FromString,
             options,
             channel_credentials,
             insecure,

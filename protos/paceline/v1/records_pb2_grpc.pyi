@@ -43,6 +43,8 @@ class RecordsServiceStub:
     """Events of a run, oldest first, without waiting for further ones as Watch does."""
     ListSamples: _grpc.UnaryUnaryMultiCallable[_records_pb2.ListSamplesRequest, _records_pb2.ListSamplesResponse]
     """Groups of a run with those of their completions that pass the filters."""
+    ListAttempts: _grpc.UnaryUnaryMultiCallable[_records_pb2.ListAttemptsRequest, _records_pb2.ListAttemptsResponse]
+    """Prompts and total rewards of the scored training groups of a run, dropped ones included."""
     GetGroupLife: _grpc.UnaryUnaryMultiCallable[_records_pb2.GetGroupLifeRequest, _records_pb2.GetGroupLifeResponse]
     """What happened to one group, from its admission on."""
     GetBooks: _grpc.UnaryUnaryMultiCallable[_records_pb2.GetBooksRequest, _records_pb2.GetBooksResponse]
@@ -81,6 +83,8 @@ class RecordsServiceAsyncStub(RecordsServiceStub):
     """Events of a run, oldest first, without waiting for further ones as Watch does."""
     ListSamples: _aio.UnaryUnaryMultiCallable[_records_pb2.ListSamplesRequest, _records_pb2.ListSamplesResponse]  # type: ignore[assignment]
     """Groups of a run with those of their completions that pass the filters."""
+    ListAttempts: _aio.UnaryUnaryMultiCallable[_records_pb2.ListAttemptsRequest, _records_pb2.ListAttemptsResponse]  # type: ignore[assignment]
+    """Prompts and total rewards of the scored training groups of a run, dropped ones included."""
     GetGroupLife: _aio.UnaryUnaryMultiCallable[_records_pb2.GetGroupLifeRequest, _records_pb2.GetGroupLifeResponse]  # type: ignore[assignment]
     """What happened to one group, from its admission on."""
     GetBooks: _aio.UnaryUnaryMultiCallable[_records_pb2.GetBooksRequest, _records_pb2.GetBooksResponse]  # type: ignore[assignment]
@@ -134,6 +138,14 @@ class RecordsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_records_pb2.ListSamplesResponse, _abc.Awaitable[_records_pb2.ListSamplesResponse]]:
         """Groups of a run with those of their completions that pass the filters."""
+
+    @_abc_1.abstractmethod
+    def ListAttempts(
+        self,
+        request: _records_pb2.ListAttemptsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_records_pb2.ListAttemptsResponse, _abc.Awaitable[_records_pb2.ListAttemptsResponse]]:
+        """Prompts and total rewards of the scored training groups of a run, dropped ones included."""
 
     @_abc_1.abstractmethod
     def GetGroupLife(

@@ -135,6 +135,7 @@ class ConnectRequest(_message.Message):
     HOST_VERSION_FIELD_NUMBER: _builtins.int
     HOST_AGENT_FIELD_NUMBER: _builtins.int
     TOKEN_STATISTICS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of every stream."""
@@ -187,6 +188,12 @@ class ConnectRequest(_message.Message):
     def token_statistics(self) -> Global___TokenStatistics:
         """From the learner: what it computed of the tokens of a few groups of a step, for people to look at."""
 
+    @_builtins.property
+    def refusals(self) -> Global___Refusals:
+        """Strangers whom the worker's own ports, or the agent of its host, refused; for the audit log. With a heartbeat, at most one a
+        second. A coordinator that does not know it ignores it.
+        """
+
     def __init__(
         self,
         *,
@@ -203,12 +210,13 @@ class ConnectRequest(_message.Message):
         host_version: Global___HostVersion | None = ...,
         host_agent: Global___HostAgent | None = ...,
         token_statistics: Global___TokenStatistics | None = ...,
+        refusals: Global___Refusals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "token_statistics", b"token_statistics", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "refusals", b"refusals", "report", b"report", "run_report", b"run_report", "staged", b"staged", "token_statistics", b"token_statistics", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "token_statistics", b"token_statistics", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "refusals", b"refusals", "report", b"report", "run_report", b"run_report", "staged", b"staged", "token_statistics", b"token_statistics", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave", "staged", "weight_progress", "host_version", "host_agent", "token_statistics"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave", "staged", "weight_progress", "host_version", "host_agent", "token_statistics", "refusals"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -673,6 +681,72 @@ class Heartbeat(_message.Message):
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
+class Refusals(_message.Message):
+    """Strangers that a worker, or the agent of its host, refused because of who they are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
+        """32 at most; further ones come in the next message."""
+
+    def __init__(
+        self,
+        *,
+        refusals: _abc.Iterable[Global___Refusal] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusals", b"refusals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Refusals: _TypeAlias = Refusals  # noqa: Y015
+
+@_typing.final
+class Refusal(_message.Message):
+    """A refused call, request or connection, and how many equal ones it stands for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    WHO_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """What was tried: `package.Service/Method`, `http/PATH`, `agent/read` (weights, from a host's agent) or `tls/handshake`."""
+    result: _builtins.str
+    """Name of a gRPC status: UNAUTHENTICATED or PERMISSION_DENIED."""
+    address: _builtins.str
+    """Address of the newest of them, host:port, or the host alone."""
+    who: _builtins.str
+    """Name of the caller, by its token; empty where it has no valid one."""
+    why: _builtins.str
+    """The reason."""
+    count: _builtins.int
+    """Number of equal ones; 0 counts as 1."""
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        result: _builtins.str = ...,
+        address: _builtins.str = ...,
+        who: _builtins.str = ...,
+        why: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "count", b"count", "result", b"result", "what", b"what", "who", b"who", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
+
+@_typing.final
 class Leave(_message.Message):
     """The worker leaves."""
 
@@ -755,6 +829,7 @@ class RunAssignment(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     BUNDLE_FIELD_NUMBER: _builtins.int
+    STORAGE_KEY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     spec_yaml: _builtins.str
@@ -779,6 +854,10 @@ class RunAssignment(_message.Message):
     """SHA-256 of the manifest of the run's bundle, hexadecimal; the files that it names replace the spec's paths. Empty: the
     paths are those of this machine.
     """
+    storage_key: _builtins.str
+    """Learner: name of the storage key that the coordinator has, hexadecimal, which the learner needs for its checkpoints. Empty: none,
+    nothing is encrypted.
+    """
     def __init__(
         self,
         *,
@@ -793,10 +872,11 @@ class RunAssignment(_message.Message):
         directory: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         bundle: _builtins.str = ...,
+        storage_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle", b"bundle", "chain", b"chain", "checkpoint_path", b"checkpoint_path", "checkpoint_sha256", b"checkpoint_sha256", "directory", b"directory", "publish_from_step", b"publish_from_step", "run_id", b"run_id", "session", b"session", "spec_yaml", b"spec_yaml", "start_step", b"start_step", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle", b"bundle", "chain", b"chain", "checkpoint_path", b"checkpoint_path", "checkpoint_sha256", b"checkpoint_sha256", "directory", b"directory", "publish_from_step", b"publish_from_step", "run_id", b"run_id", "session", b"session", "spec_yaml", b"spec_yaml", "start_step", b"start_step", "storage_key", b"storage_key", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
-from paceline.tasks import FOLDER, task_file, task_names
+from paceline.tasks import task_file, task_names
 from services.cli.chat import spec_of_model
+from services.cli.evaluating.evaluation_spec import digests, evaluation_spec, reads_model, spec_of_endpoint
 from services.common.options import device_option, directory_option, json_option, print_json
+from services.common.processes.quiet_libraries import quiet_libraries
+
+if TYPE_CHECKING:
+    from paceline.spec.sections.data import DataSource
+    from reward.endpoints.settings import EndpointSettings
+    from services.evaluation.runner import Evaluated
 
 
-def _file_or_task(_context: click.Context, _argument: click.Parameter, name: str) -> Path:
+def _file_or_task(name: str) -> Path:
     file = task_file(name) or Path(name)
     if not file.is_file():
         raise click.BadParameter(
@@ -32,8 +38,7 @@ def _list_tasks(context: click.Context, _option: click.Parameter, is_set: bool) 
 
 
 @click.command("eval")
-@click.argument("file", metavar="FILE|TASK", callback=_file_or_task)
-@click.argument("overrides", nargs=-1)
+@click.argument("arguments", nargs=-1, metavar="FILE|TASK [OVERRIDES]...")
 @click.option(
     "--list",
     is_flag=True,
@@ -44,9 +49,33 @@ def _list_tasks(context: click.Context, _option: click.Parameter, is_set: bool) 
 )
 @click.option(
     "--model",
-    required=True,
-    metavar="RUN|FOLDER|URL",
-    help="Exported model of a run, or a model folder or its URL.",
+    metavar="RUN|FOLDER|URL|NAME@ALIAS",
+    help="Exported model of a run, a model folder or its URL, or a registered model of --directory; or the http(s) URL of an OpenAI-compatible endpoint, such as "
+    "http://127.0.0.1:8000/v1.",
+)
+@click.option(
+    "--model-name", default="", help="Name of the model at an endpoint; default the only one there."
+)
+@click.option("--api-key-env", help="Environment variable with the endpoint's key; its name ends in API_KEY.")
+@click.option("--api-key-file", help="File with the endpoint's key; its name ends in api_key.")
+@click.option(
+    "--timeout",
+    default=300.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds for one answer of an endpoint, of which four are tried.",
+)
+@click.option(
+    "--trained-on",
+    multiple=True,
+    metavar="DATA",
+    help="Training data to compare the questions with; may be given several times. That of a run is compared in any case.",
+)
+@click.option(
+    "--with",
+    "harness",
+    type=click.Choice(["lm-eval", "inspect"]),
+    help="Serve the model, run this harness against it with the arguments after --, and take its results in.",
 )
 @click.option(
     "--output",
@@ -66,9 +95,14 @@ def _list_tasks(context: click.Context, _option: click.Parameter, is_set: bool) 
 @directory_option
 @json_option
 def evaluate(
-    file: Path,
-    overrides: tuple[str, ...],
-    model: str,
+    arguments: tuple[str, ...],
+    model: str | None,
+    model_name: str,
+    api_key_env: str | None,
+    api_key_file: str | None,
+    timeout: float,
+    trained_on: tuple[str, ...],
+    harness: str | None,
     output: Path,
     seed: int,
     processes: int,
@@ -76,25 +110,156 @@ def evaluate(
     directory: Path,
     as_json: bool,
 ) -> None:
-    """Sample the validation prompts of FILE from a model, score them with its reward functions, and write the result.
+    """Ask a model the validation problems of FILE, score its answers with the reward functions, and write the result.
 
     FILE has the keys of a run: data.validation, rewards, policy.generation, grpo.max_val_samples and
-    grpo.val_samples_per_prompt. So the spec of a run is such a file. OVERRIDES are as for a run. A TASK is a file that comes
-    with Paceline, for a public data set; data.validation=./FILE with data.validation_config=null reads it from a file.
+    grpo.val_samples_per_prompt. So the spec of a run is such a file. Of its own it has `evaluation`: whether answers are
+    sampled or chosen by their log-probability. OVERRIDES are as for a run. A TASK is a file that comes with Paceline, for a
+    public data set; data.validation=./FILE with data.validation_config=null reads it from a file.
+
+    With --with there is no FILE: paceline eval --with lm-eval --model FOLDER --output results/lm -- --tasks gsm8k
     """
+    from paceline.data.preparation.prepared import prepared_data
     from paceline.evaluation.results import write_result
-    from services.cli.serve_model import device_of
+
+    quiet_libraries()
+    if harness is not None:
+        found = _by_harness(harness, arguments, model, device, directory, seed)
+        _report(write_result(output, *found), output, as_json)
+        return
+    if not arguments:
+        raise click.UsageError("Missing argument 'FILE|TASK'.")
+    file, overrides = _file_or_task(arguments[0]), arguments[1:]
+    endpoint = _endpoint(model, model_name, api_key_env, api_key_file, timeout)
+    asked = _asked_model(model, file, directory)
+    spec = evaluation_spec(file, overrides, asked)
+    with prepared_data(spec, lambda run: (), validation_alone=True) as prepared:
+        result, samples, questions = asyncio.run(
+            _evaluated(prepared.spec(spec), model, endpoint, device, seed, processes)
+        )
+    result |= {"name": spec.name, "digests": digests(spec)}
+    sets = _training_sets(asked, trained_on)
+    warnings = _compare(result, sets, questions, spec.data.prompt_key) if sets else []
+    whole = write_result(output, result, samples)
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+    _report(whole, output, as_json)
+
+
+def _endpoint(
+    model: str | None, name: str, key_env: str | None, key_file: str | None, timeout_s: float
+) -> EndpointSettings | None:
+    """Return the settings of the endpoint that --model names; None for a model of files. Raises InvalidInput."""
+    from reward.endpoints.settings import EndpointSettings, checked_settings
+
+    if model is None or not model.startswith(("http://", "https://")):
+        given = {"--model-name": name, "--api-key-env": key_env, "--api-key-file": key_file}
+        for option, value in given.items():
+            if value:
+                raise click.UsageError(
+                    f"{option} is that of an endpoint, and --model is {model}, not its URL"
+                )
+        return None
+    url = model.rstrip("/")
+    values = {
+        "base_url": url if url.count("/") > 2 else f"{url}/v1",
+        "model": name,
+        "api_key_env": key_env,
+        "api_key_file": key_file,
+        "request_timeout_s": timeout_s,
+        "cache": False,
+    }
+    return checked_settings(EndpointSettings, values, "--model")
+
+
+def _asked_model(model: str | None, file: Path, directory: Path) -> RunSpec:
+    """Return the spec of the model that is asked. Raises UsageError without one that the file needs."""
+    from paceline.spec.reading import read_tree
+
+    if model is None:
+        if reads_model(read_tree(file)):
+            raise click.UsageError("Missing option '--model'.")
+        return spec_of_endpoint("none")
+    if model.startswith(("http://", "https://")):
+        return spec_of_endpoint(model)
+    return spec_of_model(model, directory, scores=_prefers(read_tree(file)))
+
+
+def _prefers(tree: dict[str, Any]) -> bool:
+    evaluation = tree.get("evaluation")
+    return isinstance(evaluation, dict) and evaluation.get("method") == "prefer"
+
+
+async def _evaluated(
+    spec: RunSpec,
+    model: str | None,
+    endpoint: EndpointSettings | None,
+    device: str,
+    seed: int,
+    processes: int,
+) -> Evaluated:
     from services.evaluation.runner import evaluate as run
+
+    if spec.evaluation.method == "prefer":
+        return await run(None, spec, seed, processes)
+    if endpoint is not None:
+        from services.evaluation.url_model import opened_url
+
+        async with opened_url(spec, endpoint) as served:
+            return await run(served, spec, seed, processes)
+    from services.cli.serve_model import device_of
+    from services.evaluation.engine_model import EngineModel
     from services.model_server.serving import model_label, opened_model
 
-    spec = evaluation_spec(file, overrides, spec_of_model(model, directory))
+    async with opened_model(spec, model_label(model or ""), device_of(device)) as opened:
+        return await run(EngineModel(opened), spec, seed, processes)
 
-    async def measure() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+
+def _by_harness(
+    harness: str, arguments: tuple[str, ...], model: str | None, device: str, directory: Path, seed: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return result and samples of an outside harness on a model that is served meanwhile."""
+    from services.cli.serve_model import BATCH_SIZE, device_of
+    from services.evaluation.harnesses.running import run_harness
+    from services.evaluation.harnesses.scored import HarnessRun, result_of
+    from services.model_server.serving import model_label, opened_model
+
+    if model is None or model.startswith(("http://", "https://")):
+        raise click.UsageError(
+            f"--with serves a model of files or a run, and --model is {model or 'missing'}"
+        )
+    spec = spec_of_model(model, directory)
+    generation = spec.policy.generation.model_copy(update={"max_batch_size": BATCH_SIZE})
+    spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
+
+    async def run() -> HarnessRun:
         async with opened_model(spec, model_label(model), device_of(device)) as served:
-            return await run(served, seed, processes)
+            return await run_harness(served, harness, arguments)
 
-    result, samples = asyncio.run(measure())
-    whole = write_result(output, result | {"name": spec.name, "digests": digests(spec)}, samples)
+    result, samples = result_of(asyncio.run(run()), harness, arguments, spec.policy.model_name, seed)
+    return result | {"name": harness, "digests": digests(spec)}, samples
+
+
+def _training_sets(model: RunSpec, named: tuple[str, ...]) -> list[DataSource]:
+    """Return the training data to compare: that of the run, and what --trained-on names."""
+    from paceline.spec.sections.data import DataSource
+
+    own = [model.data.source()] if model.data.train != "none" else []
+    return [*own, *(DataSource("--trained-on", name, "train") for name in named)]
+
+
+def _compare(
+    result: dict[str, Any], sets: list[DataSource], questions: list[str], prompt_key: str
+) -> list[str]:
+    """Add the overlap with training data to the result, and return the warnings."""
+    from services.evaluation.trained_on import compared, warnings_of
+
+    result["trained_on"] = compared(questions, sets, prompt_key)
+    return warnings_of(result["trained_on"], len(questions))
+
+
+def _report(whole: dict[str, Any], output: Path, as_json: bool) -> None:
+    """Print a result."""
     if as_json:
         print_json(whole)
         return
@@ -104,43 +269,3 @@ def evaluate(
     for failure in whole["failures"]:
         click.echo(f"  {failure}", err=True)
     click.echo(f"written to {output}")
-
-
-def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> RunSpec:
-    """Return the spec in `file` for the model of another one. Raises SpecError, InvalidInput without validation data."""
-    from paceline.spec.reading import apply_override, parse_spec, read_tree
-
-    tree = read_tree(file)
-    for override in overrides:
-        apply_override(tree, override)
-    if file.parent == FOLDER and isinstance(tree["data"].get("validation"), str):
-        tree["data"]["validation"] = _from_here(tree["data"]["validation"])
-    data = tree.get("data") if isinstance(tree.get("data"), dict) else {}
-    if not data or not data.get("validation"):
-        raise InvalidInput(f"{file}: data.validation is not set; name the data set with the problems")
-    policy = tree.get("policy") or {}
-    lora = {"enabled": False}
-    tree["policy"] = {
-        "max_total_sequence_length": model.policy.max_total_sequence_length,
-        **policy,
-        "model_name": model.policy.model_name,
-        "tokenizer_name": model.policy.tokenizer_name,
-        "lora_cfg": lora,
-    }
-    # The training set is not read; a run's spec names one, and an evaluation file need not.
-    tree["data"] = {"train": data["validation"], **data}
-    return parse_spec(tree, base=file.parent)
-
-
-def _from_here(name: str) -> str:
-    """Return a path of this directory as an absolute one, and any other name unchanged."""
-    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
-
-
-def digests(spec: RunSpec) -> dict[str, str]:
-    """Return the digests of what decides an evaluation: the spec, and the model's files where they are on this machine."""
-    from paceline.evaluation.results import digest_of, folder_digest
-
-    found = {"spec": digest_of(spec.model_dump(mode="json", exclude={"folder"}))}
-    folder = Path(spec.policy.model_name)
-    return found | ({"model": folder_digest(folder)} if folder.is_dir() else {})

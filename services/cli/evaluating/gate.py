@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
-from services.common.options import json_option, print_json
-
-STATUS = {"passed": 0, "failed": 1, "undecided": 2}
+from services.cli.decision import decision_options, end
 
 
-def _minima(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, float]:
+def _bounds(_context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, float]:
     found = {}
     for each in given:
         name, _, value = each.rpartition("=")
@@ -21,7 +18,9 @@ def _minima(_context: click.Context, _option: click.Parameter, given: tuple[str,
         except ValueError:
             name = ""
         if not name:
-            raise click.UsageError(f"--min {each!r} has to look like METRIC=VALUE, such as reward=0.4")
+            raise click.UsageError(
+                f"{option.opts[0]} {each!r} has to look like METRIC=VALUE, such as reward=0.4"
+            )
     return found
 
 
@@ -35,33 +34,30 @@ def _minima(_context: click.Context, _option: click.Parameter, given: tuple[str,
 )
 @click.option("--metric", default="reward", show_default=True, help="reward, or reward/FUNCTION.")
 @click.option(
-    "--max-drop", default=0.0, show_default=True, type=click.FloatRange(0), help="Drop that is accepted."
-)
-@click.option(
-    "--margin",
-    default=0.05,
-    show_default=True,
-    type=click.FloatRange(0),
-    help="Further drop that the evaluations must exclude, else nothing is decided.",
-)
-@click.option(
     "--min",
     "minima",
     multiple=True,
     metavar="METRIC=VALUE",
-    callback=_minima,
+    callback=_bounds,
     help="Least value of a metric.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of the interval.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="File for the verdict.")
-@json_option
+@click.option(
+    "--max",
+    "maxima",
+    multiple=True,
+    metavar="METRIC=VALUE",
+    callback=_bounds,
+    help="Greatest value of a metric, such as gap/reward[category].",
+)
+@decision_options
 def gate(
     result: Path,
     baseline: Path,
     metric: str,
+    minima: dict[str, float],
+    maxima: dict[str, float],
     max_drop: float,
     margin: float,
-    minima: dict[str, float],
     seed: int,
     output: Path | None,
     as_json: bool,
@@ -73,15 +69,8 @@ def gate(
     """
     from paceline.evaluation.gate import Bounds, judge
     from paceline.evaluation.results import digest_of, read_result
-    from paceline.files.whole_file import write_whole
 
-    bounds = Bounds(max_drop, margin, minima)
+    bounds = Bounds(max_drop, margin, minima, maxima)
     verdict = judge(*read_result(result), *read_result(baseline), bounds, metric=metric, seed=seed)
     verdict["digest"] = digest_of(verdict)
-    if output is not None:
-        write_whole(output, json.dumps(verdict, indent=2) + "\n")
-    if as_json:
-        print_json(verdict)
-    else:
-        click.echo("\n".join([verdict["outcome"], *verdict["reasons"]]))
-    raise click.exceptions.Exit(STATUS[verdict["outcome"]])
+    end(verdict, verdict["outcome"], [verdict["outcome"], *verdict["reasons"]], output, as_json)

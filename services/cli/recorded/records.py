@@ -1,15 +1,19 @@
-"""Commands on the records of a run: ledger verify, ledger backup, export. They need no coordinator, and take one."""
+"""Commands on the records of a run: ledger verify, ledger backup, ledger encrypt, export. They need no coordinator, and those that
+only read take one."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from paceline.errors import NotFound
+from paceline.encryption.storage_key import FILE_VARIABLE, StorageKey, storage_key
+from paceline.errors import InvalidInput, NotFound
 from paceline.files.names import EXPORTS, LEDGER_NAME
+from paceline.registry.origin import Origin
 from paceline.spec import RunSpec
 from services.cli import render
 from services.cli.recorded.opening import opened_ledger
@@ -17,12 +21,12 @@ from services.cli.recorded.source import Source, records_of, records_of_run, sou
 from services.common.options import directory_option, find_run, json_option, print_json
 
 if TYPE_CHECKING:
-    from services.coordinator.ledger.ledger import Ledger
+    from protos.paceline.v1.records_pb2 import RecordedCheckpoint
 
 
 @click.group()
 def ledger() -> None:
-    """Verify or back up the record of every group."""
+    """Verify, back up or encrypt the record of every group."""
 
 
 @ledger.command()
@@ -84,6 +88,31 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
         click.echo(f"{destination}: {size_bytes:,} bytes")
 
 
+@ledger.command()
+@click.option(
+    "--old-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File with the storage key that the ledger is encrypted with now; default: it is not encrypted.",
+)
+@directory_option
+def encrypt(old_key_file: Path | None, directory: Path) -> None:
+    """Encrypt the ledger with the storage key that the environment gives. Stop the coordinator before; the ledger's disk needs
+    room for a second copy of it meanwhile."""
+    from services.coordinator.ledger.reencryption import encrypt_ledger
+
+    new = storage_key()
+    if new is None:
+        raise InvalidInput(f"no storage key is given; name a file that has it by {FILE_VARIABLE}")
+    encrypt_ledger(directory / LEDGER_NAME, _key_in(old_key_file) if old_key_file else None, new, click.echo)
+
+
+def _key_in(path: Path) -> StorageKey | None:
+    try:
+        return storage_key({FILE_VARIABLE: str(path)})
+    except InvalidInput as error:
+        raise InvalidInput(str(error).replace(FILE_VARIABLE, "--old-key-file")) from None
+
+
 @click.command()
 @click.argument("run")
 @click.argument("destination", metavar="[FOLDER|URL]", required=False)
@@ -114,7 +143,7 @@ def export(
     if adapter and dtype:
         raise click.UsageError("--dtype goes with whole models; an adapter is always float32")
     with records_of_run(run, directory, coordinator) as (source, run_id):
-        chosen = _chosen(source.ledger, run_id) if source.ledger else _chosen_there(source, run_id)
+        chosen = _chosen(source, run_id)
     spec = chosen.spec
     if destination is None:
         beside = chosen.path.rpartition("/checkpoints/")[0] if not spec.checkpointing.checkpoint_dir else ""
@@ -131,6 +160,13 @@ def export(
         dtype=getattr(torch, dtype or spec.checkpointing.export_dtype),
         scoring=spec.has_scoring_head,
         adapter_only=adapter,
+        origin=Origin(
+            run_id=run_id,
+            session=chosen.session,
+            step=chosen.step,
+            chain=chosen.chain,
+            spec_sha256=chosen.spec_sha256,
+        ),
     )
     facts = {"run_id": run_id, "step": chosen.step, "session": chosen.session, "path": destination}
     if as_json:
@@ -147,39 +183,39 @@ class _Chosen(NamedTuple):
     step: int
     path: str
     sha256: str
+    chain: str
+    spec_sha256: str
     directory: str
 
 
-def _chosen(ledger: Ledger, run_id: str) -> _Chosen:
+def _chosen(source: Source, run_id: str) -> _Chosen:
     from paceline.spec.reading import spec_of_run
 
-    spec = spec_of_run(run_id, ledger.run(run_id)["spec_yaml"])[0]
-    newest = ledger.checkpoints.newest(run_id)
+    newest = source.ledger.checkpoints.newest(run_id) if source.ledger else _newest_there(source, run_id)
     if newest is None:
-        raise _no_checkpoint(run_id)
-    directory = str(ledger.run_directory(run_id))
-    return _Chosen(spec, newest.session, newest.step, newest.path, newest.sha256, directory)
+        raise NotFound(
+            f"run {run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"
+        )
+    text = source.spec_text(run_id)
+    return _Chosen(
+        spec_of_run(run_id, text)[0],
+        newest.session,
+        newest.step,
+        newest.path,
+        newest.sha256,
+        newest.chain,
+        hashlib.sha256(text.encode()).hexdigest(),
+        source.run(run_id).directory,
+    )
 
 
-def _chosen_there(source: Source, run_id: str) -> _Chosen:
-    from paceline.spec.reading import spec_of_run
-
+def _newest_there(source: Source, run_id: str) -> RecordedCheckpoint | None:
+    """Return the newest checkpoint that a coordinator has; None without one. Raises NotFound when this machine cannot read it."""
     found = [each for each in source.records.checkpoints(run_id) if not each.damaged]
-    if not found:
-        raise _no_checkpoint(run_id)
-    newest = max(found, key=lambda each: (each.step, each.session))
-    if "://" not in newest.path and not os.path.isdir(newest.path):
+    newest = max(found, key=lambda each: (each.step, each.session), default=None)
+    if newest is not None and "://" not in newest.path and not os.path.isdir(newest.path):
         raise NotFound(
             f"the checkpoint {newest.path} is not on this machine; export on the coordinator's host, or keep checkpoints in an "
             "object store (`--store`)"
         )
-    spec = spec_of_run(run_id, source.records.spec_yaml(run_id))[0]
-    return _Chosen(
-        spec, newest.session, newest.step, newest.path, newest.sha256, source.run(run_id).directory
-    )
-
-
-def _no_checkpoint(run_id: str) -> NotFound:
-    return NotFound(
-        f"run {run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"
-    )
+    return newest

@@ -17,7 +17,7 @@ from paceline.errors import Conflict, PacelineError
 from paceline.spec import RunSpec
 from paceline.spec.reading import apply_override, parse_spec, spec_to_yaml
 from services.cli.recorded.opening import opened_ledger
-from services.common.options import directory_option, find_run, json_option, print_json
+from services.common.options import device_option, directory_option, find_run, json_option, print_json
 
 if TYPE_CHECKING:
     from services.replay.plan import ReplayPlan
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @click.option("--output", type=click.Path(path_type=Path), help="New folder for the results.")
 @click.option("--ranks", type=int, help="Ranks of the learner; default as recorded.")
 @click.option("--threads", type=int, help="Compute threads of each rank; default as recorded.")
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda, or auto.")
+@device_option
 @directory_option
 @json_option
 def replay(
@@ -131,7 +131,11 @@ def _command(ranks: int) -> list[str]:
 
 def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dict[str, Any]]:
     """Yield the objects that rank 0 prints; pass other lines on to stderr. Raises PacelineError when the ranks fail."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONSAFEPATH": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # also transformers', between the lines of the steps
+    }
     with subprocess.Popen(
         [*command, *options], env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
     ) as process:

@@ -20,7 +20,7 @@ from paceline.files.names import LEDGER_NAME
 from paceline.records import Records
 from services.cli.recorded.opening import opened_ledger
 from services.common.insecure import check_coordinator, insecure_option
-from services.common.options import directory_option, find_run, token_file_option
+from services.common.options import caller_token_file_option, directory_option, find_run
 
 if TYPE_CHECKING:
     from protos.paceline.v1.run_pb2 import Run
@@ -39,7 +39,7 @@ _coordinator_option = click.option(
 
 def source_options(command: CommandT) -> CommandT:
     """Add --directory, --coordinator, --token-file and --insecure."""
-    return directory_option(token_file_option(insecure_option(_coordinator_option(command))))
+    return directory_option(caller_token_file_option(insecure_option(_coordinator_option(command))))
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,13 @@ class Source:
         from services.coordinator.reporting.run_messages import run_message
 
         return run_message(self.ledger, self.ledger.run(run_id))
+
+    def spec_text(self, run_id: str) -> str:
+        """Return the resolved spec of a run as it is on record. Raises NotFound."""
+        if self.client is not None:
+            return str(self.client.get(run_id).spec_yaml)
+        assert self.ledger is not None
+        return str(self.ledger.run(run_id)["spec_yaml"])
 
 
 @contextmanager
@@ -114,7 +121,7 @@ def ledger_source(path: Path) -> Iterator[Source]:
 def _address_instead(path: Path) -> str:
     """Return the coordinator to ask where there is no ledger at `path`, and nobody named a folder."""
     source = click.get_current_context().get_parameter_source("directory")
-    if path.is_file() or source != click.core.ParameterSource.DEFAULT:
+    if os.path.lexists(path) or source != click.core.ParameterSource.DEFAULT:
         return ""
     address = os.environ.get(VARIABLE, "")
     return check_coordinator(click.get_current_context(), _OPTION, address) or "" if address else ""

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import click
 
+from paceline.errors import DataError
 from services.cli.recorded.remote_samples import RemoteSamples
 from services.cli.recorded.source import records_of_run, source_options
+from services.cli.recorded.trace_comparison import compare
 from services.common.options import json_option, print_json
 
 
 @click.group()
 def traces() -> None:
-    """Write what a run has sampled as traces (traces export RUN FILE), or make preference pairs of traces."""
+    """Write what a run has sampled as traces (traces export RUN FILE), convert other records, make preference pairs of traces, or
+    compare those of two models."""
+
+
+traces.add_command(compare)
 
 
 @traces.command()
@@ -44,6 +50,51 @@ def export(run: str, destination: Path, directory: Path, coordinator: str | None
         print_json({"path": str(destination), "rows": rows})
     else:
         click.echo(f"{destination}: {rows:,} traces of {run_id}")
+
+
+@traces.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--scores-from",
+    "score_files",
+    multiple=True,
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Further file with evaluations, such as the log records of the same service.",
+)
+@click.option(
+    "--score",
+    "scores",
+    multiple=True,
+    help="Name of an evaluation that is the reward; several are added up. Default: the only one that there is.",
+)
+@json_option
+def convert(
+    file: Path, destination: Path, score_files: tuple[Path, ...], scores: tuple[str, ...], as_json: bool
+) -> None:
+    """Write the model calls in FILE to DESTINATION, a JSONL file of traces. FILE has OpenTelemetry spans (OTLP JSON lines, or
+    one span a line) by the conventions for generative AI, or rollouts of the library verifiers.
+
+    The reward is the score of the call's evaluation (event gen_ai.evaluation.result), or the rollout's.
+    """
+    from paceline.data.traces.conversion import ConversionReport, convert
+    from paceline.files.whole_file import written_whole
+
+    report = ConversionReport()
+    with written_whole(destination) as partial, partial.open("w", encoding="utf-8") as out:
+        for row in convert((file, *score_files), scores, report):
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if not report.rows:
+            reasons = ", ".join(f"{number:,} ({why})" for why, number in report.left_out.most_common())
+            raise DataError(
+                f"{file} has no call of a model that can be read; left out: {reasons or 'nothing'}"
+            )
+    if as_json:
+        print_json(report.facts())
+        return
+    click.echo(f"{destination}: {report.rows:,} traces, {report.with_reward:,} with a reward")
+    for reason, number in report.left_out.most_common():
+        click.echo(f"left out: {number:,} records ({reason})")
 
 
 @traces.command()
@@ -84,8 +135,8 @@ def pairs(
     """Write preference pairs of the traces in FILE (.jsonl, .parquet, .csv, a glob or a URL) to DESTINATION, a JSONL file:
     prompt, chosen, rejected, margin, and both rewards. `paceline dpo` and `paceline rm` train on it."""
     from paceline.data.rows import open_rows
-    from paceline.data.trace_pairs import PairReport, PairRules, pairs_of_traces
-    from paceline.data.traces import TraceKeys, read_trace
+    from paceline.data.traces.pairs import PairReport, PairRules, pairs_of_traces
+    from paceline.data.traces.rows import TraceKeys, read_trace
     from paceline.files.whole_file import written_whole
 
     if rejected > chosen:
@@ -101,6 +152,13 @@ def pairs(
         ]
         for row, is_held_out in pairs_of_traces(rows, keys, rules, report):
             opened[is_held_out].write(json.dumps(row, ensure_ascii=False) + "\n")
+        if not report.pairs:
+            reasons = ", ".join(f"{number:,} ({why})" for why, number in report.left_out.most_common())
+            raise DataError(
+                f"{file} has no pair: no prompt has both a trace with a reward of at least {chosen:g} and one below {rejected:g}; "
+                f"left out: {reasons or 'nothing'}. A model that answers each prompt once gives no pairs; name the traces of "
+                "several models together, or ask for several answers to a prompt"
+            )
     if as_json:
         print_json(report.facts())
         return

@@ -30,6 +30,7 @@ from services.common.options import (
     store_option,
     token_file_option,
 )
+from services.common.user_code_options import user_code_options
 from services.local.cluster import GRACE_S, LocalCluster
 from services.local.missing_paths import check_paths_are_here
 from services.local.page_link import start_page
@@ -114,6 +115,7 @@ def _bounds(
     "number of cores, or of cluster.*_workers where they have GPUs.",
 )
 @functions_from_option
+@user_code_options
 @token_file_option
 @shown_options
 def up(

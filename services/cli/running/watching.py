@@ -75,8 +75,9 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
         print_json(facts)
     else:
         said = f": {facts['message']}" if facts["message"] else ""
+        verb = render.VERBS.get(str(facts["state"]), "is")
         click.echo(
-            visible(f"run {run_id} is {facts['state']} at step {facts['step']}{said}"),
+            visible(f"run {run_id} {verb} {facts['state']} at step {facts['step']}{said}"),
             err=facts["state"] != "succeeded",
         )
     if status := EXITS.get(facts["state"], 0):

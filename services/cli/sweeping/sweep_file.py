@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.errors import SpecError
+from paceline.regular_file import read_regular
 from paceline.spec import RunSpec
 from paceline.spec.bounded_yaml import load
 from paceline.spec.reading import load_spec
@@ -96,7 +97,7 @@ def load_sweep(path: str | Path) -> Sweep:
     """Read a sweep's file. Raises SpecError with file, field and value."""
     path = Path(path)
     try:
-        tree = load(path.read_text(encoding="utf-8"))
+        tree = load(read_regular(path).decode())
     except (OSError, UnicodeDecodeError, SpecError) as error:
         raise SpecError(f"{path} cannot be read as a sweep: {str(error).replace('the spec', 'it')}") from None
     if not isinstance(tree, dict):

@@ -25,6 +25,8 @@ class Caller:
     roles: frozenset[CallerRole]
     digest: str = ""
     """SHA-256 of its token, in hexadecimal digits."""
+    certificate: str = ""
+    """Name in its client certificate; empty without one. It gives no right, but a revoked one takes all of them."""
 
     @property
     def steers_all(self) -> bool:

@@ -1,36 +1,35 @@
 """The callers that a coordinator accepts, by their tokens: the bootstrap token, and those of `tokens.json`.
 
-A change of the file counts within CHECK_S. A file that is damaged while the coordinator runs leaves the tokens as they were, with
-a warning; at its start it is an error.
+The token decides the role. A client certificate says on which host it is used: its name is recorded, and a call over a connection
+of a revoked name is refused whatever its token. A change of either file counts within a second.
 """
 
 from __future__ import annotations
 
 import hmac
-import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from paceline.errors import AccessDenied, Conflict
-from paceline.rate_limited_log import RateLimitedLog
+from paceline.errors import AccessDenied
 from paceline.token import VARIABLE
 from services.common.access.caller import Caller, CallerRole
+from services.common.access.polled_file import PolledFile
+from services.common.access.revoked_certificates import FILE_NAME as REVOKED_NAME
+from services.common.access.revoked_certificates import read_revoked
 from services.common.access.token_table import BOOTSTRAP, NamedToken, digest_of, read_table
 
-CHECK_S = 0.5
-"""Seconds after which the file is looked at again."""
-
 ALL_ROLES = frozenset(CallerRole)
-seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Callers(Protocol):
     """The callers of a server."""
 
-    async def caller(self, token: str) -> Caller:
-        """Return the caller with a token (empty: none). Raises AccessDenied, Unavailable."""
+    async def caller(self, token: str, certificate: str = "") -> Caller:
+        """Return the caller with a token (empty: none) and the name in its client certificate (empty: none). Raises
+        AccessDenied, Unavailable."""
 
 
 class TokenCallers:
@@ -42,22 +41,26 @@ class TokenCallers:
         file: Path,
         table: Path | None = None,
         clock: Callable[[], float] = time.time,
+        note: Callable[[str, str], None] = lambda what, name: None,
     ):
-        """`bootstrap` returns the bootstrap token, `file` is its name on this host, for messages; `table` is `tokens.json`.
-        Raises Conflict for a damaged table."""
-        self._bootstrap, self._file, self._table, self._clock = bootstrap, file.resolve(), table, clock
-        self._rows: Mapping[str, NamedToken] = {}
-        self._stamp: object = None
-        self._checked_s = float("-inf")
+        """`bootstrap` returns the bootstrap token, `file` is its name on this host, for messages; `table` is `tokens.json`,
+        beside which the revoked certificates are; `note` is called for each change of either, with what happened and the name.
+        Raises Conflict for a damaged file."""
+        self._note = note
+        self._bootstrap, self._file, self._clock = bootstrap, file.resolve(), clock
+        self._table = self._revoked = None
         if table is not None:
-            self._stamp, self._rows = _stamp(table), read_table(table)
+            self._table = PolledFile(table, read_table, self._note_tokens)
+            self._revoked = PolledFile(table.with_name(REVOKED_NAME), read_revoked, self._note_certificates)
 
-    async def caller(self, token: str) -> Caller:
+    async def caller(self, token: str, certificate: str = "") -> Caller:
         """Return the caller with a token. Raises AccessDenied."""
+        if refusal := self._refusal_of_certificate(certificate):
+            raise AccessDenied(refusal)
         found = self.by_digest(digest_of(token)) if token else None
         if found is not None:
-            return found
-        if not self._bootstrap() and not self._rows:
+            return replace(found, certificate=certificate) if certificate else found
+        if not self._bootstrap() and not self._rows():
             why = f"this service has no token: its file {self._file} is not there, so it refuses every call"
         else:
             why = (
@@ -69,8 +72,7 @@ class TokenCallers:
     def by_digest(self, digest: str) -> Caller | None:
         """Return the caller whose token has a digest; None for an unknown one. Raises AccessDenied for a token that is
         revoked or has expired."""
-        self._read_again()
-        if row := self._rows.get(digest):
+        if row := self._rows().get(digest):
             if refusal := row.refusal(self._clock()):
                 raise AccessDenied(refusal)
             return Caller(row.name, frozenset({CallerRole(row.role)}), digest)
@@ -81,28 +83,31 @@ class TokenCallers:
 
     def refusal(self, caller: Caller) -> str:
         """Return why a caller that was accepted does not count any more; empty where it does."""
+        if refusal := self._refusal_of_certificate(caller.certificate):
+            return refusal
         try:
             return "" if self.by_digest(caller.digest) else f"the token {caller.name} is not valid any more"
         except AccessDenied as denied:
             return str(denied)
 
-    def _read_again(self) -> None:
-        now_s = time.monotonic()
-        if self._table is None or now_s - self._checked_s < CHECK_S:
-            return
-        self._checked_s = now_s
-        stamp = _stamp(self._table)
-        if stamp == self._stamp:
-            return
-        try:
-            self._rows, self._stamp = read_table(self._table), stamp
-        except Conflict as fault:
-            seldom.warning("table", "the tokens stay as they were: %s", fault)
+    def _rows(self) -> Mapping[str, NamedToken]:
+        return self._table.content if self._table is not None else {}
 
+    def _note_tokens(self, before: Mapping[str, NamedToken], after: Mapping[str, NamedToken]) -> None:
+        for sha256 in before.keys() | after.keys():
+            old, new = before.get(sha256), after.get(sha256)
+            if new is None:
+                self._note("tokens/removed", before[sha256].name)
+            elif new.revoked_s and not (old and old.revoked_s):
+                self._note("tokens/revoked", new.name)
+            elif old is None:
+                self._note("tokens/created", new.name)
 
-def _stamp(path: Path) -> object:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
+    def _note_certificates(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        for name in before.keys() ^ after.keys():
+            self._note("certificates/revoked" if name in after else "certificates/restored", name)
+
+    def _refusal_of_certificate(self, name: str) -> str:
+        if not name or self._revoked is None or name not in self._revoked.content:
+            return ""
+        return f"the certificates of {name} were revoked; ask an operator for one with another name"

@@ -55,6 +55,7 @@ RPCS: Mapping[str, Right] = {
     "paceline.v1.RecordsService/GetMetrics": _reads(),
     "paceline.v1.RecordsService/ListEvents": _reads(),
     "paceline.v1.RecordsService/ListSamples": _reads(),
+    "paceline.v1.RecordsService/ListAttempts": _reads(),
     "paceline.v1.RecordsService/GetGroupLife": _reads(),
     "paceline.v1.RecordsService/GetBooks": _reads(),
     "paceline.v1.RecordsService/VerifyRun": _reads(),
@@ -67,6 +68,11 @@ RPCS: Mapping[str, Right] = {
     "paceline.v1.RecordsService/GetGaugeHistory": _reads(),
     "paceline.v1.RecordsService/GetTokenStatistics": _reads(),
     "paceline.v1.StatusService/Status": _reads(SCRAPER),
+    "paceline.v1.ModelService/Register": STEERS,
+    "paceline.v1.ModelService/List": _reads(),
+    "paceline.v1.ModelService/Show": _reads(),
+    "paceline.v1.ModelService/Promote": _changes(OPERATOR),
+    "paceline.v1.ModelService/Rollback": _changes(OPERATOR),
     "paceline.v1.AccessService/Identify": _reads(WORKER, SCRAPER),
     # A scaler sets the bounds of its pool until its next call, so a viewer may not call it; no run changes by it.
     "externalscaler.ExternalScaler/IsActive": Right(frozenset({OPERATOR})),
@@ -84,6 +90,11 @@ RPCS: Mapping[str, Right] = {
     "paceline.v1.LearnerService/Export": _changes(OPERATOR),
 }
 """The right to each rpc, by `package.Service/Method`."""
+
+COMPLETIONS = RPCS["paceline.v1.RolloutService/Generate"].roles
+"""Roles that the OpenAI-compatible endpoint answers, where it requires a token (`services/common/http_guard.py`)."""
+METRICS = RPCS["paceline.v1.StatusService/Status"].roles
+"""Roles that `/metrics` answers, likewise."""
 
 _ROLLOUT, _REWARD, _LEARNER, _ENVIRONMENT = (
     common_pb2.ROLE_ROLLOUT,

@@ -3,16 +3,14 @@
 A token is 32 random bytes, so nobody can guess one from its digest, and a plain SHA-256 protects it at rest: a slow or a keyed
 hash protects secrets that people choose. The file has digests alone; the token is shown once, when it is made.
 
-Commands edit the file under a lock, the coordinator reads it anew within CHECK_S of a change.
+Commands edit the file under a lock, the coordinator reads it anew within a second.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import re
 import secrets
 import time
@@ -21,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from paceline.errors import Conflict, InvalidInput, NotFound
-from paceline.files.whole_file import sync_folder
 from services.common.access.caller import CallerRole
+from services.common.access.locked_json import locked, replace_whole
 
 FILE_NAME = "tokens.json"
 FORMAT = 1
@@ -120,16 +118,7 @@ def revoke(path: Path, name: str, bootstrap: str = "") -> int:
 @contextlib.contextmanager
 def _edited(path: Path) -> Iterator[dict[str, NamedToken]]:
     """Yield the table to change; it is written when the block ends well. One process edits at a time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path.with_name(f"{path.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o600), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path):
         table = dict(read_table(path))
         yield table
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-        partial.unlink(missing_ok=True)
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({"format": FORMAT, "tokens": [asdict(row) for row in table.values()]}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_folder(path.parent)
+        replace_whole(path, {"format": FORMAT, "tokens": [asdict(row) for row in table.values()]})

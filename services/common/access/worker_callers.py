@@ -44,7 +44,7 @@ class WorkerCallers:
         self._coordinator = coordinator
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
 
-    async def caller(self, token: str) -> Caller:
+    async def caller(self, token: str, certificate: str = "") -> Caller:
         """Return the caller with a token. Raises AccessDenied, Unavailable."""
         own = read_token(token_path())
         if not own or not token:

@@ -18,6 +18,9 @@ RESERVED_FILES = 160
 RESERVED_FOR_CLIENTS = 64
 """Connections to the control plane beyond those of members; part of RESERVED_FILES."""
 
+MAX_MEMBERS = 8192
+"""Most members, whatever the limit of open files: each connection takes memory."""
+
 TIGHT = 0.9
 """Share of the possible members from which on a warning is logged."""
 
@@ -42,7 +45,7 @@ class Capacity:
 
     def __init__(self, max_files: int):
         self._max_files = max_files
-        self.max_members = max(1, (max_files - RESERVED_FILES) // FILES_PER_MEMBER)
+        self.max_members = min(MAX_MEMBERS, max(1, (max_files - RESERVED_FILES) // FILES_PER_MEMBER))
         self.max_connections = self.max_members + RESERVED_FOR_CLIENTS
         """Connections to the control plane."""
         self._said = False
@@ -58,6 +61,8 @@ class Capacity:
         return ""
 
     def _sentence(self) -> str:
+        if self.max_members == MAX_MEMBERS:
+            return f"a coordinator serves {MAX_MEMBERS} members at most; start another one for other runs"
         return (
             f"this coordinator can serve about {self.max_members} members with its limit of {self._max_files} open files; "
             "raise ulimit -n"

@@ -36,15 +36,15 @@ class Death:
     status: int
     """Return code; negative is the signal, as in `subprocess`."""
     life_s: float
-    last_line: str = ""
-    """Last line of its log."""
+    reason: str = ""
+    """Line of its log that says why it died."""
     by_supervisor: bool = False
     """True when the supervisor itself killed it and knows why."""
 
     @property
     def way(self) -> tuple[int, str]:
-        """Return status and last line without the numbers that differ each time: equal for two deaths of one cause."""
-        return self.status, CHANGING.sub("#", self.last_line)
+        """Return status and reason without the numbers that differ each time: equal for two deaths of one cause."""
+        return self.status, CHANGING.sub("#", self.reason)
 
 
 class RestartPolicy:

@@ -1,8 +1,8 @@
 """Supervision of one child process: start it, notice its death, log why, start it again.
 
 Promises: a service that dies is started again, at first after half a second and ever more slowly while it keeps dying
-(`restart_policy.py`). It is given up, with the reason, only if `max_deaths` is set. No process of its process group
-outlives it, and it does not outlive this process.
+(`restart_policy.py`). It is given up, with the reason, only if `max_deaths` is set. All its lives write into one log, in
+which a line ends each. No process of its process group outlives it, and it does not outlive this process.
 
 One thread (the keeper) owns each child: it alone starts, waits for and reaps it. Callers only send signals, under the
 lock that also covers reaping, so a signal never meets a process id that the system has given to another process.
@@ -24,15 +24,17 @@ from pathlib import Path
 import psutil
 
 from paceline.errors import PacelineError
+from services.common.processes.log_tail import last_lines, reason_in
 from services.common.processes.restart_policy import MAX_BACKOFF_S, Death, RestartPolicy
 from services.common.processes.tether import tethered
 
 KILL_WAIT_S = 10.0
-LOG_TAIL_BYTES = 8192
 CANNOT_START = 127
 """Status of a life that never began, as in shells."""
 
 KEPT_DEATHS = 1000
+SHOWN_LINES = 5
+"""Lines of the log that are shown when a service is given up."""
 
 
 class Service:
@@ -140,8 +142,10 @@ class Service:
                 if status is None or self._stopping.is_set():
                     return
                 how, lines = ending(status), last_lines(self.log_path, log_start)
-                last_line = lines[-1] if lines else ""
-                death = Death(status, time.monotonic() - started_s, last_line, self._meant_to_die)
+                # A signal leaves no words, so an error that the log names came earlier and was survived.
+                reason = reason_in(lines if status >= 0 else lines[-1:])
+                death = Death(status, time.monotonic() - started_s, reason, self._meant_to_die)
+                self._note_end(how)
             self._meant_to_die = False
             if not self._goes_on(how, death, lines) or self._stopping.wait(self._policy.pause_s):
                 return
@@ -169,6 +173,12 @@ class Service:
             self._process = None
             return process.wait()
 
+    def _note_end(self, how: str) -> None:
+        """End this life in the log, whatever its last line was."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        with contextlib.suppress(OSError), self.log_path.open("a") as log:
+            log.write(f"{now} WARNING {__name__}: {self.name} {how}\n")
+
     def _goes_on(self, how: str, death: Death, lines: list[str]) -> bool:
         """Log the death, or give the service up; return whether there is a next life."""
         self.deaths.append(f"{self.name} {how}")
@@ -176,12 +186,15 @@ class Service:
         policy.count(death)
         what = policy.in_words(self.name, how)
         if self.max_deaths is not None and policy.in_a_row >= self.max_deaths:
-            tail = "".join(f"\n  {line}" for line in lines) or " nothing"
+            shown = lines[-SHOWN_LINES:]
+            if lines and death.reason not in shown:
+                shown = [death.reason, "...", *shown]
+            tail = "".join(f"\n  {line}" for line in shown) or " nothing"
             self._gave_up(PacelineError(f"{what}. Its log {self.log_path} ends with:{tail}"))
             return False
         if policy.is_logged:
-            last_line = f"; its log ends with: {lines[-1]}" if lines else ""
-            self._say(f"{what}, starts again in {policy.pause_s:g} s{last_line}")
+            why = f"; its log says: {death.reason}" if lines else ""
+            self._say(f"{what}, starts again in {policy.pause_s:g} s{why}")
         return True
 
 
@@ -207,14 +220,3 @@ def ending(status: int) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
-
-
-def last_lines(log_path: Path, start: int = 0, count: int = 5) -> list[str]:
-    """Return the last `count` lines that were written after byte `start`, without empty lines; none without a log."""
-    if not log_path.exists():
-        return []
-    with log_path.open("rb") as log:
-        end = log.seek(0, os.SEEK_END)
-        log.seek(max(start, end - LOG_TAIL_BYTES))
-        lines = log.read().decode(errors="replace").splitlines()
-    return [line.rstrip() for line in lines if line.strip()][-count:]

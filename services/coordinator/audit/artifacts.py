@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
 from paceline.files.storage import Folder
+from paceline.registry.origin import Origin, origin_of
 from services.coordinator.ledger.integrity.report import VerifyReport
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def compare_files(
 
 
 def export(record: Record, report: VerifyReport) -> None:
-    """Compare the files of the exported model, where it is still in its place."""
+    """Compare the files of the exported model, where it is still in its place, and what they say of their run."""
     path = record.ledger.export_path(record.run_id)
     if not path:
         return
@@ -99,4 +100,15 @@ def export(record: Record, report: VerifyReport) -> None:
         with report.reading(subject):
             listed = json.loads(folder.read(EXPORT_MANIFEST))["files"]
             compare_files(report, subject, folder, listed, contents=True)
+            _compare_origin(record, report, subject, origin_of(folder))
             report.facts["export"] = f"{folder}: {len(listed)} files"
+
+
+def _compare_origin(record: Record, report: VerifyReport, subject: str, origin: Origin | None) -> None:
+    """Compare what an export says of its run; one of an earlier version says nothing."""
+    if origin is None:
+        return
+    report.compare(subject, "its files say run {}, this one is {}", origin.run_id, record.run_id)
+    chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}
+    if record.has_batches:
+        report.compare(subject, "its chain is {}, the ledger's {}", origin.chain, chains.get(origin.step))

@@ -18,12 +18,15 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.encryption.storage_key import StorageKey, storage_key
 from paceline.errors import Conflict, LedgerFault, NotFound
+from paceline.registry.folder import SPEC
 from paceline.spec.reading import spec_from_ledger
 from services.coordinator.audit import artifacts, journals
 from services.coordinator.audit.rescue import rescue
 from services.coordinator.exchange.batches import damaged_groups
 from services.coordinator.exchange.state import ActiveRun, Exchange
+from services.coordinator.ledger import database
 from services.coordinator.ledger.connection import lock_ledger
 from services.coordinator.ledger.folders import resolved
 from services.coordinator.ledger.group_queries import OPEN_SQL
@@ -41,15 +44,18 @@ def repair(path: Path, say: Say) -> None:
     """Repair the ledger at `path`; `say` is called with a line for each change, and for each problem that cannot be
     repaired.
 
-    Raises NotFound, Conflict when a coordinator has it, LedgerFault when nothing can be read.
+    Raises NotFound, Conflict when a coordinator has it, LedgerFault when nothing can be read, InvalidInput for another
+    storage key.
     """
     if not path.is_file():
         raise NotFound(f"no ledger at {path}")
+    key = storage_key()
     locks = lock_ledger(path)
     try:
+        database.check_key(path, key)
         _keep_copy(path, say)
-        _repair_file(path, say)
-        _repair_rows(path, say)
+        _repair_file(path, key, say)
+        _repair_rows(path, key, say)
     finally:
         for lock in locks:
             lock.close()
@@ -77,25 +83,24 @@ def _keep_copy(path: Path, say: Say) -> None:
     say(f"{copy} is a copy of the SQLite file as it was")
 
 
-def _repair_file(path: Path, say: Say) -> None:
+def _repair_file(path: Path, key: StorageKey | None, say: Say) -> None:
     """Repair the SQLite file, so that SQLite's own check passes."""
-    if _check(path) == []:
+    if _check(path, key) == []:
         return
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as db:
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(database.connect(path, key)) as db:
         db.execute("REINDEX")
-        db.commit()
-    if _check(path) == []:
+    if _check(path, key) == []:
         say("the SQLite file: its indexes were made anew")
         return
-    rescue(path, say)
+    rescue(path, key, say)
     say("the SQLite file was made anew of the rows that could be read")
-    if problems := _check(path):
+    if problems := _check(path, key):
         raise LedgerFault(f"the ledger {path} cannot be repaired: {problems[0]}; restore a backup")
 
 
-def _check(path: Path) -> list[str]:
+def _check(path: Path, key: StorageKey | None) -> list[str]:
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        with contextlib.closing(database.connect(path, key, read_only=True)) as db:
             if db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'runs'").fetchone()[0] != 1:
                 return ["it shows no tables"]
             return [line for (line,) in db.execute("PRAGMA integrity_check(5)").fetchall() if line != "ok"]
@@ -103,9 +108,9 @@ def _check(path: Path) -> list[str]:
         return [str(error)]
 
 
-def _repair_rows(path: Path, say: Say) -> None:
+def _repair_rows(path: Path, key: StorageKey | None, say: Say) -> None:
     """Restore single bits, and remove events that cannot be read."""
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+    with contextlib.closing(database.connect(path, key)) as db:
         db.text_factory = lambda content: content.decode(errors="surrogateescape")
         row_checksums.install(db)
         db.execute("BEGIN")
@@ -115,12 +120,18 @@ def _repair_rows(path: Path, say: Say) -> None:
                     damaged = _with_spec_of_folder(path, damaged)
                 if damaged.change is not None:
                     _put_back(db, damaged, say)
+                elif name == "runs" and not _has_spec(damaged):
+                    say(
+                        f"{damaged.name}: its spec is damaged, and {_spec_file(path, damaged)} has no copy of it (with a storage key none "
+                        f"is written); restore a backup, or copy {SPEC} of a model that was registered from the run there and repair again"
+                    )
                 elif name in ("events", "episodes"):
                     _delete(db, damaged)
                     say(f"{damaged.name}: it could not be read and was taken out")
                 elif name != "counters":
                     say(f"{damaged.name}: it cannot be repaired; only a backup has it")
         _find_payloads(db, say)
+        _name_lost_runs(db, say)
         _fill_gaps(db, say)
         db.execute("COMMIT")
 
@@ -130,11 +141,32 @@ def _with_spec_of_folder(path: Path, damaged: DamagedRow) -> DamagedRow:
     what was written.
     """
     with contextlib.suppress(*UNREADABLE):
-        folder = Path(resolved(path.parent, damaged.values["directory"], damaged.values["run_id"]))
-        spec = (folder / "spec.yaml").read_text()
+        spec = _spec_file(path, damaged).read_text()
         if row_checksums.of("runs", {**damaged.values, "spec_yaml": spec}) == damaged.seal:
             return damaged._replace(change=row_checksums.Change("spec_yaml", spec))
     return damaged
+
+
+def _spec_file(path: Path, damaged: DamagedRow) -> Path:
+    return Path(resolved(path.parent, damaged.values["directory"], damaged.values["run_id"]), "spec.yaml")
+
+
+def _has_spec(damaged: DamagedRow) -> bool:
+    """Return whether the spec in a damaged row can still be read, so that something else in the row has changed."""
+    try:
+        spec_from_ledger(damaged.values["spec_yaml"])
+    except UNREADABLE:
+        return False
+    return True
+
+
+def _name_lost_runs(db: sqlite3.Connection, say: Say) -> None:
+    """Name the runs of which only other tables have rows: their specs are nowhere else."""
+    others = " UNION ".join(f"SELECT run_id FROM {table}" for table in ("groups", "batches", "events"))
+    for (run_id,) in db.execute(f"SELECT run_id FROM ({others}) EXCEPT SELECT run_id FROM runs").fetchall():
+        say(
+            f"run {run_id}: its row with the spec is lost, and no command finds the run; only a backup has it"
+        )
 
 
 def _put_back(db: sqlite3.Connection, damaged: DamagedRow, say: Say) -> None:

@@ -3,6 +3,9 @@
 Rows are read along the table's key from both ends; rows between the two places where reading fails are read one by one,
 because a damaged page hides the pages after it only from a scan in order. Checksums are copied as they are, so that a
 row that is damaged itself is found afterwards.
+
+In an encrypted file every page that was changed is lost as a whole, the first with the list of tables too, and a connection that has
+met one reads nothing more: reading goes on with another connection.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.encryption.storage_key import StorageKey
 from paceline.errors import LedgerFault
+from services.coordinator.ledger import database
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION
 
@@ -27,13 +32,18 @@ MAX_ASKED = 1_000_000
 """Rows of a table that are read one by one."""
 
 
-def rescue(path: Path, say: Callable[[str], None]) -> None:
-    """Replace the file at `path` by one with its readable rows. Raises LedgerFault when it shows no tables at all."""
+def rescue(path: Path, key: StorageKey | None, say: Callable[[str], None]) -> None:
+    """Replace the file at `path`, encrypted with `key`, by one with its readable rows. Raises LedgerFault when it shows no
+    tables at all.
+    """
     fresh = path.with_name(path.name + ".rescued")
     try:
-        _make(fresh)
-        _make_readable(path, fresh, say)
-        _copy(path, fresh, say)
+        _make(fresh, key)
+        if key is None:
+            _make_readable(path, fresh, say)
+        else:
+            _make_whole(path, key, say)
+        _copy(path, fresh, key, say)
         with fresh.open("rb") as file:
             os.fsync(file.fileno())
         for suffix in LOGS:
@@ -44,12 +54,29 @@ def rescue(path: Path, say: Callable[[str], None]) -> None:
             fresh.with_name(fresh.name + suffix).unlink(missing_ok=True)
 
 
-def _make(fresh: Path) -> None:
+def _make(fresh: Path, key: StorageKey | None) -> None:
     fresh.unlink(missing_ok=True)
-    with contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new:
+    with contextlib.closing(database.connect(fresh, key)) as new:
         new.executescript(SCHEMA)
         new.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         new.execute("PRAGMA journal_mode = WAL")
+
+
+def _make_whole(path: Path, key: StorageKey, say: Callable[[str], None]) -> None:
+    """Extend an encrypted file that was cut off until SQLite opens it. How long it was is in its first page, which only
+    SQLCipher reads.
+    """
+    size = extended = path.stat().st_size
+    while not _has_tables(path, key):
+        extended *= 2
+        if not 0 < extended <= size + MAX_CUT_OFF:
+            os.truncate(path, size)
+            raise LedgerFault(
+                f"the ledger {path} shows no tables any more and cannot be repaired; restore a backup"
+            )
+        os.truncate(path, extended)
+    if extended != size:
+        say("the SQLite file: its end was cut off")
 
 
 def _make_readable(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
@@ -63,7 +90,7 @@ def _make_readable(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
         with path.open("r+b") as file:
             file.truncate(whole)
         say(f"the SQLite file: {whole - size} of its {whole} bytes were cut off")
-    if _has_tables(path):
+    if _has_tables(path, None):
         return
     if _write_schema(path, fresh):
         say("the SQLite file: its list of tables was put right")
@@ -73,7 +100,7 @@ def _make_readable(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
     new[32:40] = bytes(8)  # the list of free pages, which are lost
     new[92:96] = new[24:28]
     _write_header(path, new)
-    if not _has_tables(path):
+    if not _has_tables(path, None):
         _write_header(path, header)
         raise LedgerFault(
             f"the ledger {path} shows no tables any more and cannot be repaired; restore a backup"
@@ -84,10 +111,10 @@ def _make_readable(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
 def _write_schema(path: Path, fresh: Path) -> bool:
     """Correct an entry of the list of tables, the same in every ledger; return whether the tables can be read."""
     query = "SELECT rowid, type, name, tbl_name, sql FROM sqlite_master"
-    with contextlib.closing(sqlite3.connect(fresh)) as new:
+    with contextlib.closing(database.connect(fresh, None)) as new:
         expected = {row[2]: row[1:] for row in new.execute(query)}
     try:
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        with contextlib.closing(database.connect(path, None)) as db:
             db.text_factory = lambda content: content.decode(errors="surrogateescape")
             db.execute("PRAGMA writable_schema = ON")
             found = {row[0]: row[1:] for row in db.execute(query)}
@@ -101,7 +128,7 @@ def _write_schema(path: Path, fresh: Path) -> bool:
                     )
     except sqlite3.Error:
         return False
-    return _has_tables(path)
+    return _has_tables(path, None)
 
 
 def _page_size(header: bytes | bytearray) -> int:
@@ -113,12 +140,38 @@ def _write_header(path: Path, header: bytes | bytearray) -> None:
         file.write(header)
 
 
-def _copy(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
+class _Damaged:
+    """The damaged file."""
+
+    def __init__(self, path: Path, key: StorageKey | None):
+        self._path, self._key = path, key
+        self._db = self._connected()
+
+    def rows(self, query: str, values: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a query. Raises sqlite3.Error at the first that cannot be read."""
+        try:
+            yield from self._db.execute(query, values)
+        except sqlite3.Error:
+            if self._key is not None:
+                self.close()
+                self._db = self._connected()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def _connected(self) -> sqlite3.Connection:
+        db = database.connect(self._path, self._key, read_only=True)
+        db.text_factory = lambda content: content.decode(errors="surrogateescape")
+        return db
+
+
+def _copy(path: Path, fresh: Path, key: StorageKey | None, say: Callable[[str], None]) -> None:
     with (
-        contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as old,
-        contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new,
+        contextlib.closing(_Damaged(path, key)) as old,
+        contextlib.closing(database.connect(fresh, key)) as new,
     ):
-        old.text_factory = lambda content: content.decode(errors="surrogateescape")
         new.execute("BEGIN")
         for name in row_checksums.tables():
             copied, incomplete = _copy_table(old, new, name)
@@ -127,19 +180,19 @@ def _copy(path: Path, fresh: Path, say: Callable[[str], None]) -> None:
         new.execute("COMMIT")
 
 
-def _has_tables(path: Path) -> bool:
+def _has_tables(path: Path, key: StorageKey | None) -> bool:
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        with contextlib.closing(database.connect(path, key, read_only=True)) as db:
             return bool(db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'runs'").fetchone()[0])
     except sqlite3.Error:
         return False
 
 
-def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, name: str) -> tuple[int, bool]:
+def _copy_table(old: _Damaged, new: sqlite3.Connection, name: str) -> tuple[int, bool]:
     """Copy a table; return the number of copied rows, and whether some could not be read."""
     key = row_checksums.tables()[name].key
     try:
-        columns = [column[1] for column in old.execute(f"PRAGMA table_info({name})").fetchall()]
+        columns = [column[1] for column in old.rows(f"PRAGMA table_info({name})")]
     except sqlite3.Error:
         return 0, True
     new_columns = [column[1] for column in new.execute(f"PRAGMA table_info({name})").fetchall()]
@@ -163,18 +216,14 @@ def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, name: str) -> 
         return last
 
     select = f"SELECT {', '.join(columns)} FROM {name} NOT INDEXED"
-    first = take(_rows(old, f"{select} ORDER BY {', '.join(key)}"))
+    first = take(old.rows(f"{select} ORDER BY {', '.join(key)}"))
     if incomplete:
-        take(_rows(old, select))  # without ORDER BY, a table is read in the order of its pages
-        last = take(_rows(old, f"{select} ORDER BY {', '.join(f'{column} DESC' for column in key)}"))
+        take(old.rows(select))  # without ORDER BY, a table is read in the order of its pages
+        last = take(old.rows(f"{select} ORDER BY {', '.join(f'{column} DESC' for column in key)}"))
         if first and last and len(key) == 2 and first[0] == last[0] and isinstance(first[1], int):
             for number in range(first[1] + 1, min(int(last[1]), first[1] + MAX_ASKED)):
-                take(_rows(old, f"{select} WHERE {key[0]} = ? AND {key[1]} = ?", (first[0], number)))
+                take(old.rows(f"{select} WHERE {key[0]} = ? AND {key[1]} = ?", (first[0], number)))
     return copied, incomplete
-
-
-def _rows(db: sqlite3.Connection, query: str, values: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield from db.execute(query, values)
 
 
 def _storable(cell: object) -> object:

@@ -1,10 +1,13 @@
-"""Comparison of the records beside a run's groups: prompts, events, evaluations, deaths, faults. A part of `verify`."""
+"""Comparison of the records beside a run's groups: prompts, events, evaluations, deaths, faults, registered models. A part of
+`verify`."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import TYPE_CHECKING
 
+from paceline.registry.evidence import check_evidence, has_passed
 from services.coordinator.ledger.integrity.report import VerifyReport
 
 if TYPE_CHECKING:
@@ -68,6 +71,35 @@ def evaluations(record: Record, report: VerifyReport) -> None:
             report.problem(f"groups of the class {kind!r}", "there is no such evaluation")
         elif done[kind] and state not in ("scored", "dropped"):
             report.problem(f"groups of the class {kind!r}", f"the evaluation has ended, and some are {state}")
+
+
+def models(record: Record, report: VerifyReport) -> None:
+    """Compare the registered models of the run with its batches and its spec, and check that a promoted one has passed its gates
+    or has a reason on record.
+    """
+    chains = {batch["step"] + 1: batch["chain"] for batch in record.batches}
+    spec_sha256 = hashlib.sha256(record.run["spec_yaml"].encode()).hexdigest()
+    found = record.ledger.models.of_run(record.run_id)
+    for model in found:
+        subject = f"model {model.name}:{model.version}"
+        report.compare(subject, "its chain is {}, the ledger's {}", model.chain, chains.get(model.step, ""))
+        report.compare(subject, "its spec has the SHA-256 {}, the run's {}", model.spec_sha256, spec_sha256)
+        if model.step > record.run["next_step"]:
+            report.problem(subject, f"it is of step {model.step}, the run has {record.run['next_step']}")
+        with report.reading(subject, "its evidence"):
+            check_evidence(
+                model.export_sha256,
+                {f"evaluation {index}": each for index, each in enumerate(model.evaluations)},
+                {f"verdict {index}": each for index, each in enumerate(model.verdicts)},
+            )
+        for change in record.ledger.models.changes(model.name):
+            is_unexplained = not (has_passed(model.verdicts) or change.reason)
+            if change.kind == "promote" and change.version == model.version and is_unexplained:
+                report.problem(
+                    subject, "it was promoted, but has not passed its gate and no reason is on record"
+                )
+    if found:
+        report.facts["registered_models"] = [f"{each.name}:{each.version}" for each in found]
 
 
 def deaths_and_faults(record: Record, report: VerifyReport) -> None:

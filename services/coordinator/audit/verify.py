@@ -17,6 +17,7 @@ from collections.abc import Callable
 from paceline.spec.reading import spec_from_ledger
 from services.coordinator.audit import artifacts, evidence, journals, side_records
 from services.coordinator.audit.record import Record
+from services.coordinator.audit_log.verification import check_end
 from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 from services.coordinator.ledger.groups import OPEN_STATES
 from services.coordinator.ledger.integrity.file_check import check_file, tolerant
@@ -234,7 +235,9 @@ COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
     "events": side_records.events,
     "evaluations": side_records.evaluations,
     "workers": side_records.deaths_and_faults,
+    "models": side_records.models,
     "checkpoints": artifacts.checkpoints,
     "export": artifacts.export,
+    "audit log": lambda record, report: check_end(record.ledger, report),
 }
 """Comparisons by the subject of the problem when a comparison cannot go on."""

@@ -1,6 +1,7 @@
 """`BlobStore`: files by their SHA-256 in `blobs/ab/cdef…`, complete ones only; those under way are in `blobs/partial/`.
 
-A file is there only after it has its digest and is synced under its name. Methods that read or write much are for threads;
+A file is there only after it has its digest and is synced under its name. With a storage key files are encrypted, those under way too,
+which then begin anew when a transfer breaks. Methods that read or write much are for threads;
 one task at a time adds to a file, which `services/coordinator/blobs/upload.py` sees to.
 """
 
@@ -14,14 +15,19 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 from paceline.bundle.manifest import MAX_BYTES, Manifest, is_digest
+from paceline.encryption.encrypted_file import WrongKey, encrypting, plaintext
+from paceline.encryption.storage_key import storage_key
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound
 from paceline.files.whole_file import sync_folder
 
 CHUNK_BYTES = 1 << 20
 QUOTA_BYTES = 64 << 30
 MAX_BLOB_BYTES = 8 << 30
+FULL_S = 60.0
+"""Seconds after which a client may try again to send what there is no room for."""
 UNUSED_S = 3600.0
 """Seconds for which a file that no run refers to is kept: its submission may be about to come."""
 
@@ -40,6 +46,7 @@ class BlobStore:
         self._folder, self._partial = folder, folder / "partial"
         self._quota_bytes, self._max_blob_bytes = quota_bytes, max_blob_bytes
         self._min_free_bytes = min_free_bytes
+        self._key = storage_key()
         self._lock = threading.Lock()
         """Guards what is used and what is being sent."""
         self._used: int | None = None
@@ -57,15 +64,17 @@ class BlobStore:
         return True
 
     def received(self, sha256: str) -> int:
-        """Return the bytes of a file that a broken transfer has left."""
+        """Return the bytes of a file that a broken transfer has left, from which the next one goes on."""
         _check_digest(sha256)
+        if self._key is not None:
+            return 0
         try:
             return (self._partial / sha256).stat().st_size
         except OSError:
             return 0
 
-    def begin(self, sha256: str, size: int, offset: int) -> Path:
-        """Return the path of a partial file to append to, whose bytes are promised until `end`.
+    def begin(self, sha256: str, size: int, offset: int) -> None:
+        """Promise the bytes of a partial file until `end`.
 
         Raises InvalidInput: larger than a file may be; Busy: beyond the quota or the free space; Conflict: another client sends
         it, or it does not go on at `offset`.
@@ -88,11 +97,17 @@ class BlobStore:
             if free - needed < self._min_free_bytes:
                 raise Busy(
                     f"the coordinator's disk has {free >> 20} MB free, of which --min-free-mb keeps {self._min_free_bytes >> 20}: "
-                    f"{needed / 2**20:.1f} MB of the run's files do not fit; free some, and submit again"
+                    f"{needed / 2**20:.1f} MB of the run's files do not fit; free some, and submit again",
+                    FULL_S,
                 )
             self._used = (self._used or 0) + needed
             self._sent[sha256] = size
-        return self._partial / sha256
+
+    def open_partial(self, sha256: str) -> IO[bytes]:
+        """Return a partial file to append to, whose bytes `begin` has promised."""
+        if self._key is None:
+            return (self._partial / sha256).open("ab")
+        return encrypting(self._partial / sha256, self._key)
 
     def _refuse_beyond_quota(self, size: int, received: int) -> None:
         if self._used is None:
@@ -101,7 +116,8 @@ class BlobStore:
             raise Busy(
                 f"the files of runs take {self._used / 2**20:.1f} MB of the {self._quota_bytes / 2**20:.0f} MB that this "
                 f"coordinator keeps, and {size / 2**20:.1f} MB do not fit; give large data as a URL, or start the coordinator "
-                "with a larger --bundle-quota-mb"
+                "with a larger --bundle-quota-mb",
+                FULL_S,
             )
 
     def end(self, sha256: str) -> None:
@@ -110,15 +126,17 @@ class BlobStore:
             size = self._sent.pop(sha256, None)
             if size is not None and self._used is not None and not self._path(sha256).exists():
                 self._used -= size - self.received(sha256)
+            if self._key is not None:
+                (self._partial / sha256).unlink(missing_ok=True)
 
     def complete(self, sha256: str, size: int) -> None:
         """Give a partial file its name, synced. Raises InvalidInput, and removes it, when it is not what was announced."""
         partial, path = self._partial / sha256, self._path(sha256)
-        with partial.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        with partial.open("rb") as stored, plaintext(stored, str(partial)) as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
             found_size = file.tell()
             if found == sha256 and found_size == size:
-                os.fsync(file.fileno())
+                os.fsync(stored.fileno())
         if found != sha256 or found_size != size:
             partial.unlink(missing_ok=True)
             raise InvalidInput(
@@ -132,29 +150,39 @@ class BlobStore:
 
     def read(self, sha256: str, offset: int = 0, length: int = 0) -> Iterator[bytes]:
         """Yield a range of a file in chunks; `length` 0 is all that follows. A file that is read whole is checked: if it is
-        damaged, it is removed, and the reader gets NotFound. Raises NotFound."""
-        try:
-            file = self._path(sha256).open("rb")
-        except OSError:
-            raise NotFound(_gone(sha256)) from None
+        damaged, it is removed, and the reader gets NotFound. Raises NotFound, WrongKey."""
         digest = hashlib.sha256() if offset == 0 and length == 0 else None
-        with file:
+        is_damaged = False
+        with self._open(sha256) as file:
             file.seek(offset)
             left = length or -1
-            while left and (chunk := file.read(min(CHUNK_BYTES, left) if left > 0 else CHUNK_BYTES)):
-                left -= len(chunk) if left > 0 else 0
-                if digest is not None:
-                    digest.update(chunk)
-                yield chunk
-        if digest is not None and digest.hexdigest() != sha256:
+            try:
+                while left and (chunk := file.read(min(CHUNK_BYTES, left) if left > 0 else CHUNK_BYTES)):
+                    left -= len(chunk) if left > 0 else 0
+                    if digest is not None:
+                        digest.update(chunk)
+                    yield chunk
+            except WrongKey:  # the key is the right one, because the file could be opened
+                is_damaged = True
+        if is_damaged or (digest is not None and digest.hexdigest() != sha256):
             self._path(sha256).unlink(missing_ok=True)
             raise NotFound(_gone(sha256))
+
+    def _open(self, sha256: str) -> IO[bytes]:
+        """Return a file for reading, decrypted. Raises NotFound, WrongKey."""
+        path = self._path(sha256)
+        try:
+            return plaintext(path.open("rb"), str(path))
+        except OSError:
+            raise NotFound(_gone(sha256)) from None
 
     def manifest(self, sha256: str) -> Manifest:
         """Return the manifest that names a bundle. Raises NotFound, InvalidInput."""
         if not self.has(sha256):
             raise NotFound(_gone(sha256))
-        if self._path(sha256).stat().st_size > MAX_BYTES:
+        with self._open(sha256) as file:
+            size = file.seek(0, os.SEEK_END)
+        if size > MAX_BYTES:
             raise InvalidInput(f"the file {sha256[:12]}… is no manifest of a bundle; submit again")
         return Manifest.read(b"".join(self.read(sha256)))
 

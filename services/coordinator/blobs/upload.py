@@ -57,10 +57,10 @@ class Upload:
         self._release()
 
     def _begin(self, sha256: str, size: int, offset: int) -> None:
-        path = self._store.begin(sha256, size, offset)
+        self._store.begin(sha256, size, offset)
         self._sha256, self._size, self._position = sha256, size, offset
         try:
-            self._file = path.open("ab")
+            self._file = self._store.open_partial(sha256)
         except BaseException:
             self._release()
             raise

@@ -1,7 +1,8 @@
 """Evaluation: validation prompts in a separate class, pinned to one version, outside of batches and token accounting.
 
-One rollout worker that holds the version (or a newer one) is pinned: it takes no further weights until the evaluation is
-done, while the others go on. With an environment, it is the one that the holders of the evaluation's leases ask. Tokens of another version than the pinned one are refused and generated again. The groups
+One rollout worker that holds the version (or a newer one) is pinned: it takes no further weights until every group of the
+evaluation is generated, while the others go on. Scoring does not need it. With an environment, it is the one that the holders
+of the evaluation's leases ask. Tokens of another version than the pinned one are refused and generated again. The groups
 of the newest evaluations and of the first one stay in the ledger (`logger.keep_evaluations`).
 """
 
@@ -14,10 +15,15 @@ from paceline.errors import Unreadable
 from paceline.groups import Group, Version
 from services.coordinator.exchange.engines import Engine
 from services.coordinator.exchange.evaluation_result import evaluation_result
+from services.coordinator.exchange.group_sources import sources_of
 from services.coordinator.exchange.state import ActiveRun, Exchange
 
 FIRST_EVALUATION_GROUP = 1 << 40
 """First group id of evaluations, far from those of groups that are trained."""
+
+SCORED_BETWEEN = 3
+"""Groups to train that are scored between two of an evaluation where both wait, because a whole evaluation at once would hold up
+the batches for as long as it takes."""
 
 
 def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
@@ -28,9 +34,14 @@ def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
     if exchange.ledger.evaluations.exists(run.run_id, step):
         return
     first = FIRST_EVALUATION_GROUP + (step << 20)
+    # Tasks go out by slot: those of the evaluation stand behind the groups that are admitted.
+    slot = exchange.ledger.run(run.run_id)["next_slot"]
     number = min(len(run.validation), run.spec.grpo.max_val_samples)
     try:
-        groups = [(first + index, index, *run.validation.draw(index)) for index in range(number)]
+        groups = [
+            (first + index, slot + SCORED_BETWEEN * index, *run.validation.draw(index))
+            for index in range(number)
+        ]
     except Unreadable as error:
         exchange.notice("warning", message=f"the evaluation of version {step} is left out: {error}")
         return
@@ -58,6 +69,8 @@ def to_lease(
     row = pending(exchange, run)
     if row is None or version.step < row["step"] or row["member_id"] not in (None, member_id):
         return []
+    if not exchange.group_queries.has_ungenerated(run.run_id, f"eval:{row['step']}"):
+        return []  # a pin would start it anew
     if row["member_id"] is None or (row["pinned_session"], row["pinned_step"]) != version:
         _pin(exchange, run, row["step"], member_id, version)
     return exchange.group_queries.free_to_evaluate(run.run_id, f"eval:{row['step']}", room)
@@ -93,16 +106,29 @@ def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
     exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
 
 
+def unpin_if_generated(exchange: Exchange, run: ActiveRun, kind: str) -> None:
+    """Unpin the worker of an evaluation once every group of it is generated or dropped: it takes new weights while they are scored."""
+    row = pending(exchange, run)
+    if row is None or row["member_id"] is None or kind != f"eval:{row['step']}":
+        return
+    if not exchange.group_queries.has_ungenerated(run.run_id, kind):
+        exchange.ledger.evaluations.unpin_member(run.run_id, row["member_id"])
+        exchange.notice("unpinned", member_id=row["member_id"])
+
+
 def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
     """Record the result when every group of the evaluation is scored or dropped."""
     step = int(kind.split(":")[1])
     if not exchange.group_queries.is_evaluated(run.run_id, kind):
+        unpin_if_generated(exchange, run, kind)  # the last group may have been dropped
         return
     rows = exchange.group_queries.of_class(run.run_id, kind)
     evaluation = pending(exchange, run)
     assert evaluation is not None
     pinned_step = evaluation["pinned_step"]
-    result = {"step": pinned_step} | evaluation_result(run.spec, rows, pinned_step)
+    result = {"step": pinned_step} | evaluation_result(
+        run.spec, rows, pinned_step, sources_of(exchange, run, rows)
+    )
     exchange.ledger.evaluations.finish(run.run_id, step, result)
     _remove_surplus(exchange, run)
     exchange.notice("evaluated", requested_step=step, **result)

@@ -13,20 +13,24 @@ from typing import Any
 import numpy as np
 
 from paceline.groups import FloatArray
+from paceline.rewards import totals
 from paceline.spec import RunSpec
-from services.coordinator.exchange.rewards import totals
+from services.coordinator.exchange.source_rewards import rewards_by_source
 from services.coordinator.ledger.groups import State
 
 
 def evaluation_result(
-    spec: RunSpec, rows: Sequence[sqlite3.Row | Mapping[str, Any]], step: int
+    spec: RunSpec,
+    rows: Sequence[sqlite3.Row | Mapping[str, Any]],
+    step: int,
+    sources: Sequence[object] | None = None,
 ) -> dict[str, Any]:
     """Return the measurements over `rows`, the scored and the dropped groups of an evaluation of version `step`.
 
     Rewards are means over prompts of the mean over a prompt's completions; None where no function gave a number. A
     standard error is the standard deviation of the prompts' means (n - 1) divided by sqrt(n), and is left out below two
-    prompts. `pass@<k>/<function>` is the share of prompts of which at least one of the k completions got 1, for
-    functions whose values are all 0 or 1 and k above 1.
+    prompts. `pass@<k>/<function>` is the share of prompts of which at least one of the k completions got 1, for functions
+    whose values are all 0 or 1 and k above 1. `sources` are the rows' values of `data.source_key`, None without one.
     """
     scored = [row for row in rows if row["state"] == State.SCORED]
     k = spec.grpo.val_samples_per_prompt
@@ -46,6 +50,9 @@ def evaluation_result(
         passed = _pass_at(values_GC)
         if passed is not None:
             result[f"pass@{k}/{reward.label}"] = passed
+    if sources is not None:
+        of_scored = [of for row, of in zip(rows, sources, strict=True) if row["state"] == State.SCORED]
+        result |= rewards_by_source(totals_GC, of_scored)
     completions = len(scored) * k
     return result | {
         "prompts": len(scored),

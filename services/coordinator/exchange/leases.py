@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import sqlite3
 from collections.abc import Sequence
 
+from paceline.data.messages import tools_of_prompt
+from paceline.data.prompts import PromptSource
 from paceline.errors import Unreadable
 from paceline.groups import Version, held_attempt, with_holder
 from paceline.tracing import group_traceparent, span
@@ -151,6 +154,7 @@ class _NewLeases:
         )
         if pinned:
             lease.pinned_version.session, lease.pinned_version.step = pinned[1]
+        lease.tools_json = self._tools(row, run.validation if pinned else run.prompts)
         if run.spec.environment.is_used:
             lease.columns_json = self._exchange.group_queries.columns(run.run_id, group_id)
             lease.pinned_member = pinned[0] if pinned else ""
@@ -167,6 +171,14 @@ class _NewLeases:
         holders = with_holder(row["holders"], lease.attempt, member_id)
         self._unwritten.append(NewLease(run.run_id, group_id, member_id, lease.attempt, oldest, holders))
         return True
+
+    def _tools(self, row: sqlite3.Row, source: PromptSource | None) -> str:
+        """Return the tools of a group's prompt as JSON; empty for none."""
+        if source is None or not source.has_tools:
+            return ""
+        columns = self._exchange.group_queries.columns(self._run.run_id, row["group_id"])
+        tools = tools_of_prompt(json.loads(row["prompt_json"]), json.loads(columns))
+        return "" if tools is None else json.dumps(tools)
 
     def _prefix(self, group_id: int) -> Payload | None:
         """Return the prefix that an earlier worker returned of the group; None also where it is damaged. Raises

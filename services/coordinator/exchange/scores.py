@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.error_texts import ALIKE
 from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
+from paceline.rewards import has_variance, totals
 from paceline.tracing import group_traceparent
 from paceline.wire import decode_rewards
 from protos.paceline.v1 import common_pb2
@@ -17,7 +18,6 @@ from services.common.logged_extra import extra_line
 from services.common.trainer_state import trainer_state, with_trainer_state
 from services.coordinator.exchange import evaluation, overdue, quarantine
 from services.coordinator.exchange.batches import damaged_groups
-from services.coordinator.exchange.rewards import has_variance, totals
 from services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, Outcome
 from services.coordinator.exchange.uploads.intake import Arrived
 from services.coordinator.ledger.groups import Scored, State

@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.array_frames import Buffer
-from paceline.data.rows import PromptSource
+from paceline.data.prompts import PromptSource
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.wire import PROTOCOL
@@ -158,6 +158,12 @@ class Exchange:
         self.splits = Splits(ledger.db)
         self.training: Training | None = None
         """Step of the newest session whose parts were served last (`services.coordinator.exchange.batches.session_faults`)."""
+
+        self.note_intruder: Callable[[str, str, str, str], None] = lambda kind, member_id, why, address: None
+        """Called for a request whose sender is not who it says, or sends what is for others to send: its kind, the member that
+        it names, the reason and the peer's address, where it can be seen. For the audit log; from any thread."""
+        self.note_failed_handshake: Callable[[], None] = lambda: None
+        """Called for a connection whose CURVE handshake came to nothing; ZeroMQ does not say whose. For the audit log."""
 
         self.failure_counts = FailureCounts()
         self.drops_in_a_row = DropsInARow()

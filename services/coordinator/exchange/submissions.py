@@ -84,6 +84,8 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     exchange.throughput.note_generated(request.member_id, run.share_of_group(row["class"]))
     if row["class"] == "train":
         exchange.drops_in_a_row.end_of_generation()
+    else:
+        evaluation.unpin_if_generated(exchange, run, row["class"])
     return exchange.committed(request)
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from paceline.errors import LedgerFault, NotFound
 from paceline.files.whole_file import written_whole
-from services.coordinator.ledger import restored_backup
+from services.coordinator.ledger import database, restored_backup
 from services.coordinator.ledger.integrity.file_check import check_file
 from services.coordinator.ledger.integrity.file_damage import sentence
 from services.coordinator.ledger.integrity.report import VerifyReport
 from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.segments import PayloadStore
 
 ATTEMPTS = 5
 """Copies that are tried, because pruning may remove a segment between the copy of the tables and that of the
@@ -47,25 +48,27 @@ def back_up(ledger: Ledger, destination: Path) -> int:
 
 
 def _copy(ledger: Ledger, partial: Path) -> None:
-    with contextlib.closing(sqlite3.connect(partial, isolation_level=None)) as copy:
-        copy.row_factory = sqlite3.Row
+    with contextlib.closing(database.connect(partial, ledger.key, named=True)) as copy:
         ledger.db.backup(copy)
         copy.execute("PRAGMA journal_mode = MEMORY")  # a power cut loses only the .partial file
         copy.execute("PRAGMA synchronous = OFF")
-        copy.execute("BEGIN")
-        for table in ("payloads", "episodes"):
-            rows = copy.execute(
-                f"SELECT rowid, * FROM {table} WHERE segment IS NOT NULL ORDER BY segment, start"
-            )
-            for row in rows.fetchall():
-                record = ledger.payloads.payload(row).read()
-                copy.execute(
-                    f"UPDATE {table} SET header = ?, arrays = ?, segment = NULL WHERE rowid = ?",
-                    (*record, row["rowid"]),
-                )
-        copy.execute("COMMIT")
+        take_in_payloads(copy, ledger.payloads)
         report = VerifyReport()
         check_file(copy, report)
         if report.found:
             raise LedgerFault(f"no copy was made: {sentence(ledger.path, report.problems[0])}")
         restored_backup.mark(copy)
+
+
+def take_in_payloads(copy: sqlite3.Connection, store: PayloadStore) -> None:
+    """Read the texts and arrays that a copy of the tables refers to into the copy itself. Raises LedgerFault."""
+    copy.execute("BEGIN")
+    for table in ("payloads", "episodes"):
+        rows = copy.execute(f"SELECT rowid, * FROM {table} WHERE segment IS NOT NULL ORDER BY segment, start")
+        for row in rows.fetchall():
+            record = store.payload(row).read()
+            copy.execute(
+                f"UPDATE {table} SET header = ?, arrays = ?, segment = NULL WHERE rowid = ?",
+                (*record, row["rowid"]),
+            )
+    copy.execute("COMMIT")

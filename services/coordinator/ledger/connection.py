@@ -22,14 +22,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, LedgerFault, NotFound
 from paceline.files.whole_file import sync_folder, written_whole
-from services.coordinator.ledger import restored_backup
+from services.coordinator.ledger import database, restored_backup
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.integrity.file_damage import check_open_runs, is_damage
 from services.coordinator.ledger.integrity.report import REMEDY as RESTORE
 from services.coordinator.ledger.schema import (
-    EPISODES,
     READABLE,
     SCHEMA,
     SCHEMA_VERSION,
@@ -53,9 +53,11 @@ class LedgerFile:
     """One file, open for its one writer or for a reader beside it."""
 
     def __init__(self, path: Path, *, read_only: bool = False):
-        path = path.resolve()  # the lock is beside the file itself, whatever links to it
+        path = Path(os.path.realpath(path))  # the lock is beside the file itself, whatever links to it
         self.path = path
-        self.payloads = PayloadStore(path)
+        self.key = storage_key()
+        """Key that the ledger's files are encrypted with; None for plain files."""
+        self.payloads = PayloadStore(path, self.key)
         self.on_fault: Callable[[LedgerFault], None] = lambda fault: None
         """Callback for every transaction that the disk refused: the ledger's owner has to end."""
         self.set_aside: Path | None = None
@@ -78,18 +80,24 @@ class LedgerFile:
         if read_only:
             if not path.is_file():
                 raise NotFound(f"no ledger at {path}")
+            database.check_key(path, self.key)
             # The log beside a backup that no coordinator has opened yet is another ledger's, so it must not be read.
-            alone = "&immutable=1" if restored_backup.is_backup(path) else ""
-            self.db = sqlite3.connect(f"file:{path}?mode=ro{alone}", uri=True, isolation_level=None)
+            alone = restored_backup.is_backup(path, self.key)
+            self.db = database.connect(path, self.key, read_only=True, immutable=alone, named=True)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._locks = lock_ledger(path)
-            is_backup = restored_backup.is_backup(path)
-            if is_backup:
-                self.set_aside = restored_backup.set_aside(path)
-                self.payloads = PayloadStore(path)
-            self.db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self.db.row_factory = sqlite3.Row
+            try:
+                database.check_key(path, self.key)
+                is_backup = restored_backup.is_backup(path, self.key)
+                if is_backup:
+                    self.set_aside = restored_backup.set_aside(path)
+                    self.payloads = PayloadStore(path, self.key)
+                self.db = database.connect(path, self.key, any_thread=True, named=True)
+            except BaseException:
+                for lock in self._locks:
+                    lock.close()
+                raise
         row_checksums.install(self.db)
         try:
             if not read_only and is_backup:
@@ -258,8 +266,9 @@ class LedgerFile:
             )
         if read_only:
             if version != SCHEMA_VERSION:  # a reader takes the tables that it lacks for empty
+                lacks = "".join(UPGRADES[each] for each in range(version, SCHEMA_VERSION))
                 self.db.executescript(
-                    EPISODES.replace("CREATE TABLE ", "CREATE TEMP TABLE ").replace("INDEX ", "INDEX temp.")
+                    lacks.replace("CREATE TABLE ", "CREATE TEMP TABLE ").replace("INDEX ", "INDEX temp.")
                 )
             return
         self.db.execute("PRAGMA journal_mode = WAL")
@@ -284,7 +293,7 @@ class LedgerFile:
         path = self.path.with_name(f"{self.path.name}.format-{version}")
         with (
             written_whole(path, durable=True) as partial,
-            contextlib.closing(sqlite3.connect(partial)) as copy,
+            contextlib.closing(database.connect(partial, self.key)) as copy,
         ):
             self.db.backup(copy)
         log.warning(

@@ -48,6 +48,16 @@ class GroupQueries:
         ).fetchone()
         return "{}" if row is None else str(row[0])
 
+    def column_values(self, run_id: str, group_ids: Collection[int], name: str) -> dict[int, object]:
+        """Return the value of one of the data set's columns by group; None where a group has none."""
+        path = f"$.{json.dumps(name)}"
+        rows = self._db.execute(
+            "SELECT group_id, CASE WHEN json_valid(columns_json) THEN json_extract(columns_json, ?) END AS value"
+            " FROM prompts WHERE run_id = ? AND group_id IN (SELECT value FROM json_each(?))",
+            (path, run_id, json.dumps(sorted(group_ids))),
+        )
+        return {row["group_id"]: row["value"] for row in rows}
+
     def of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
         """Return the groups of a step's batch in their order; none for a run without batches."""
         return self._db.execute(
@@ -186,6 +196,15 @@ class GroupQueries:
             "SELECT group_id, state, rewards, tokens FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?",
             (run_id, kind),
         ).fetchall()
+
+    def has_ungenerated(self, run_id: str, kind: str) -> bool:
+        """Return whether a group of an evaluation waits for a worker, or is with one."""
+        found = self._db.execute(
+            "SELECT 1 FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+            " AND state IN ('admitted', 'leased') LIMIT 1",
+            (run_id, kind),
+        ).fetchone()
+        return found is not None
 
     def is_evaluated(self, run_id: str, kind: str) -> bool:
         """Return whether every group of an evaluation is scored or dropped."""

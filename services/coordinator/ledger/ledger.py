@@ -21,12 +21,14 @@ from services.coordinator.ledger.folders import resolved, stored
 from services.coordinator.ledger.group_queries import GroupQueries
 from services.coordinator.ledger.groups import Groups
 from services.coordinator.ledger.segments import DamagedRecord, Location, Payload
+from services.coordinator.ledger.tables.audit_heads import AuditHeads
 from services.coordinator.ledger.tables.batches import Batches
 from services.coordinator.ledger.tables.checkpoints import Checkpoints
 from services.coordinator.ledger.tables.deaths import Deaths
 from services.coordinator.ledger.tables.episodes import Episodes
 from services.coordinator.ledger.tables.evaluations import Evaluations
 from services.coordinator.ledger.tables.free_slots import FreeSlots
+from services.coordinator.ledger.tables.models import RegisteredModels
 from services.coordinator.ledger.tables.receipts import Receipts
 from services.coordinator.ledger.tables.session_faults import SessionFaults
 from services.coordinator.text_limits import event_json
@@ -37,6 +39,10 @@ PRIORITY = (
     " AS priority"
 )
 """Expression for a run's priority: a fact of its first event, as its submission is."""
+MAX_SEQUENCE = 1 << 62
+"""A sequence number that no event has, and that SQLite can hold."""
+MAX_EVENTS = {"member": 100_000, "warning": 100_000}
+"""Most events of a kind in one run, for kinds that workers cause as often as they like."""
 RECENT_RESULTS = 64
 """Newest results whose mean size is taken for the size of later ones."""
 
@@ -57,6 +63,8 @@ class Ledger(LedgerFile):
         self.checkpoints = Checkpoints(self.db, self.path.parent)
         self.evaluations = Evaluations(self.db)
         self.episodes = Episodes(self.db)
+        self.audit_heads = AuditHeads(self.db)
+        self.models = RegisteredModels(self.db, self.path.parent)
 
     @property
     def deaths(self) -> Deaths:
@@ -233,7 +241,17 @@ class Ledger(LedgerFile):
         return int(row[0] or 0)
 
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
-        """Append to the run's events, which Watch streams."""
+        """Append to the run's events, which Watch streams. A kind in MAX_EVENTS has a most: the last one says so, and further
+        ones are left out."""
+        if kind in MAX_EVENTS:
+            number = self.counters(run_id).get(f"events:{kind}", 0) + 1
+            if number > MAX_EVENTS[kind]:
+                return
+            if number == MAX_EVENTS[kind]:
+                content = {
+                    "message": f"this run has {number} events of the kind {kind!r}; further ones are in the log alone"
+                }
+            self.count(run_id, f"events:{kind}")
         self.db.execute(
             "INSERT INTO events (run_id, sequence, kind, json)"
             " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, ? FROM events WHERE run_id = ?",
@@ -249,7 +267,7 @@ class Ledger(LedgerFile):
         """Return the events after a sequence number, oldest first."""
         return self.db.execute(
             "SELECT * FROM events WHERE run_id = ? AND sequence > ? ORDER BY sequence LIMIT ?",
-            (run_id, after, limit),
+            (run_id, min(after, MAX_SEQUENCE), limit),
         ).fetchall()
 
     def step_metrics(self, run_id: str, before: int, number: int) -> list[dict[str, Any]]:

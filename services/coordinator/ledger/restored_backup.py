@@ -10,7 +10,9 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+from paceline.encryption.storage_key import StorageKey
 from paceline.files.whole_file import sync_folder
+from services.coordinator.ledger import database
 
 MARK = 0x5043424B
 """SQLite's application_id of a backup: PCBK."""
@@ -26,12 +28,14 @@ def mark(copy: sqlite3.Connection) -> None:
     copy.execute(f"PRAGMA application_id = {MARK}")
 
 
-def is_backup(ledger: Path) -> bool:
+def is_backup(ledger: Path, key: StorageKey | None = None) -> bool:
     """Return whether this file is a backup that no coordinator has opened yet. Reads past SQLite, which would open the
     log.
     """
     if not ledger.is_file():
         return False
+    if key is not None:
+        return database.application_id(ledger, key) == MARK
     with ledger.open("rb") as file:
         header = file.read(100)
     is_marked = header[PLACE : PLACE + 4] == MARK.to_bytes(4, "big")

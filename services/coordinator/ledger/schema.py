@@ -43,9 +43,58 @@ CREATE TABLE restarts (                        -- lives of samples whose tokens 
     PRIMARY KEY (run_id, group_id, sample, life)
 ) WITHOUT ROWID;
 """
-"""Tables of runs with an environment. Ledgers of format 7 lack these alone; to a reader they are empty there."""
+"""Tables of runs with an environment, new in format 8."""
 
-SCHEMA_VERSION = 8
+AUDIT_HEADS = """
+CREATE TABLE audit_heads (                     -- newest record of each file of the audit log, outside the chain of batches
+    file INTEGER PRIMARY KEY,                  -- number of the file
+    sequence INTEGER NOT NULL,                 -- of the record
+    hash TEXT NOT NULL,                        -- of the record, which is over all records before it too
+    seal INTEGER
+);
+"""
+"""Table of the audit log, new in format 9."""
+
+MODELS = """
+CREATE TABLE models (                          -- versions of registered models; their files are elsewhere
+    name TEXT NOT NULL,
+    version INTEGER NOT NULL,                  -- from 1
+    run_id TEXT NOT NULL,                      -- run that trained it; empty for a model from elsewhere
+    session INTEGER NOT NULL,                  -- version of its weights
+    step INTEGER NOT NULL,
+    chain TEXT NOT NULL,                       -- over the run's batches until then
+    path TEXT NOT NULL,                        -- folder or URL of its files
+    export_sha256 TEXT NOT NULL,               -- over names and SHA-256 of the exported files
+    statement_sha256 TEXT NOT NULL,            -- of its in-toto statement
+    spec_sha256 TEXT NOT NULL,
+    data TEXT NOT NULL,                        -- fingerprint of the run's data set
+    code TEXT NOT NULL,                        -- digest of the run's bundle, or of its reward functions as JSON
+    parent TEXT NOT NULL,                      -- name:version; empty without one
+    evaluations TEXT NOT NULL,                 -- JSON list of results without samples
+    verdicts TEXT NOT NULL,                    -- JSON list of the gate's verdicts
+    stage TEXT NOT NULL,                       -- registered passed promoted rolled_back
+    registered_by TEXT NOT NULL,
+    registered_s REAL NOT NULL,                -- wall clock, for people only
+    seal INTEGER,
+    PRIMARY KEY (name, version)
+) WITHOUT ROWID;
+CREATE TABLE model_changes (                   -- promotions and rollbacks of registered models
+    name TEXT NOT NULL,
+    sequence INTEGER NOT NULL,                 -- from 1
+    kind TEXT NOT NULL,                        -- promote rollback
+    alias TEXT NOT NULL,
+    version INTEGER NOT NULL,                  -- that has the alias since
+    previous INTEGER NOT NULL,                 -- that had it before; 0 for none
+    reason TEXT NOT NULL,                      -- of a promotion past a gate, or of a rollback
+    caller TEXT NOT NULL,
+    changed_s REAL NOT NULL,
+    seal INTEGER,
+    PRIMARY KEY (name, sequence)
+) WITHOUT ROWID;
+"""
+"""Tables of registered models, new in format 9."""
+
+SCHEMA_VERSION = 9
 """Version of the format. It grows with every change of the tables, so that a ledger of another format is refused at
 once, not found out in a run."""
 
@@ -122,6 +171,7 @@ ALTER TABLE evaluations ADD COLUMN seal INTEGER;
 ALTER TABLE events ADD COLUMN seal INTEGER;
 """,
     7: EPISODES,
+    8: AUDIT_HEADS + MODELS,
 }
 """Scripts that raise a ledger of an older format to the next one. A coordinator runs them when it opens the ledger,
 after it made a copy. After the last one the rows of a format before SEALED_FROM are sealed
@@ -130,8 +180,8 @@ after it made a copy. After the last one the rows of a format before SEALED_FROM
 SEALED_FROM = 7
 """First format whose rows have checksums. They stay as they are at an upgrade, because new ones would hide damage."""
 
-READABLE = (7,)
-"""Older formats that a reader can read without an upgrade."""
+READABLE = (7, 8)
+"""Older formats that a reader can read without an upgrade: they lack whole tables, which are empty to it."""
 
 SCHEMA = (
     """
@@ -326,4 +376,6 @@ CREATE TABLE events (
 ) WITHOUT ROWID;
 """
     + EPISODES
+    + AUDIT_HEADS
+    + MODELS
 )

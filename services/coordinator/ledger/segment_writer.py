@@ -11,7 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from paceline.array_frames import Buffer
@@ -35,7 +35,7 @@ class SegmentWriter:
         self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins at a page
         self._set_direct(True)
 
-    def append(self, parts: Sequence[Buffer]) -> None:
+    def append(self, parts: Iterable[Buffer]) -> None:
         """Write the parts one after another and wait until they are on the disk."""
         fill = 0
         for part in parts:

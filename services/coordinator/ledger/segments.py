@@ -3,7 +3,7 @@
 Promises: a record whose location `append` has returned is on the disk, with its length and its file's name, so a
 transaction may refer to it. A record never changes and never moves; every read from the disk checks its CRC-32. A
 segment is only ever written by the process that began it, so bytes that a power cut tore off its end are behind every
-record in use. `segment_writer.py` writes it.
+record in use. `segment_writer.py` writes it. With a storage key the parts of records are sealed (`segment_cipher.py`).
 
 The newest records are in memory as well. One thread appends, any thread reads. A segment that is removed stays readable
 for every holder of a frame of it.
@@ -24,8 +24,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.array_frames import Buffer
+from paceline.encryption.encrypted_file import WrongKey
+from paceline.encryption.storage_key import StorageKey
 from paceline.errors import LedgerFault
 from paceline.files.whole_file import sync_folder
+from services.coordinator.ledger.segment_cipher import START_BYTES, SegmentCipher
 from services.coordinator.ledger.segment_writer import SegmentWriter
 
 try:
@@ -83,9 +86,25 @@ class Record(NamedTuple):
 class SegmentFile:
     """A segment that is open for reading, for as long as there is a reference to it, whether it is removed or not."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, key: StorageKey | None):
+        """Open it. Raises OSError."""
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._key = key
+        self._cipher: SegmentCipher | None = None
+        """Cipher that its first bytes give; read with the first part, because files are opened where nothing may wait for
+        the disk."""
+
+    def read(self, position: int, size: int) -> bytes:
+        """Return the `size` bytes of the part that begins at `position`, fewer where the file ends. Raises OSError; WrongKey
+        when the segment or a sealed part is not what was written.
+        """
+        if self._key is None:
+            return os.pread(self.fd, size, position)
+        if self._cipher is None:
+            self._cipher = SegmentCipher.of_start(os.pread(self.fd, START_BYTES, 0), self._key)
+        sealed = os.pread(self.fd, size + self._cipher.overhead_bytes, position)
+        return self._cipher.open(sealed, position)
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
@@ -97,22 +116,29 @@ class StoredFrame:
     """Bytes in a segment, read when they are needed."""
 
     file: SegmentFile
+    position: int
+    """Position in the file."""
     start: int
+    """Start as the ledger counts it: of the record, and of its arrays behind the header's `header_size`."""
     size: int
     crc: int
 
     def read(self) -> bytes:
         """Return the bytes. Raises DamagedRecord when they are not what was written, or the disk cannot read them."""
         try:
-            content = os.pread(self.file.fd, self.size, self.start)
+            content = self.file.read(self.position, self.size)
         except OSError as error:
             raise self._damaged(f"cannot be read: {error.strerror or error}") from None
+        except WrongKey as error:
+            raise self._damaged(f"cannot be decrypted: {error}") from None
         if len(content) != self.size or crc32(content) != self.crc:
             raise self._damaged("are not those that were written")
         return content
 
     def _damaged(self, what: str) -> DamagedRecord:
-        text = f"{self.file.path} is damaged: the {self.size} bytes at {self.start} {what}; restore a backup"
+        text = (
+            f"{self.file.path} is damaged: the {self.size} bytes at {self.position} {what}; restore a backup"
+        )
         return DamagedRecord(text, int(self.file.path.stem), self.start)
 
 
@@ -167,12 +193,18 @@ def read_frame(frame: Frame) -> Buffer:
 class PayloadStore:
     """The segments of one ledger."""
 
-    def __init__(self, ledger: Path):
+    def __init__(self, ledger: Path, key: StorageKey | None = None):
+        """`key` is what its segments are encrypted with; None for plain ones."""
+        self._key = key
+        self._overhead = 0 if key is None else SegmentCipher.overhead_bytes
+        """Bytes that a part has more in a segment than the ledger counts."""
         self.folder = ledger.with_name(ledger.name + "-segments")
         self._files: dict[int, SegmentFile] = {}
         """Segments that are open for reading; the newest opened is at the end."""
         self._end: SegmentWriter | None = None
         """Segment that is appended to."""
+        self._cipher: SegmentCipher | None = None
+        """Cipher of that segment."""
         self._recent: dict[tuple[int, int], Record] = {}
         """The newest records by segment and start, oldest first."""
         self._recent_bytes = 0
@@ -197,8 +229,8 @@ class PayloadStore:
                 locations.append(
                     Location(self._number, start, len(header), header_crc, len(arrays), arrays_crc)
                 )
-                start += len(header) + len(arrays)
-            end.append([part for record in records for part in (record.header, record.arrays)])
+                start += len(header) + len(arrays) + 2 * self._overhead
+            end.append(self._parts(records, end.size))
         except OSError as error:
             raise LedgerFault(
                 f"groups cannot be written to {self.folder}: {error.strerror or error}; make room, or repair the disk, "
@@ -207,6 +239,15 @@ class PayloadStore:
         for location, record in zip(locations, records, strict=True):
             self._remember(location, record)
         return locations
+
+    def _parts(self, records: Sequence[Record], position: int) -> Iterator[Buffer]:
+        """Yield what is written for the records from `position` on. One part at a time is sealed, so that no second copy of all
+        records is in memory.
+        """
+        for part in (part for record in records for part in (record.header, record.arrays)):
+            written = part if self._cipher is None else self._cipher.seal(part, position)
+            yield written
+            position += len(written)
 
     def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
         """Return the texts and arrays that a row of the table refers to; after the `last` call they need not stay in
@@ -221,9 +262,10 @@ class PayloadStore:
             return Payload(recent.header, recent.arrays)
         start, header_size = row["start"], row["header_size"]
         file = self._open(row["segment"], start)
+        arrays = start + header_size
         return Payload(
-            StoredFrame(file, start, header_size, row["header_crc"]),
-            StoredFrame(file, start + header_size, row["arrays_size"], row["arrays_crc"]),
+            StoredFrame(file, start, start, header_size, row["header_crc"]),
+            StoredFrame(file, arrays + self._overhead, arrays, row["arrays_size"], row["arrays_crc"]),
         )
 
     def evict(self, segment: int, start: int) -> None:
@@ -309,6 +351,9 @@ class PayloadStore:
         number = self._number + 1
         segment = SegmentWriter(self._path(number))
         try:
+            if self._key is not None:
+                self._cipher = SegmentCipher.new(self._key)
+                segment.append([self._cipher.start])
             sync_folder(self.folder)
         except OSError:
             segment.close()
@@ -330,7 +375,7 @@ class PayloadStore:
             while len(self._files) >= MAX_OPEN_SEGMENTS:
                 self._files.pop(next(iter(self._files)))
             try:
-                file = self._files[number] = SegmentFile(self._path(number))
+                file = self._files[number] = SegmentFile(self._path(number), self._key)
             except FileNotFoundError:
                 raise DamagedRecord(
                     f"{self._path(number)} is missing, and the ledger refers to it; restore a backup",

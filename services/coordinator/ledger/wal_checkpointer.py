@@ -15,6 +15,7 @@ import logging
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 
+from services.coordinator.ledger import database
 from services.coordinator.ledger.ledger import Ledger
 
 PERIOD_S = 0.5
@@ -32,9 +33,7 @@ class WalCheckpointer:
 
     def __init__(self, ledger: Ledger, lock: asyncio.Lock):
         self._lock = lock
-        self._db = sqlite3.connect(
-            ledger.path, isolation_level=None, timeout=READERS_S, check_same_thread=False
-        )
+        self._db = database.connect(ledger.path, ledger.key, busy_s=READERS_S, any_thread=True)
         ledger.db.execute("PRAGMA wal_autocheckpoint = 0")
 
     async def run(self) -> None:

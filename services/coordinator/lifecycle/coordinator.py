@@ -26,6 +26,7 @@ from paceline.errors import LedgerFault
 from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
 from paceline.tls.folder import tls_folder
+from protos.paceline.v1 import worker_pb2
 from services.common.access.caller import Caller
 from services.common.insecure import insecurity
 from services.coordinator.blobs.store import BlobStore
@@ -92,7 +93,7 @@ class Coordinator:
         self.exchange = Exchange(ledger)
         self.scaler = Scaler(ledger, self.exchange, members, scaling_period_s)
         self.run_log = RunLog(ledger, self.exchange, members)
-        self._prompts = PromptCheck(ledger.path)
+        self._prompts = PromptCheck(ledger.path, ledger.key)
         self.server = ExchangeServer(
             self.exchange,
             self.lock,
@@ -106,6 +107,8 @@ class Coordinator:
         self.watchers = Watchers(ledger, self.exchange, self.lock, self.run_log, self.server)
         self.context = RunContext(ledger, self.exchange, self.lock, self.run_log, self.server, self.watchers)
         self.stopping = False
+        self.note_refusals: Callable[[str, worker_pb2.Refusals], None] = lambda member_id, reported: None
+        """Records the strangers that a member's own ports refused."""
         self.pool = Pool(self, members)
         self._refusal = refusal
         self.states = RunStates(self.context, self.pool.assignments)
@@ -116,7 +119,7 @@ class Coordinator:
         self.commands = Commands(
             self.context, self.states, self.faults, self.pool.assignments, resumption, members
         )
-        self.queue = RunQueue(ledger, directory, self.lock, self.watchers, self._bundles)
+        self.queue = RunQueue(ledger, directory, self.lock, self.watchers, self._bundles, host)
         self.starter = RunStarter(
             self.context, self.states, self.faults, self.pool, self._prompts, self._bundles
         )

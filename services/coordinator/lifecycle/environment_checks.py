@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from paceline.data.rows import PromptSource
+from paceline.data.prompts import PromptSource
 from paceline.errors import DataError, InvalidInput
 from paceline.spec import RunSpec
 from services.coordinator.lifecycle import source_files

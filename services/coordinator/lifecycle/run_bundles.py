@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.bundle.allowed import refusal_of_bundle
 from paceline.bundle.cache import BundleCache
-from paceline.bundle.layout import localized, with_original_paths
+from paceline.bundle.layout import REPORT, localized, with_original_paths
 from paceline.bundle.manifest import Kind
 from paceline.errors import DataError, InvalidInput, NotFound, SpecError, Unreadable
 from paceline.files import function_files
@@ -22,8 +22,11 @@ from paceline.spec import RunSpec
 from services.coordinator.blobs.store import BlobStore
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.lifecycle.run_data import RunData, open_data
+from services.coordinator.text_limits import MAX_TEXT_BYTES, one_line
 
 TIDY_UP_S = 600.0
+MAX_REPORT = 1 << 14
+"""Bytes of a report on prepared data; a longer one is left out."""
 
 
 class RunBundles:
@@ -57,6 +60,15 @@ class RunBundles:
                 raise InvalidInput(
                     f"{file.path!r} of bundle {bundle[:12]}… is not here; send it first, then submit again"
                 )
+
+    def preparation_report(self, bundle: str) -> str:
+        """Return what the submitter's machine reports about `data.preparation`; empty where nothing was prepared."""
+        files = self._blobs.manifest(bundle).files if bundle else ()
+        for file in files:
+            if file.path == REPORT and file.size <= MAX_REPORT:
+                text = b"".join(self._blobs.read(file.sha256)).decode(errors="replace")
+                return one_line("; ".join(text.splitlines()), MAX_TEXT_BYTES)
+        return ""
 
     def changes(self, spec: RunSpec, before: str, bundle: str) -> list[str]:
         """Return the places of the files in which two bundles of a run differ. Raises InvalidInput where examples differ,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paceline.data.examples import open_examples
-from paceline.data.rows import PromptSource, open_prompts
-from paceline.data.traces import TraceGroups
+from paceline.data.examples import open_examples, report_of
+from paceline.data.prompts import PromptSource, open_prompts
 from paceline.spec import RunSpec
 
 
@@ -19,7 +18,7 @@ class RunData(NamedTuple):
     """Training prompts; None for examples, which the learner reads."""
     validation: PromptSource | None = None
     report: str = ""
-    """What was used of the training data and left out, for people; empty where there is nothing to say."""
+    """Format of the training data, and what was used and left out, for people."""
 
 
 def open_data(spec: RunSpec) -> RunData:
@@ -30,10 +29,15 @@ def open_data(spec: RunSpec) -> RunData:
         rows = open_examples(spec)
         if spec.examples.validates and data.validation is not None:
             open_examples(spec, validation=True)
-        return RunData(len(rows), report=rows.report if isinstance(rows, TraceGroups) else "")
-    prompts = open_prompts(spec.data, spec.seed)
-    validation = open_prompts(spec.data, spec.seed, validation=True) if spec.data.validation else None
-    return RunData(len(prompts), prompts, validation)
+        return RunData(len(rows), report=report_of(rows, spec))
+    has_tools = spec.prompts_have_tools
+    prompts = open_prompts(spec.data, spec.seed, has_tools=has_tools)
+    validation = (
+        open_prompts(spec.data, spec.seed, validation=True, has_tools=has_tools)
+        if spec.data.validation
+        else None
+    )
+    return RunData(len(prompts), prompts, validation, prompts.format)
 
 
 def changed_data_warnings(before: str, spec: RunSpec, prompts: PromptSource | None) -> list[str]:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.encryption.storage_key import storage_key
 from paceline.errors import Busy, InvalidInput, NotPermitted
 from paceline.files.storage import Folder
 from paceline.files.store_root import refusal as refusal_of_store
@@ -19,7 +20,7 @@ from paceline.models.memory_plan import Room
 from paceline.models.shape import read_shape
 from paceline.spec import RunSpec
 from paceline.spec.reading import portable_yaml, submitted_spec
-from services.common.access.caller import current_caller
+from services.common.access.caller import Caller, current_caller
 from services.coordinator.exchange.uploads.group_checks import refuse_large_groups
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.restored_backup import free_name
@@ -27,7 +28,7 @@ from services.coordinator.lifecycle.dataset_openings import Openings
 from services.coordinator.lifecycle.model_references import references, with_locations
 from services.coordinator.lifecycle.run_bundles import RunBundles
 from services.coordinator.lifecycle.run_data import RunData
-from services.coordinator.lifecycle.submission_checks import checked_data
+from services.coordinator.lifecycle.submission_checks import check_network, checked_data
 from services.coordinator.lifecycle.watchers import Watchers
 
 MAX_SUBMISSION = 128
@@ -35,6 +36,12 @@ STORE_WAIT_S = 10.0
 """Seconds to wait for the store's answer; one that is away does not keep a run from being queued."""
 MAX_TO_READ = 16
 """Specs that are being read or wait for it; the time to read a spec is bounded."""
+MAX_QUEUED = 1000
+"""Runs that wait for their turn."""
+MAX_QUEUED_OF_ONE = 250
+"""Those of them that one submitter may have, so that no one fills the queue of all."""
+QUEUE_AGAIN_S = 60.0
+"""Seconds after which a client may submit again while the queue is full."""
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +56,10 @@ class RunQueue:
         lock: asyncio.Lock,
         watchers: Watchers,
         bundles: RunBundles,
+        host: str = "127.0.0.1",
     ):
+        """`host` is the address that the coordinator listens on."""
+        self._host = host
         self._ledger, self._directory, self._lock, self._watchers = ledger, directory, lock, watchers
         self._bundles = bundles
         self._reading = asyncio.Lock()
@@ -69,6 +79,7 @@ class RunQueue:
             )
         spec, text = await self._read(spec_yaml)
         refuse_large_groups(spec)
+        check_network(spec, self._host, self._ledger.store)
         caller = current_caller()
         if caller is not None and spec.priority > 0 and not caller.steers_all:
             raise NotPermitted(
@@ -77,6 +88,7 @@ class RunQueue:
             )
         if submission and (run_id := self._ledger.run_of_submission(submission)) is not None:
             return run_id
+        self._check_room(caller)
         if found := references(spec, self._ledger):
             spec = await asyncio.to_thread(with_locations, spec, found)
             text = await asyncio.to_thread(portable_yaml, spec)
@@ -91,6 +103,8 @@ class RunQueue:
         )
         if data.report:
             said.append(f"data.train: {data.report}")
+        if report := await asyncio.to_thread(self._bundles.preparation_report, bundle):
+            said.append(report)
         if spec.max_num_epochs is not None:
             spec = spec.with_steps_of_epochs(data.num_rows)
             text = await asyncio.to_thread(portable_yaml, spec)
@@ -104,6 +118,7 @@ class RunQueue:
             run_id = self._ledger.run_of_submission(submission) if submission else None
             if run_id is not None:
                 return run_id
+            self._check_room(caller)
             run_id = self._add_run(
                 spec,
                 text,
@@ -118,6 +133,24 @@ class RunQueue:
         log.info("run %s is queued", run_id)
         await self._watchers.notify()
         return run_id
+
+    def _check_room(self, caller: Caller | None) -> None:
+        """Raises Busy when the queue is full, or has as many runs of a submitter as it may have."""
+        queue = self._ledger.queue()
+        if len(queue) >= MAX_QUEUED:
+            raise Busy(
+                f"{len(queue)} runs wait in the queue, the most that may; cancel some, or submit again later",
+                QUEUE_AGAIN_S,
+            )
+        if caller is None or caller.steers_all or len(queue) < MAX_QUEUED_OF_ONE:
+            return
+        number = sum(self._ledger.submitter(row["run_id"]) == caller.name for row in queue)
+        if number >= MAX_QUEUED_OF_ONE:
+            raise Busy(
+                f"{number} runs of {caller.name} wait in the queue, the most of one submitter; cancel some, or submit again "
+                "later",
+                QUEUE_AGAIN_S,
+            )
 
     async def _check_store(self) -> None:
         """Raises InvalidInput when the deployment's store refuses to be written."""
@@ -163,13 +196,15 @@ class RunQueue:
 
     def _make_run_directory(self, directory: Path, spec_yaml: str) -> None:
         """Make the run's folder, with its spec and links to what all runs share. A folder of that name that exists is set
-        aside: this ledger does not know its run."""
+        aside: this ledger does not know its run. The spec is for people, who could not read it encrypted: with a storage key the
+        ledger alone has it."""
         if directory.exists() and any(directory.iterdir()):
             set_aside = free_name(directory.with_name(f"{directory.name}.set-aside"))
             directory.rename(set_aside)
             log.warning("%s is of a run that this ledger does not know; it is %s now", directory, set_aside)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "spec.yaml").write_text(spec_yaml)
+        if storage_key() is None:
+            (directory / "spec.yaml").write_text(spec_yaml)
         for shared in (self._ledger.path, self._directory / "logs"):
             link = directory / shared.name
             if shared.exists() and not link.is_symlink():

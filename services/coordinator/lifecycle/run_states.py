@@ -109,7 +109,7 @@ class RunStates:
                 self._ledger.update_run(run_id, state=state, message=message)
                 self._ledger.add_event(run_id, "state", {"state": state, "message": message})
         level = logging.INFO if state == "succeeded" else logging.WARNING
-        log.log(level, "run %s %s %s", run_id, state, one_line(message))
+        log.log(level, "run %s %s%s", run_id, state, f": {one_line(message)}" if message else "")
         if active:
             self._context.run_log.close(self._context.run_log.summary(run_id))
             self._assignments.unassign_all(f"run {run_id} {state}")

@@ -7,16 +7,20 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
-from paceline.data.rows import PromptSource
+from paceline.data.messages import tools_of_prompt
+from paceline.data.prompts import PromptSource
+from paceline.data.tokens import reads_tools
 from paceline.errors import DataError, InvalidInput, PacelineError, Unreadable
 from paceline.files.storage import Folder, is_url
 from paceline.models.architectures import check_architecture
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS
+from paceline.weights.plain_network import check_plain, check_store
 from services.coordinator.lifecycle import source_files
 from services.coordinator.lifecycle.environment_checks import check_environment
 from services.coordinator.lifecycle.run_data import RunData, open_data
@@ -41,6 +45,17 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
             _check_template(spec, source)
             warnings += _shadowed(field, source)
     return data, warnings
+
+
+def check_network(spec: RunSpec, host: str, store: str) -> None:
+    """Check that the run's weights stay on one host or are encrypted, for a coordinator that listens on `host` and names the root
+    `store` for large files. Raises InvalidInput."""
+    allowed = spec.weights.allow_plaintext_network
+    if spec.weights.channel == "collective" and spec.weights.backend == "gloo":
+        remedy = "remove it, so that the agents of hosts bring weights"
+        check_plain("weights.backend 'gloo' beside a coordinator", [host], allowed=allowed, remedy=remedy)
+    for url in (spec.weights.store, spec.checkpointing.checkpoint_dir, store):
+        check_store(url or "", os.environ, allowed=allowed)
 
 
 def _shadowed(field: str, source: PromptSource) -> list[str]:
@@ -114,7 +129,7 @@ def _required(path: Path, name: str) -> list[str]:
 
 
 def _check_template(spec: RunSpec, source: PromptSource) -> None:
-    """Raises DataError for prompts of messages that no chat template can render."""
+    """Raises DataError for prompts of messages that no chat template can render, or not with their tools."""
     prompt = source.draw(0)[0]
     setting = spec.data.apply_chat_template
     if isinstance(prompt, str) and setting != "always":
@@ -123,6 +138,12 @@ def _check_template(spec: RunSpec, source: PromptSource) -> None:
         raise DataError(
             "data.apply_chat_template is 'never', but the prompts are chat messages; set it to auto, or use text prompts "
             "without data.system_prompt"
+        )
+    template = _template_source(spec.policy)
+    if source.has_tools and tools_of_prompt(*source.draw(0)) and template and not reads_tools(template):
+        raise DataError(
+            "the prompts have tools, which the chat template of the tokenizer does not read; take a model whose template does, "
+            "or rename the column 'tools'"
         )
     if _lacks_template(spec.policy):
         name = spec.policy.tokenizer_name or spec.policy.model_name

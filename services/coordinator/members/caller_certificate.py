@@ -7,10 +7,10 @@ from typing import Any
 
 from paceline.errors import Conflict, InvalidInput
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.tls.certificates import WORKER
 from paceline.tls.folder import tls_folder
 from services.common.tls import identity_of_call
 
-WORKER = "worker"
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 

@@ -13,6 +13,7 @@ import sqlite3
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from paceline.encryption.storage_key import storage_key
 from paceline.errors import NotFound
 from paceline.groups import Version
 from paceline.tracing import step_traceparent
@@ -294,13 +295,14 @@ class Assignments:
 
     def _assignment(self, row: sqlite3.Row, spec_yaml: str, **session: Any) -> worker_pb2.ConnectResponse:
         """Return the assignment of a run by its row in the ledger, with the fields of a learner's session."""
-        run_id = row["run_id"]
+        run_id, key = row["run_id"], storage_key()
         assignment = worker_pb2.RunAssignment(
             run_id=run_id,
             spec_yaml=spec_yaml,
             directory=self._ledger.run_store(run_id),
             traceparent=step_traceparent(run_id, 0),
             bundle=self._ledger.bundle(run_id),
+            storage_key="" if key is None else key.name.hex(),
             **session,
         )
         return worker_pb2.ConnectResponse(run=assignment)

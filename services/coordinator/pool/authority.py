@@ -10,10 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from paceline.errors import NotFound
 from paceline.groups import Version
 from protos.paceline.v1 import common_pb2, worker_pb2
 from services.coordinator.exchange.state import ActiveRun, Exchange
-from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
 from services.coordinator.members.registry import WARNINGS_KEPT, Member
 from services.coordinator.pool.assignments import Assignments
 from services.coordinator.reporting.token_files import fault_of
@@ -72,6 +73,15 @@ class Authority:
         if run is None or run_id != run.run_id:
             return f"run {run_id[:80]!r} is not the current one"
         return check(member, report, run)
+
+    def is_late(self, report: worker_pb2.ConnectRequest) -> bool:
+        """Return whether a report acknowledges a version of a run that has ended meanwhile, as the last one of a run usually does."""
+        if report.WhichOneof("report") != "weight_ack":
+            return False
+        try:
+            return self._ledger.run(report.weight_ack.run_id)["state"] not in ("queued", *ACTIVE_STATES)
+        except NotFound:
+            return False
 
     def _check_offer(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
         return self._check_learner(member, report.weight_offer.version)

@@ -58,6 +58,8 @@ class Reports:
         cut_texts(request)
         refusal = self._authority.refusal(member, request)
         if refusal:
+            if self._authority.is_late(request):
+                return
             about = f"{kind} of {member.role_name} {member.member_id}"
             seldom.warning(about, "ignored a %s: %s", about, one_line(refusal))
             return
@@ -97,6 +99,8 @@ class Reports:
                 await self._on_publish(request.publish)
             case "token_statistics":
                 self._tokens.keep(request.token_statistics)
+            case "refusals":
+                self._runs.note_refusals(member.member_id, request.refusals)
 
     async def _on_weight_ack(self, member: Member, ack: worker_pb2.WeightAck) -> None:
         run = self._exchange.active

@@ -7,8 +7,10 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from paceline.encryption.storage_key import storage_key
+from paceline.files.line_file import LineWriter
 from paceline.files.whole_file import write_whole
 from services.common.logged_extra import EXTRA_NAME
 from services.coordinator.reporting import metrics_lines
@@ -34,7 +36,10 @@ class MetricsFiles:
                 "%d lines of %s are ahead of the ledger; they are in %s.set-aside now", number, path, path
             )
         self._lines = path.open("a")
-        self._extra: TextIO | None = None
+        self._key = storage_key()
+        if tensorboard and self._key is not None:
+            log.info("%s: no texts are written for TensorBoard, because of the storage key", directory)
+        self._extra: LineWriter | None = None
         self._events = None
         if tensorboard:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -72,8 +77,9 @@ class MetricsFiles:
             self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
 
     def write_text(self, tag: str, step: int, text: str) -> None:
-        """Write a text (Markdown) for TensorBoard; nothing if it is empty or there is no TensorBoard."""
-        if self._events is None or not text:
+        """Write a text (Markdown) for TensorBoard; nothing if it is empty, there is no TensorBoard, or files are encrypted with a
+        storage key, because TensorBoard's are plain."""
+        if self._events is None or not text or self._key is not None:
             return
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -88,11 +94,10 @@ class MetricsFiles:
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
 
     def write_extra(self, line: str) -> None:
-        """Write a line of extra.jsonl, which is made with the first."""
+        """Write a line of extra.jsonl, which is made with the first, encrypted with the storage key where there is one."""
         if self._extra is None:
-            self._extra = (self.directory / EXTRA_NAME).open("a")
-        self._extra.write(line)
-        self._extra.flush()
+            self._extra = LineWriter(self.directory / EXTRA_NAME, self._key)
+        self._extra.write(line.encode())
 
     def close(self) -> None:
         """Flush and close the files."""

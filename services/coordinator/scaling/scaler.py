@@ -159,7 +159,7 @@ class Scaler:
                         f"{role} workers; give pools names of which none begins with another"
                     )
             if len(self._pools) >= MAX_POOLS:
-                raise Busy(f"{MAX_POOLS} pools are sized already, the most that there may be")
+                raise Busy(f"{MAX_POOLS} pools are sized already, the most that there may be", FORGET_S)
             sized = self._pools[key] = Sized(config)
             self._decide_s = now_s  # the first decision is made at the next check
         sized.config, sized.asked_s = config, now_s

@@ -70,7 +70,9 @@ class SessionServer:
             "the server of agents' sessions",
             "free a port",
             max_connections=MAX_CONNECTIONS,
+            share_of_address=1.0,
             max_bodies=MAX_BODIES,
+            encrypted=False,  # agents on this host read its address from their environment
         )
         router = self._listener.app.router
         router.add_get("/{key}/v1/models", self._models)

@@ -83,6 +83,8 @@ class BatchClient:
         """Set when this session is over, by this thread or by the control plane's."""
         self.receipted = 0
         """Steps up to which the coordinator has acknowledged this rank's receipts; 0 before the first."""
+        self.audit_head = pb.AuditHead()
+        """Newest record of the coordinator's audit log, as of this rank's newest receipt; empty before the first."""
         self._run_id, self._session, self._rank = run_id, session, rank
 
     def fetch(self, step: int) -> RankBatch | None:
@@ -144,6 +146,7 @@ class BatchClient:
             self.superseded.set()
         else:
             self.receipted = step + 1
+            self.audit_head = reply.receipt.audit_head
 
     def _request(self, request: pb.ExchangeRequest, grace_s: float) -> tuple[pb.ExchangeReply, list[bytes]]:
         """Return the reply. Raises Unavailable `grace_s` after this rank has been told to stop."""

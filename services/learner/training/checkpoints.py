@@ -164,7 +164,7 @@ class SessionCheckpoints:
         """Load the checkpoint that the session begins from.
 
         Raises CheckpointFault when the checkpoint is missing, damaged or cannot be read, Misfit when it is of another model,
-        Unavailable when it is in a store that is away; on all ranks the same.
+        WrongKey when it is encrypted with another storage key, Unavailable when it is in a store that is away; on all ranks the same.
         """
         if not self._assignment.checkpoint_path:
             return
@@ -218,6 +218,12 @@ class SessionCheckpoints:
             unchanged=unchanged,
         )
         self.saving = False
+
+    def name_audit_head(self, sequence: int, record_hash: str) -> None:
+        """Name the newest record of the coordinator's audit log in the manifests from now on, so that its end cannot be cut off
+        without notice."""
+        if sequence:
+            self._writer.extra = {"audit": {"sequence": sequence, "hash": record_hash}}
 
     def finish(self) -> str:
         """Wait for the checkpoint in progress, if there is one, and report it.

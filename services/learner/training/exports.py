@@ -20,6 +20,7 @@ from learner.weights.gather import gather_weights
 from paceline.errors import PacelineError, Unavailable
 from paceline.files.names import EXPORT, EXPORTS
 from paceline.files.storage import Folder
+from paceline.registry.origin import Origin
 from paceline.spec import RunSpec
 from services.learner.context import RankContext
 
@@ -39,10 +40,13 @@ class RunExports:
     def remove_left_overs(self) -> None:
         """Remove the unfinished folders of exports that were killed. Not a collective call."""
 
-    def write_final(self, model: nn.Module) -> Folder:
-        """Export the trained model and return the folder. Raises what rank 0 met, and FailedElsewhere on the other ranks."""
+    def write_final(self, model: nn.Module, origin: Origin) -> Folder:
+        """Export the trained model and return the folder. `origin` is what its manifest says of the run.
+
+        Raises what rank 0 met, and FailedElsewhere on the other ranks.
+        """
         path = self._directory / EXPORT
-        failure = self._export_model(path, model)
+        failure = self._export_model(path, model, origin)
 
         def check() -> None:
             if failure is not None:
@@ -51,7 +55,7 @@ class RunExports:
         succeed_on_all_ranks(check, self._rank.device)
         return path
 
-    def carry_out_orders(self, model: nn.Module, step: int) -> None:
+    def carry_out_orders(self, model: nn.Module, origin: Origin) -> None:
         """Make one export for all orders that want the same. One that cannot be written fails its orders, never the run."""
         orders = self._rank.orders.take_exports()
         wanted = broadcast_bytes(json.dumps(orders[0][0] if orders else None).encode())
@@ -59,8 +63,8 @@ class RunExports:
         if order is None:
             return  # the client has gone
         name, adapter_only = order
-        path = self._directory / EXPORTS / (name or f"step-{step}")
-        error = self._export(path, model, adapter_only)
+        path = self._directory / EXPORTS / (name or f"step-{origin.step}")
+        error = self._export(path, model, adapter_only, origin)
         if error is not None:
             log.error("run %s: an ordered export failed: %s", self._run_id, error)
         for _, waiting in orders:
@@ -69,11 +73,14 @@ class RunExports:
             else:
                 waiting.set_result(str(path))
 
-    def _export(self, path: Folder, model: nn.Module, adapter_only: bool) -> PacelineError | None:
+    def _export(
+        self, path: Folder, model: nn.Module, adapter_only: bool, origin: Origin
+    ) -> PacelineError | None:
         """Return the error that prevented the export, if any. Raises an error after which the ranks may be at different
         points of their collectives."""
         try:
-            failure = self._export_adapter(path, model) if adapter_only else self._export_model(path, model)
+            write = self._export_adapter if adapter_only else self._export_model
+            failure = write(path, model, origin)
         except Exception as error:  # torch's own, for a lack of memory on the device
             if self._rank.world_size > 1:
                 raise
@@ -82,7 +89,7 @@ class RunExports:
             return failure
         return Unavailable(f"{path} could not be written: {type(failure).__name__}: {failure}")
 
-    def _export_model(self, path: Folder, model: nn.Module) -> Exception | None:
+    def _export_model(self, path: Folder, model: nn.Module, origin: Origin) -> Exception | None:
         """Replace the folder at `path`, if this run exported it, and return why rank 0 could not, if it could not."""
         return export_live(
             path,
@@ -90,16 +97,17 @@ class RunExports:
             self._spec.policy,
             dtype=getattr(torch, self._spec.checkpointing.export_dtype),
             scoring=self._spec.has_scoring_head,
+            origin=origin,
         )
 
-    def _export_adapter(self, path: Folder, model: nn.Module) -> Exception | None:
+    def _export_adapter(self, path: Folder, model: nn.Module, origin: Origin) -> Exception | None:
         """Replace the folder at `path` by the adapter alone, and return why rank 0 could not, if it could not."""
         adapter = gather_weights(model, None)
         if not adapter:
             return None
         policy = self._spec.policy
         try:
-            export_adapter(path, adapter, policy.lora_cfg, policy.model_name, replace=True)
+            export_adapter(path, adapter, policy.lora_cfg, policy.model_name, replace=True, origin=origin)
         except Exception as error:  # safetensors, the disk and the allocators raise errors of their own
             return error
         return None

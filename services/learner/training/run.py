@@ -8,8 +8,10 @@ threads, from a staged copy, while the next step trains. No step waits for a rol
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -26,9 +28,12 @@ from learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes
 from learner.model.mesh import mesh_of
 from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
+from paceline.encryption.encrypted_file import WrongKey
 from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, Unavailable
+from paceline.registry.origin import Origin
 from paceline.spec import RunSpec
 from paceline.tracing import span, step_traceparent
+from paceline.weights.plain_network import check_plain, check_store
 from protos.paceline.v1 import worker_pb2
 from services.common.bundled_spec import BundledSpec
 from services.common.gpus import refuse_cpu
@@ -39,6 +44,7 @@ from services.learner.rank_group import (
     COLLECTIVE_TIMEOUT_S,
     LOADING_TIMEOUT_S,
     long_collectives,
+    meeting_host,
     set_collective_timeout,
 )
 from services.learner.training.agreement import StepAgreement
@@ -46,6 +52,7 @@ from services.learner.training.batches import BatchClient, RankBatch, comparison
 from services.learner.training.checkpoints import NotShared, SessionCheckpoints
 from services.learner.training.collective_time import collective_time
 from services.learner.training.exports import Rank0RunExports, RunExports
+from services.learner.training.key_check import check_key
 from services.learner.training.pace import pace
 from services.learner.training.publishing import Publishing
 from services.learner.training.run_reports import Rank0RunReports, RunReports
@@ -173,7 +180,7 @@ class LearnerRun:
             log.error("run %s: %s", self.run_id, error)  # the rank that failed reports why
         except CheckpointFault as error:
             self._fail(str(error), fault=worker_pb2.FAULT_CHECKPOINT, checkpoint_path=error.path)
-        except (Misfit, NotShared) as error:
+        except (Misfit, NotShared, WrongKey) as error:
             self._fail(str(error), resumable=True)
         except Exception as error:  # raised on every rank, so they are at one point and may try again
             self._rank.report(failed_set_up(self.run_id, error, self.session))
@@ -186,6 +193,7 @@ class LearnerRun:
         something would leave the others in their next collective. Errors raised later are raised on every rank."""
         spec, start = self._spec, self._assignment.start_step
         set_collective_timeout(LOADING_TIMEOUT_S)
+        succeed_on_all_ranks(self._check_surroundings, self._rank.device)
         self._checkpoints.check_folder(self._rank.device, self._rank.stopping.wait)
         if self._rank.world_size > 1:
             for policy in (spec.policy, spec.frozen_policy, spec.value_policy):
@@ -203,6 +211,24 @@ class LearnerRun:
                     self._trainer.reference.prepare(source, self._rank.rank)
         else:
             self.publishing.open(self._trainer.model)
+
+    def _check_surroundings(self) -> None:
+        """Raises WrongKey without the coordinator's storage key, and as `_check_network`."""
+        check_key(self._assignment)
+        self._check_network()
+
+    def _check_network(self) -> None:
+        """Raises InvalidInput for weights that would leave this host in the clear."""
+        weights, checkpoints = self._spec.weights, self._spec.checkpointing
+        remedy = "start all ranks on one host"
+        check_plain(
+            "a learner on several hosts, which meet",
+            [meeting_host()],
+            allowed=weights.allow_plaintext_network,
+            remedy=remedy,
+        )
+        for url in (weights.store, checkpoints.checkpoint_dir, self._assignment.directory):
+            check_store(url or "", os.environ, allowed=weights.allow_plaintext_network)
 
     def _read(self) -> None:
         """Make the trainer and the sources of examples, without a collective."""
@@ -272,7 +298,7 @@ class LearnerRun:
         if agreed.checkpoint_ordered:
             self._save_ordered()
         if agreed.export_ordered:
-            self._exports.carry_out_orders(self._trainer.model, self.step)
+            self._exports.carry_out_orders(self._trainer.model, self._origin())
         if agreed.stopping and not agreed.run_ended:
             self._rank.stop()
             self._begin_save(unchanged=True)
@@ -372,6 +398,7 @@ class LearnerRun:
         self._is_complete = True
 
     def _begin_save(self, *, unchanged: bool) -> None:
+        self._checkpoints.name_audit_head(self._batches.audit_head.sequence, self._batches.audit_head.hash)
         with long_collectives():  # the one before may still be on its way to the store
             self._checkpoints.begin(self._trainer, self.step, self._chain, unchanged=unchanged)
 
@@ -395,7 +422,7 @@ class LearnerRun:
             with long_collectives():
                 if self._checkpoints.is_queued:  # waits for the store, which the export needs as well
                     self._save_last()
-                path = self._exports.write_final(self._trainer.model)
+                path = self._exports.write_final(self._trainer.model, self._origin())
                 if not self._checkpoints.is_queued:
                     self._save_last()
         except FailedElsewhere as error:
@@ -407,6 +434,16 @@ class LearnerRun:
             return
         self._reports.report(finished=True, export_path=str(path))
         self._serve_until_end()
+
+    def _origin(self) -> Origin:
+        """Return what an export of the current version says of its run."""
+        return Origin(
+            run_id=self.run_id,
+            session=self.session,
+            step=self.step,
+            chain=self._chain,
+            spec_sha256=hashlib.sha256(self._assignment.spec_yaml.encode()).hexdigest(),
+        )
 
     def _save_last(self) -> None:
         """Finish the last checkpoint. Where it is for a store that is away, wait until it is back, or this session ends. Raises

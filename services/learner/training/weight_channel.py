@@ -34,12 +34,14 @@ from paceline.groups import Version
 from paceline.host.cores import threads_beside
 from paceline.models.loading import resolved_dtype
 from paceline.spec import RunSpec
+from paceline.tls.folder import tls_folder
 from paceline.weights.manifest import Algorithm
 from paceline.weights.object_store import WeightStore
 from paceline.weights.store_format import run_store
 from protos.paceline.v1 import worker_pb2
 from services.common.host_agent import WAIT_S, goes_by_host
 from services.learner.context import RankContext
+from services.learner.rank_group import meeting_host
 from services.learner.training.weight_reports import WeightReports
 
 TOKEN_BYTES = 32
@@ -147,6 +149,8 @@ class _WeightChannelFactory:
         return ShardWriter(model, self._dtype, self._run_id, hosts.host_of_rank, algorithm)
 
     def _board(self) -> RankBoard:
+        if not meeting_host():
+            return make_board("127.0.0.1", "127.0.0.1")
         return make_board(self._rank.weights_bind, self._rank.weights_host)
 
     def _links(self) -> tuple[Publisher, CatchUp]:
@@ -163,9 +167,10 @@ class _WeightChannelFactory:
             on_result=on_link_result,
             bucket_bytes=self._weights.bucket_mb << 20,
             max_wait_s=self._weights.max_wait_s,
-            bind_host=self._rank.weights_bind,
+            bind_host="127.0.0.1" if self._is_kept_here(backend) else self._rank.weights_bind,
             advertise_host=self._rank.weights_host,
             backend=backend,
+            allow_plaintext=self._weights.allow_plaintext_network,
         )
         catch_up = CatchUp(
             publisher=publisher,
@@ -220,6 +225,10 @@ class _WeightChannelFactory:
             return 1
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or self._rank.world_size)
         return min(MOST_CODING_THREADS, max(1, threads_beside(ranks_here) * 3 // 4))
+
+    def _is_kept_here(self, backend: str) -> bool:
+        """Return whether every link beyond this host is refused (`form_link`), so that nothing has to listen for them."""
+        return backend == "gloo" and tls_folder() is not None and not self._weights.allow_plaintext_network
 
     def _backend(self) -> str:
         backend = self._weights.backend

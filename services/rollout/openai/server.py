@@ -7,8 +7,9 @@ request, and with it the sequences in the engine. Nothing here reaches leases, t
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from aiohttp import web
@@ -21,26 +22,44 @@ from paceline.chat.requests import ChatAsk, CompletionAsk, read_ask
 from paceline.chat.response_frames import ResponseAnswer
 from paceline.chat.responses import fields_of_responses, read_responses_ask
 from paceline.chat.token_route import TokenAnswer, TokenAsk
-from paceline.errors import PacelineError, Unavailable
+from paceline.errors import InvalidInput, PacelineError, Unavailable
 from paceline.groups import Version
+from paceline.rate_limited_log import RateLimitedLog
+from services.common.access.rights import COMPLETIONS
+from services.common.access.worker_callers import WorkerCallers
+from services.common.http_guard import HttpGuard
 from services.common.json_http import JsonListener, event_stream, send_event
+from services.common.token_guard import Call
 from services.rollout.gather import gather_or_cancel
 from services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
 from services.rollout.openai.gate import Gate
+from services.rollout.openai.recording import FeedbackAsk, Recorder, rows_of
 from services.rollout.openai.sampling import Sampler, Served, decode, decode_all, no_weights, resolve
+
+seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Endpoint:
     """Endpoint for the run that `source` returns at the time of each request; None means that there is no run now."""
 
     def __init__(
-        self, source: Callable[[], Served | None], *, make_gate: Callable[[int], Gate] = Gate
+        self,
+        source: Callable[[], Served | None],
+        *,
+        make_gate: Callable[[int], Gate] = Gate,
+        coordinator: str = "",
+        recorder: Recorder | None = None,
+        note: Callable[[Call], None] = lambda call: None,
     ) -> None:
-        """`make_gate` gives the gate for an engine that decodes so many sequences at a time."""
+        """`make_gate` gives the gate for an engine that decodes so many sequences at a time. The `coordinator` knows the tokens of
+        callers, where the port requires one; without it the process's own token alone counts. `recorder` keeps what is answered,
+        and takes feedback. `note` takes refused requests."""
         self._source = source
+        self._recorder = recorder
         self._make_gate = make_gate
         self._gate: tuple[Served, Gate] | None = None
-        self._listener = JsonListener("the HTTP endpoint", "choose another --http-port")
+        guard = HttpGuard(WorkerCallers(coordinator), COMPLETIONS, seldom, note)
+        self._listener = JsonListener("the HTTP endpoint", "choose another --http-port", guard=guard)
         router = self._listener.app.router
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{model:.+}", self._model)
@@ -48,6 +67,12 @@ class Endpoint:
         router.add_post("/v1/completions", self._complete)
         router.add_post("/v1/responses", self._respond)
         router.add_post("/inference/v1/generate", self._generate)
+        router.add_post("/v1/feedback", self._feedback)
+
+    @property
+    def scheme(self) -> str:
+        """Return `https` or `http`."""
+        return self._listener.scheme
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port; 0 takes a free one. Raises Conflict when the port is taken."""
@@ -110,6 +135,14 @@ class Endpoint:
         answer = TokenAnswer(answer_id, ask, served.run_id, _version(served))
         return await self._answer(request, served, ask, answer_id, answer)
 
+    async def _feedback(self, request: web.Request) -> web.StreamResponse:
+        if self._recorder is None:
+            raise InvalidInput(
+                "this endpoint records no requests, so it takes no feedback; `paceline serve model --traces FOLDER` does"
+            )
+        feedback = read_ask(FeedbackAsk, await self._listener.body(request))
+        return web.json_response(await self._recorder.rate(feedback))
+
     async def _answer(
         self, request: web.Request, served: Served, ask: EngineAsk, answer_id: str, frame: Frame
     ) -> web.StreamResponse:
@@ -124,8 +157,16 @@ class Endpoint:
             samplers = await asyncio.to_thread(samplers_of, served, ask, answer_id, pinned)
             if not ask.stream:
                 choices = await gather_or_cancel(_placed(gate, sampler) for sampler in samplers)
+                await self._record(served, ask, answer_id, choices)
                 return web.json_response(frame.whole(choices))
-            return await _stream(request, gate, frame, samplers)
+            record = partial(self._record, served, ask, answer_id)
+            return await _stream(request, gate, frame, samplers, record)
+
+    async def _record(
+        self, served: Served, ask: EngineAsk, answer_id: str, choices: Sequence[Choice]
+    ) -> None:
+        if self._recorder is not None:
+            await self._recorder.record(answer_id, await asyncio.to_thread(rows_of, served, ask, choices))
 
     def _served(self) -> Served:
         served = self._source()
@@ -156,9 +197,13 @@ async def _placed(gate: Gate, sampler: Sampler) -> Choice:
 
 
 async def _stream(
-    request: web.Request, gate: Gate, frame: Frame, samplers: list[Sampler]
+    request: web.Request,
+    gate: Gate,
+    frame: Frame,
+    samplers: list[Sampler],
+    record: Callable[[Sequence[Choice]], Awaitable[None]],
 ) -> web.StreamResponse:
-    """Stream server-sent events; an error after the first byte is an event too."""
+    """Stream server-sent events; an error after the first byte is an event too. `record` gets the choices before the last one."""
     chunks: asyncio.Queue[list[Event] | None] = asyncio.Queue()  # bounded by the tokens that were requested
     opening = frame.begin(len(samplers))
 
@@ -193,6 +238,7 @@ async def _stream(
         except PacelineError as error:
             await _send(response, frame.fail(error))
             return response
+        await record(choices)
         await _send(response, frame.finish(choices))
         if frame.ends_with_mark:
             await response.write(b"data: [DONE]\n\n")

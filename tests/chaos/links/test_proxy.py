@@ -14,7 +14,7 @@ import zmq
 from links.harm import HARMS, WHOLE_CHUNKS
 from links.proxy import Proxy
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 HOUR_S = 3600.0
 NUMBER = 60
 """Messages that are enough for every way in which the seed sends them."""

@@ -24,10 +24,10 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 180.0
 MakeSpec = Callable[..., RunSpec]
 ORDERS = [
-    ("coordinator", "learner", "reward", "rollout"),
+    pytest.param(("coordinator", "learner", "reward", "rollout"), marks=pytest.mark.merge),
     ("rollout", "reward", "learner", "coordinator"),
     ("learner", "coordinator", "rollout", "reward"),
-    ("reward", "rollout", "coordinator", "learner"),
+    pytest.param(("reward", "rollout", "coordinator", "learner"), marks=pytest.mark.merge),
 ]
 
 

@@ -66,6 +66,7 @@ def events(cluster: LocalCluster, run_id: str) -> list[Event]:
         ledger.close()
 
 
+@pytest.mark.merge
 @pytest.mark.slow
 def test_the_run_is_paused_names_the_group_and_can_be_resumed(
     client: Client, cluster: LocalCluster, exploding: Callable[..., RunSpec]

@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from paceline.client import Client
+from paceline.client import ENDED_STATES, Client, state_name
 from paceline.spec import ClusterSection, RunSpec
 from services.coordinator.audit.verify import verify
 from services.coordinator.ledger.ledger import Ledger
 from services.local.cluster import LocalCluster
 
+RUN_TIMEOUT_S = 400.0
 REWARD = """
-import os, pathlib, signal
+import os, pathlib, time
 
 def deadly(prompts, completions, **columns):
     chosen = pathlib.Path({chosen!r})
     if not chosen.exists():
         chosen.write_text(prompts[0])
     if chosen.read_text() == prompts[0]:
-        os.kill(os.getppid(), signal.SIGKILL)
+        pathlib.Path(f"{{chosen}}.{{os.getpid()}}").touch()
+        time.sleep(600)
     return [sum(c.isdigit() for c in text) / 4 for text in completions]
 """
-"""Kills the reward service whenever it scores the prompt that it was asked about first."""
+"""Asks the test to kill the reward service, which it may not do itself, whenever it scores the prompt that it was asked about
+first."""
+
+
+def kill_who_scores(cluster: LocalCluster, chosen: Path) -> None:
+    """Kill each reward service one of whose processes scores the chosen prompt."""
+    for asked in chosen.parent.glob(f"{chosen.name}.*"):
+        scorer = int(asked.suffix[1:])
+        for service in cluster.pids("reward").values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if scorer in {child.pid for child in psutil.Process(service).children(recursive=True)}:
+                    os.kill(service, signal.SIGKILL)
+                    asked.unlink()
 
 
 @pytest.mark.slow
@@ -47,14 +66,20 @@ def test_a_group_that_kills_its_worker_is_dropped_and_the_run_ends_well(
         LocalCluster(tmp_path / "runs", sizes, options=options) as cluster,
         Client(cluster.address) as client,
     ):
-        run = client.wait(client.submit(spec).run_id, timeout_s=400)
+        run = client.submit(spec)
+        deadline_s, pause = time.monotonic() + RUN_TIMEOUT_S, threading.Event()
+        while state_name(run := client.get(run.run_id)) not in ENDED_STATES:
+            assert time.monotonic() < deadline_s, f"{run.run_id} is at step {run.step}"
+            kill_who_scores(cluster, chosen)
+            pause.wait(0.05)
         deaths = [death for index in range(2) for death in cluster.deaths("reward", index)]
         warnings = [e.content["message"] for e in client.watch(run.run_id) if e.kind == "warning"]
 
     assert run.step == 4, run.message
     assert run.groups["dropped:poison"] == 1
     assert deaths == [f"reward-{i} was killed by SIGKILL" for i in sorted(int(d[7]) for d in deaths)]
-    assert len(deaths) == 4, "two crashes among others, two alone"
+    # A crash whose worker is back in time counts for nothing, so there may be more.
+    assert len(deaths) >= 4, "two crashes among others, two alone"
     assert any("from now on it is leased alone" in message for message in warnings)
     assert any("check its prompt" in message for message in warnings)
     with contextlib.closing(Ledger(tmp_path / "runs" / "ledger.sqlite", read_only=True)) as ledger:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import psutil
 import pytest
 
 from environment.hosting.commands import run_command
-from environment.hosting.faults import EnvironmentFailed
+from environment.hosting.faults import EnvironmentFailed, EnvironmentLost
 from paceline.errors import InvalidInput
+from paceline.user_code.box import why_no_isolation
+from paceline.user_code.surroundings import VARIABLE, Isolation
 
 ROW = {"question": "1 + 1", "level": 3}
 
@@ -31,6 +35,15 @@ async def test_columns_and_session_get_in_and_the_last_line_is_the_reward(tmp_pa
     )
     reward = await run(source, "{question} at {level}", '{"a": 1}', folder=str(tmp_path))
     assert reward == len(str(tmp_path)) / 2
+
+
+async def test_a_host_without_room_is_no_fault_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    with pytest.raises(EnvironmentLost, match=r"could not be started: .*temporarily unavailable"):
+        await run("print(1)")
 
 
 @pytest.mark.parametrize(
@@ -93,3 +106,21 @@ def test_the_environment_of_the_service_is_not_changed() -> None:
     values: dict[str, Any] = dict(os.environ)
     asyncio.run(run("print(1)"))
     assert dict(os.environ) == values
+
+
+@pytest.mark.skipif(bool(why_no_isolation()), reason=why_no_isolation())
+async def test_a_command_that_its_box_refuses_a_file_is_told_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, Isolation.SECRETS.value)
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("PACELINE_BUNDLE_CACHE", str(tmp_path / "bundles"))
+    (tmp_path / "token").write_text("secret")
+    with pytest.raises(
+        EnvironmentFailed, match=r"Permission denied: '\S+'; this worker hides its secrets .*--no-isolation"
+    ):
+        await run(f"open({str(tmp_path / 'new')!r}, 'w')")
+    with pytest.raises(EnvironmentFailed, match="Permission denied"):
+        await run(f"open({str(tmp_path / 'token')!r})")
+    source = "import os, tempfile; tempfile.mkstemp(); print(len(os.environ['TMPDIR']))"
+    assert (await run(source) or 0) > len(tempfile.gettempdir())

@@ -45,6 +45,18 @@ class Counter:
         await asyncio.sleep(seconds)
         return "waited"
 
+    async def meet(self, number: int) -> str:
+        """
+        Wait until so many calls are under way in this process.
+
+        Args:
+            number: how many
+        """
+        Counter.met = getattr(Counter, "met", 0) + 1
+        while Counter.met < number:
+            await asyncio.sleep(0.01)
+        return "met"
+
     def misbehave(self, how: str) -> str:
         """
         Misbehave.
@@ -146,7 +158,13 @@ async def misbehave(code: UserCode, how: str, time_left_s: float = 60.0) -> list
 async def test_methods_are_tools_with_their_schemas(file: Path) -> None:
     async with running(file) as code:
         facts = code.classes[""]
-        assert [tool["function"]["name"] for tool in facts.tools] == ["add", "fork", "misbehave", "wait"]
+        assert [tool["function"]["name"] for tool in facts.tools] == [
+            "add",
+            "fork",
+            "meet",
+            "misbehave",
+            "wait",
+        ]
         parameters = facts.tools[0]["function"]["parameters"]
         assert parameters["properties"]["n"] == {"type": "integer", "description": "what to add"}
         assert (facts.steps, facts.deterministic, facts.saves, facts.rewards) == (False, False, False, True)
@@ -221,7 +239,7 @@ async def test_functions_are_tools_alone_and_beside_a_class(file: Path, tmp_path
         assert results[2]["raised"]
     async with running(file, tools=tools) as code:
         names = [tool["function"]["name"] for tool in code.classes[""].tools]
-        assert names == ["add", "fork", "misbehave", "wait", "multiply", "add_slowly"]
+        assert names == ["add", "fork", "meet", "misbehave", "wait", "multiply", "add_slowly"]
         instance, _ = await code.open("", {}, 60, SampleDeaths())
         results, _ = await instance.tools([("multiply", {"a": 2, "b": 2}), ("add", {"n": 2})], 60)
         assert [result["result"] for result in results] == ["4", "2"]
@@ -319,11 +337,8 @@ async def test_what_a_tool_raises_is_its_result_and_a_forked_child_never_answers
 async def test_calls_of_one_process_overlap(file: Path) -> None:
     async with running(file) as code:
         instances = [(await code.open("", {}, 60, SampleDeaths()))[0] for _ in range(8)]
-        async with asyncio.timeout(20):  # each waits for 3 s
-            replies = await asyncio.gather(
-                *(each.tools([("wait", {"seconds": 3.0})], 60) for each in instances)
-            )
-        assert [results[0]["result"] for results, _ in replies] == ["waited"] * 8
+        replies = await asyncio.gather(*(each.tools([("meet", {"number": 8})], 60) for each in instances))
+        assert [results[0]["result"] for results, _ in replies] == ["met"] * 8
 
 
 async def test_a_killed_process_counts_for_nobody_until_it_happens_again_and_again(file: Path) -> None:

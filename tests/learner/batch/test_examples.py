@@ -99,3 +99,27 @@ def test_what_the_reference_said_comes_with_its_completion(tmp_path: Path) -> No
         if s.label
     ]
     assert known == [(4, False, -44.0), (4, True, -40.0), (5, False, 0.0), (5, True, -4.0)]
+
+
+def test_a_mixture_is_the_same_on_any_number_of_ranks_from_any_step(tmp_path: Path) -> None:
+    names = []
+    for name, prefix in (("small", "1"), ("large", "2")):
+        path = tmp_path / f"{name}.jsonl"
+        rows = [{"prompt": f"{prefix}{n}=", "completion": "7"} for n in range(4 if name == "small" else 40)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        names.append(str(path))
+    spec = spec_of(tmp_path, "sft", 12, max_num_steps=6, num_examples_per_step=8)
+    data = spec.data.model_copy(update={"train": tuple(names), "train_weights": (3.0, 1.0), "shuffle": True})
+    spec = spec.model_copy(update={"data": data})
+    tokenizer, source = make_tokenizer(), make_source(spec)
+
+    def prompts(source: ExampleSource, step: int, ranks: int) -> list[str]:
+        parts = [source.of_step(step, rank, ranks) for rank in range(ranks)]
+        samples = sorted((s for part in parts for s in part), key=lambda sample: sample.group_id)
+        return [tokenizer.decode(sample.prompt_ids) for sample in samples]
+
+    steps = [prompts(source, step, 1) for step in range(6)]
+    assert [prompts(make_source(spec), step, 2) for step in range(5, -1, -1)] == steps[::-1]
+    drawn = [prompt for step in steps for prompt in step]
+    assert sum(prompt.startswith("1") for prompt in drawn) == pytest.approx(36, abs=3)
+    assert len(source.rows_used()) == len(set(drawn)), "rows of a repeated data set too"

@@ -17,7 +17,7 @@ from learner.checkpoints.upload_queue import UploadQueue
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Store:

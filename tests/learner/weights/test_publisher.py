@@ -24,7 +24,7 @@ from paceline.weights.packing import checksums, pack, plan
 from paceline.weights.shared_memory_link import SharedLink
 from rollout.weights.link_receiver import WeightReceiver
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 V1, V2, V3 = Version(0, 1), Version(0, 2), Version(0, 3)
 
 
@@ -417,14 +417,14 @@ def test_a_member_that_cannot_map_the_learners_memory_is_reached_by_tcp(
 
 
 def test_a_swap_longer_than_the_longest_silence_neither_fails_nor_is_sent_again(bench: Bench) -> None:
-    publisher_wait_s = 1.0
+    publisher_wait_s = 2.0
     bench.publisher.close()
     bench = Bench(publisher_wait_s)
     offered: list[Version] = []
 
     def on_weights(version: Version, tensors: dict[str, torch.Tensor]) -> None:
-        """An engine that needs 2.5 times as long, while its worker says that it is at work."""
-        until_s = time.monotonic() + 2.5 * publisher_wait_s
+        """An engine that needs 1.5 times as long, while its worker says that it is at work."""
+        until_s = time.monotonic() + 1.5 * publisher_wait_s
         while time.monotonic() < until_s:
             for progress in receiver.at_work:
                 assert progress == (version, "loading", offers_bytes)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.bundle.cache import KIND, BundleCache
 from paceline.bundle.manifest import BundledFile, Manifest
+from paceline.data.rows import open_rows
+from paceline.encryption.encrypted_file import decrypt, encrypt
+from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.errors import InvalidInput, Unavailable, Unreadable
 from paceline.files.bounded_cache import BoundedCache
+from paceline.files.line_file import LineWriter
 
 
 class Source:
@@ -128,3 +134,46 @@ def test_the_environment_names_folder_and_size(
     monkeypatch.setenv(KIND.folder_variable, str(tmp_path / "file"))
     with pytest.raises(Unreadable, match="set PACELINE_BUNDLE_CACHE to a folder"):
         BundleCache.of_user().open(source.manifest(a=b"abc"), source)
+
+
+def test_data_is_encrypted_with_a_key_and_code_is_plain(
+    tmp_path: Path, source: Source, given_key: StorageKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, rows = b"def reward(): ...", b'{"prompt": "planted"}'
+    of_code = source.manifest(code=code).files[0]
+    of_data = replace(source.manifest(rows=rows).files[0], kind="data")
+    manifest = Manifest.of([of_code, of_data])
+    cache = cache_in(tmp_path, 1000)
+    with cache.open(manifest, source) as held:
+        assert (held.root / "folder/code").read_bytes() == code
+        assert decrypt((held.root / "folder/rows").read_bytes(), given_key, "rows") == rows
+    fetched = len(source.fetched)
+    with cache.open(manifest, source):
+        assert len(source.fetched) == fetched
+    monkeypatch.setenv(KEY_VARIABLE, os.urandom(32).hex())  # the entry of another key is made anew
+    with cache.open(manifest, source) as held:
+        assert b"planted" not in (held.root / "folder/rows").read_bytes()
+    monkeypatch.delenv(KEY_VARIABLE)
+    with cache.open(manifest, source) as held:
+        assert (held.root / "folder/rows").read_bytes() == rows
+    monkeypatch.setenv(KEY_VARIABLE, os.urandom(32).hex())  # a plain file of earlier does not stay
+    with cache.open(manifest, source) as held:
+        assert b"planted" not in (held.root / "folder/rows").read_bytes()
+
+
+def test_data_that_was_encrypted_before_it_was_sent_is_read_through_both(
+    tmp_path: Path, source: Source, given_key: StorageKey
+) -> None:
+    row = {"prompt": "planted"}
+    lines = LineWriter(tmp_path / "lines", given_key)
+    lines.write(json.dumps(row).encode() + b"\n")
+    lines.close()
+    whole = encrypt(json.dumps(row).encode() + b"\n", given_key)
+    files = source.manifest(**{"lines.jsonl": (tmp_path / "lines").read_bytes(), "whole.jsonl": whole}).files
+    manifest = Manifest.of([replace(file, kind="data") for file in files])
+    with cache_in(tmp_path / "cache", 10_000).open(manifest, source) as held:
+        for file in manifest.files:
+            assert open_rows(str(held.root / file.path), "train")[0] == row
+    fetched = len(source.fetched)
+    cache_in(tmp_path / "cache", 10_000).open(manifest, source).close()
+    assert len(source.fetched) == fetched

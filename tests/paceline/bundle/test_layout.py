@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.bundle.layout import localized, place_of_data, place_of_file, split_glob
+from paceline.bundle.layout import (
+    localized,
+    place_of_data,
+    place_of_file,
+    place_of_prepared,
+    split_glob,
+    with_original_paths,
+)
 from paceline.bundle.manifest import BundledFile, Kind, Manifest
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
@@ -60,6 +67,27 @@ def test_only_what_the_bundle_has_is_localized() -> None:
     code_only = localized(spec, manifest.subset("code"), Path("/cache/y"))
     assert code_only.data == spec.data
     assert localized(spec, Manifest(()), Path("/cache/z")) == spec
+
+
+def test_prepared_data_take_the_place_of_what_they_were_made_of() -> None:
+    spec = spec_of(
+        train=("/home/me/run/a.jsonl", "org/b"),
+        validation="/home/me/run/v.jsonl",
+        preparation={"max_prompt_characters": 9},
+    )
+    places = [
+        place_of_prepared("data.train", index, name) for index, name in enumerate(("a.jsonl", "b.jsonl"))
+    ]
+    manifest = Manifest.of(
+        [entry(place, "data") for place in (*places, place_of_data(spec.folder, "/home/me/run/v.jsonl"))]
+    )
+    local = localized(spec, manifest, Path("/c")).data
+    assert local.train == ("/c/data/prepared/train/0000/a.jsonl", "/c/data/prepared/train/0001/b.jsonl")
+    assert local.validation == "/c/data/folder/v.jsonl"
+    assert not local.preparation.is_used
+    assert localized(spec, manifest.subset("code"), Path("/c")) == spec
+    fault = with_original_paths(f"{local.train[0]}, line 3: bad", spec, Path("/c"))
+    assert fault == "prepared/train/0000/a.jsonl, line 3: bad"
 
 
 def test_a_folder_with_data_is_localized_as_a_whole() -> None:

@@ -12,10 +12,11 @@ import pytest
 from paceline.data import column_scan
 from paceline.data.column_scan import RowCheck, doubtful_rows
 from paceline.data.examples import check_example
-from paceline.data.rows import prompt_check
+from paceline.data.row_checks import row_check
 from paceline.errors import DataError
-from paceline.spec import RunSpec
+from paceline.spec import DataSection, RunSpec
 
+DATA = DataSection(train="x")
 TEXTS = ["a", "b", "", None]
 CONTENTS = ["a", "b", "", None]
 ROLES = ["user", "assistant", "system", "", None]
@@ -51,8 +52,8 @@ def rows_of(draw: random.Random, columns: dict[str, str]) -> dict[str, list[Any]
 @pytest.mark.parametrize(
     ("check", "columns"),
     [
-        (prompt_check("prompt"), {"prompt": "text"}),
-        (prompt_check("prompt"), {"prompt": "chat"}),
+        (row_check(DATA), {"prompt": "text"}),
+        (row_check(DATA), {"prompt": "chat"}),
         (check_for("sft"), {"prompt": "text", "completion": "text"}),
         (check_for("sft"), {"prompt": "chat", "completion": "text"}),
         (check_for("sft", messages_key="m"), {"m": "chat"}),
@@ -78,16 +79,16 @@ def test_no_row_passes_the_scan_that_the_check_refuses(check: RowCheck, columns:
 
 def test_a_column_of_an_unknown_form_is_checked_row_by_row() -> None:
     table = pa.table({"prompt": [["a", "b"]], "chosen": [1], "rejected": [2]})
-    assert not prompt_check("prompt").passing(table).any()
+    assert not row_check(DATA).passing(table).any()
     assert not check_for("dpo").passing(table).any()
-    assert not prompt_check("question").passing(table).any()
+    assert not row_check(DataSection(train="x", prompt_key="question")).passing(table).any()
 
 
 def test_doubtful_rows_have_the_index_of_their_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(column_scan, "BATCH_ROWS", 4)
     prompts = [None if index in (3, 6) else "a" for index in range(9)]
     rows = datasets.Dataset.from_dict({"prompt": prompts, "other": list(range(9))})
-    check = prompt_check("prompt")
+    check = row_check(DATA)
     assert list(doubtful_rows(rows, check)) == [(3, {"prompt": None}), (6, {"prompt": None})]
     assert list(doubtful_rows(rows.select([6, 0, 3]), check)) == [
         (0, {"prompt": None}),

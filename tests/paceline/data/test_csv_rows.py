@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from paceline.data.csv_rows import CsvRows
+from paceline.data.csv_rows import open_csv
 from paceline.errors import DataError
 
 
 def rows_of(path: Path, text: str | bytes, **options: Any) -> list[dict[str, Any]]:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    rows = CsvRows(path, **options)
+    rows = open_csv(path, **options)
     return [rows[index] for index in range(len(rows))]
 
 
@@ -53,8 +53,8 @@ def test_a_fault_is_told_with_its_line(tmp_path: Path, text: str | bytes, messag
 def test_rows_stay_what_they_were_when_the_file_is_changed(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("prompt\na\nb\n")
-    rows = CsvRows(path)
+    rows = open_csv(path)
     fingerprint = rows.fingerprint
     path.write_text("prompt\nx\ny\n")
     assert rows[1] == {"prompt": "b"}
-    assert CsvRows(path).fingerprint != fingerprint
+    assert open_csv(path).fingerprint != fingerprint

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paceline.data.examples import check_example, read_demonstration, read_labeled_completion, read_preference
+from paceline.data.example_rows import read_demonstration, read_labeled_completion, read_preference
+from paceline.data.examples import check_example
 from paceline.data.rows import open_rows
 from paceline.errors import DataError
 from paceline.spec import DataSection, RunSpec

@@ -7,7 +7,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from paceline.data.rows import open_prompts, open_rows
+from paceline.data.prompts import open_prompts
+from paceline.data.rows import open_rows
 from paceline.errors import DataError
 from paceline.spec import DataSection
 from paceline.spec.reading import parse_spec

@@ -10,7 +10,9 @@ import datasets
 import pytest
 
 from paceline.data.examples import check_example
-from paceline.data.rows import PromptSource, check_columns, open_prompts, open_rows
+from paceline.data.prompts import PromptSource, open_prompts
+from paceline.data.row_checks import check_columns
+from paceline.data.rows import open_rows
 from paceline.errors import DataError, InvalidInput, Unreadable
 from paceline.spec import DataSection, RunSpec
 
@@ -110,6 +112,7 @@ def test_empty_lines_are_no_rows(tmp_path: Path) -> None:
     [
         (['{"prompt": "a"}', '{"prompt": '], "line 2, column 13: not valid JSON (Expecting value)"),
         (['{"prompt": "a"}', "", "[1]"], "line 3: list instead of an object"),
+        (['{"prompt": "a"}', '{"prompt": ' + "[" * 100_000], "line 2: nested too deeply"),
         (
             ['{"prompt": "a"}', '{"prompt": ""}'],
             "line 2: column 'prompt' is empty; give it text or chat messages, or remove the row",
@@ -162,7 +165,7 @@ def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
 
 def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "train.parquet", "not parquet")
-    assert refusal(path).startswith(f"cannot load the data set '{path}': ")
+    assert refusal(path).startswith(f"data.train: '{path}' cannot be read as a table: ")
 
 
 def test_a_data_set_saved_to_disk_has_splits(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,45 @@ def test_files_that_are_no_result_are_named(tmp_path: Path) -> None:
         read_result(tmp_path)
     (tmp_path / RESULT).write_text("{")
     with pytest.raises(DataError, match="not valid JSON"):
+        read_result(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sample", "fault"),
+    [
+        ("x", "Input should be a valid dictionary"),
+        ({"reward": 1.0, "rewards": {}}, "problem: Field required"),
+        (SAMPLE | {"reward": {}}, "reward: Input should be a valid number"),
+        (SAMPLE | {"reward": "1"}, "reward: Input should be a valid number"),
+        (SAMPLE | {"rewards": {"exact_match": []}}, "rewards.exact_match: Input should be a valid number"),
+        (SAMPLE | {"problem": []}, "problem: Input should be a valid string"),
+    ],
+)
+def test_samples_that_are_none_are_refused_although_their_digest_fits(
+    tmp_path: Path, sample: Any, fault: str
+) -> None:
+    write_result(tmp_path, {"metrics": {}}, [SAMPLE, sample])
+    with pytest.raises(DataError, match=re.escape(fault)) as refused:
+        read_result(tmp_path)
+    assert SAMPLES in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "result", [{}, {"metrics": []}, {"metrics": {"reward": 1.0}}, {"metrics": {"reward": {"value": "x"}}}]
+)
+def test_a_result_without_metrics_is_refused_although_its_digest_fits(tmp_path: Path, result: Any) -> None:
+    write_result(tmp_path, result, [SAMPLE])
+    with pytest.raises(DataError, match=f"{RESULT} is no evaluation: metrics"):
+        read_result(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"format": 1, "x": NaN}', '{"format": 1, "x": "\\ud800"}', "\xff"]
+)
+def test_a_file_without_a_json_form_is_refused(tmp_path: Path, text: str) -> None:
+    write_result(tmp_path, {"metrics": {}}, [SAMPLE])
+    (tmp_path / RESULT).write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"not valid JSON|was changed"):
         read_result(tmp_path)
 
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.evaluation.statistics import bootstrap_means, consensus, estimate, pass_at_k
+from paceline.evaluation.statistics import bootstrap_gap, bootstrap_means, consensus, estimate, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 13))
@@ -61,3 +61,14 @@ def test_resamples_of_many_problems_come_in_parts_of_bounded_memory() -> None:
 def test_no_problems_have_no_estimate() -> None:
     with pytest.raises(ValueError, match="at least one"):
         estimate(np.array([]), 0)
+
+
+def test_a_gap_is_that_of_the_best_and_the_worst_group() -> None:
+    groups = [np.ones(50), np.repeat([0.0, 1.0], 25), np.zeros(50)]
+    assert tuple(bootstrap_gap(groups, 0)) == (1.0, 1.0, 1.0)
+    value, low, high = bootstrap_gap(groups[:2], 0)
+    assert value == 0.5
+    assert low < 0.5 < high
+    assert tuple(bootstrap_gap(groups[:1], 0)) == (0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="at least one group"):
+        bootstrap_gap([], 0)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.encryption.encrypted_file import encrypt
+from paceline.encryption.storage_key import StorageKey
 from paceline.errors import SpecError
 from paceline.files.storage import Folder
 from paceline.weights.object_store import WeightStore
@@ -62,3 +64,14 @@ def test_a_scheme_that_nobody_knows_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(SpecError, match=rf"{name} 'nowhere://x' cannot be used: .*; name a local folder, or"):
         kind("nowhere://x")
+
+
+def test_an_encrypted_file_is_read_decrypted_and_hashed_as_it_is_stored(
+    tmp_path: Path, given_key: StorageKey
+) -> None:
+    folder, stored = Folder(tmp_path), encrypt(b"text", given_key)
+    folder.write("f", stored)
+    assert folder.read("f") == b"text"
+    assert (folder.files(), folder.sha256("f")) == ({"f": len(stored)}, hashlib.sha256(stored).hexdigest())
+    with folder.open("f") as file:
+        assert file.read() == stored

@@ -10,6 +10,8 @@ from uuid import uuid4
 import fsspec
 import pytest
 
+from paceline.encryption.encrypted_file import decrypt
+from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Unavailable, Unreadable
 from paceline.files import url_copies
 from paceline.files.bounded_cache import BoundedCache, CacheKind
@@ -29,9 +31,9 @@ class Copies:
     def put(self, name: str, data: bytes) -> None:
         self.store.pipe_file(f"{self.folder}/{name}", data)
 
-    def open(self, **wrong: Any) -> Path:
+    def open(self, key: StorageKey | None = None, **wrong: Any) -> Path:
         entries = {name: self.store.info(f"{self.folder}/{name}") | wrong for name in ("a", "b")}
-        with open_copies(self.cache, self.store, f"memory:/{self.folder}", entries) as held:
+        with open_copies(self.cache, self.store, f"memory:/{self.folder}", entries, key) as held:
             return held.root
 
 
@@ -89,3 +91,14 @@ def test_a_fault_of_the_store_is_told_from_one_of_the_disk(
     monkeypatch.setattr(copies.store, "get_file", fail)
     with pytest.raises(Unreadable, match=message):
         copies.open()
+
+
+def test_copies_are_encrypted_with_a_key_beside_those_without(copies: Copies, given_key: StorageKey) -> None:
+    plain, encrypted = copies.open(), copies.open(given_key)
+    assert plain != encrypted
+    assert decrypt((encrypted / "b").read_bytes(), given_key, "b") == b"second"
+    before = (encrypted / "b").stat().st_ctime_ns
+    assert copies.open(given_key) == encrypted
+    assert (encrypted / "b").stat().st_ctime_ns == before
+    with pytest.raises(Unavailable, match="bytes of a came"):
+        copies.open(given_key, size=99)

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
+from paceline.spec.keys import ITEM, keys
 from paceline.spec.reading import (
+    NEWER_KEYS,
     load_spec,
     parse_spec,
     portable_yaml,
@@ -237,14 +240,49 @@ def test_folders_that_a_run_makes_start_at_the_working_directory(
         assert getattr(getattr(parse_spec(tree, stored=True), section), key) == "results/x"
 
 
+BILLION = "\n".join(
+    ["a: &l0 [1, 1]", *(f"a{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 20))]
+)
+"""A list of lists of lists …, each nine times the one before: 9^19 values in a few hundred bytes."""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("- a\n- b", "holds list, a spec is a mapping"), ("a: [1", "is not valid YAML"), ("", "holds NoneType")],
+    [
+        ("- a\n- b", "holds list, a spec is a mapping"),
+        ("a: [1", "is not valid YAML"),
+        ("", "holds NoneType"),
+        ("name: \xff", "is not UTF-8 text: invalid start byte at byte 6"),
+        ("a: " + "[" * 5000, "is nested more than 32 levels deep"),
+        ("a: &a [*a]", "is nested more than 32 levels deep"),
+        (BILLION, "has more than 20000 keys and values, with its aliases written out"),
+        ("x: " + "y" * (1 << 20), "has more than 1048576 bytes"),
+        ("x: 2020-99-99", "is not valid YAML: month must be in 1..12"),
+    ],
 )
 def test_a_file_that_is_no_spec_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "spec.yaml"
-    path.write_text(text)
+    path.write_bytes(text.encode("latin-1"))
     assert message in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "reason"),
+    [
+        ("data.train=" + "x" * 300, "x" * 80, "File name too long"),
+        ("data.train=~nobody-has-it/x", "~nobody-has-it/x", "Could not determine home directory"),
+        (
+            "checkpointing.checkpoint_dir=~nobody-has-it/x",
+            "~nobody-has-it/x",
+            "Could not determine home directory",
+        ),
+        ("rewards.0.function=~nobody-has-it/x:f", "~nobody-has-it/x", "Could not determine home directory"),
+    ],
+)
+def test_what_no_file_system_takes_as_a_path_is_refused(
+    spec_path: Path, override: str, path: str, reason: str
+) -> None:
+    assert refusal(spec_path, override) == f"the path {path!r} cannot be used: {reason}; correct it"
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -331,6 +369,23 @@ def test_a_schedule_that_does_not_fit_the_epochs_is_refused_with_their_steps(spe
     spec = load_spec(spec_path, ["grpo.max_num_epochs=1", "grpo.num_prompts_per_step=4", *wsd])
     with pytest.raises(SpecError, match=r"max_num_epochs 1 over 16 rows are 4 steps: .*would have no peak"):
         spec.with_steps_of_epochs(16)
+
+
+def test_keys_that_the_version_before_does_not_know_stay_at_home(spec_path: Path) -> None:
+    before = set((Path(__file__).parent / "keys_of_version_before.txt").read_text().split())
+    newer = [path for path in keys() if path not in before]
+    listed = set(NEWER_KEYS)
+    forgotten = [
+        path for path in newer if not any(path == one or path.startswith(f"{one}.") for one in listed)
+    ]
+    assert forgotten == [], "list them in NEWER_KEYS"
+    travelling = yaml.safe_load(portable_yaml(load_spec(spec_path)))
+    for path in listed:
+        section: Any = travelling
+        *parts, key = path.split(".")
+        for part in parts:
+            section = section[0] if part == ITEM else section[part]
+        assert key not in section, f"NEWER_KEYS has another default of {path} than the section"
 
 
 def test_a_spec_travels_without_newer_keys_that_have_their_defaults(spec_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -59,6 +60,20 @@ def test_a_certificate_without_exactly_one_role_names_nobody(
 def test_what_is_no_certificate_is_called_that() -> None:
     with pytest.raises(InvalidInput, match="no certificate in PEM format"):
         identity_of(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+
+
+def test_a_certificate_with_a_changed_bit_is_read_or_refused() -> None:
+    lines = pem_of((NameOID.COMMON_NAME, "a")).decode().strip().splitlines()
+    content, refused = base64.b64decode("".join(lines[1:-1])), 0
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        text = "\n".join([lines[0], base64.encodebytes(changed).decode().strip(), lines[-1]])
+        try:
+            read_certificate(text)
+        except InvalidInput:  # any other error fails this test
+            refused += 1
+    assert refused > 20
 
 
 def test_it_is_due_in_the_last_third_of_its_life() -> None:

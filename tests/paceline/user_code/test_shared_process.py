@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.user_code import child, spawning
-from paceline.user_code.ends import ProcessDied, ProcessTimeout
+from paceline.user_code import child, surroundings
+from paceline.user_code.box import Box
+from paceline.user_code.ends import ProcessDied, ProcessNotStarted, ProcessTimeout
 from paceline.user_code.frames import encode
 from paceline.user_code.shared_process import SharedProcess
+from paceline.user_code.surroundings import Surroundings
 
 MODULE = "tests.support.processes.echo_process"
 
 
 @pytest.fixture
 async def process() -> AsyncIterator[SharedProcess]:
-    shared = SharedProcess(MODULE, {"what": "code"})
+    shared = SharedProcess(MODULE, {"what": "code"}, Surroundings())
     assert await shared.start(60) == {"loaded": {"what": "code"}}
     yield shared
     await shared.close()
+
+
+@pytest.mark.parametrize("what", ["tempfile.mkdtemp", "asyncio.create_subprocess_exec"])
+async def test_a_host_without_room_is_no_fault_of_the_code(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Surroundings, "box", lambda self: Box((str(tmp_path / "hidden"),)))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(what, refuse)
+    process = SharedProcess(MODULE, {"what": "code"}, Surroundings())
+    with pytest.raises(ProcessNotStarted, match=r"could not be started: .*No space left") as caught:
+        await process.start(60)
+    assert caught.value.by_signal
+    assert os.listdir(tmp_path) == []
+    await process.close()
 
 
 async def test_replies_come_in_any_order(process: SharedProcess) -> None:
@@ -77,7 +100,7 @@ async def test_a_process_that_is_killed_from_here_did_not_die_by_a_signal(proces
 
 
 async def test_a_module_that_cannot_start_is_named() -> None:
-    shared = SharedProcess("no.such.module", {})
+    shared = SharedProcess("no.such.module", {}, None)
     with pytest.raises(ProcessDied, match="exit code 1"):
         await shared.start(60)
 
@@ -89,4 +112,4 @@ def test_messages_are_json() -> None:
 
 
 def test_the_parts_are_where_the_process_expects_them() -> None:
-    assert (child.OOM_SCORE, spawning.ROOT.endswith("paceline")) == (500, False)
+    assert (child.OOM_SCORE, surroundings.ROOT.endswith("paceline")) == (500, False)

@@ -129,7 +129,7 @@ def test_tests_behind_one_that_ends_the_process_are_run(sandbox: Sandbox) -> Non
 @pytest.mark.parametrize("tests", [ASSERTS, PYTEST])
 def test_a_test_that_hangs_is_told_and_the_others_are_run(sandbox: Sandbox, tests: Any, loop: str) -> None:
     program = f"def add(a, b):\n    if (a, b) == (0, 0):\n        {loop}\n    return a + b\n"
-    found = states(graded(sandbox, program, tests, time_s=0.5))
+    found = states(graded(sandbox, program, tests, time_s=1.0))
     assert sorted(found) == ["passed", "passed", "time"]
 
 
@@ -139,9 +139,9 @@ def test_a_program_that_hangs_while_it_loads_costs_one_limit(sandbox: Sandbox) -
 
 
 def test_all_tests_together_keep_their_limit(sandbox: Sandbox) -> None:
-    program = "import time\ntime.sleep(0.4)\nprint(input())"
+    program = "import time\ntime.sleep(1.2)\nprint(input())"
     pairs = [{"input": "1", "output": "1"}] * 5
-    results = graded(sandbox, program, pairs, time_s=1.0, total_time_s=1.0)
+    results = graded(sandbox, program, pairs, time_s=3.0, total_time_s=3.0)
     assert states(results)[:1] == ["passed"]
     assert states(results)[3:] == ["not run", "not run"]
 

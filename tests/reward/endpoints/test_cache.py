@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.encryption.storage_key import StorageKey
 from reward.endpoints.cache import FILE, AnswerCache, digest_of
 
 ROOM = 64 << 20
@@ -87,7 +88,14 @@ def test_the_environment_names_folder_and_size(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("PACELINE_ANSWER_CACHE", str(tmp_path / "here"))
     monkeypatch.setenv("PACELINE_ANSWER_CACHE_MB", "3")
     cache = AnswerCache.of_user()
+    assert cache is not None
     cache.put("a", "answer")
     cache.close()
     assert (tmp_path / "here" / FILE).is_file()
     assert cache._max_bytes == 3 << 20
+    monkeypatch.setenv("PACELINE_ANSWER_CACHE_MB", "0")
+    assert AnswerCache.of_user() is None
+
+
+def test_with_a_storage_key_answers_are_not_kept(given_key: StorageKey) -> None:
+    assert AnswerCache.of_user() is None

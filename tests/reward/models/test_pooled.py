@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_port
 from pooling_server import pooling_server
 from reward_models import save_classifier
 
@@ -140,9 +140,7 @@ def test_settings_that_belong_to_the_server_are_refused(changes: dict[str, Any],
 @contextmanager
 def vllm_server(folder: Path, *options: str, **variables: str) -> Iterator[dict[str, Any]]:
     """The real vLLM's server on this machine's CPUs, until the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += [
         "--served-model-name",

@@ -1,4 +1,4 @@
-"""Receipts of readers in other processes: for this version and this reader, or none."""
+"""Receipts of readers in other processes: for this order and this reader, or none."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ async def test_all_readers_receipts_are_waited_for() -> None:
     assert await receipts.verified(HASH, 3, 0) == [30, 70]
 
 
-async def test_receipts_of_other_versions_generations_and_readers_count_for_nothing() -> None:
+async def test_receipts_of_other_contents_orders_and_readers_count_for_nothing() -> None:
     receipts = Receipts(1)
-    for receipt, generation in (
+    for receipt, order in (
         (receipt_of(HASH, 2, 0), 2),
         (receipt_of("cd" * 32, 3, 0), 3),
         (receipt_of(HASH, 3, 1), 3),
         (bytes(32), 3),
     ):
-        write_receipt(receipts.path, 0, receipt, generation, 1)
+        write_receipt(receipts.path, 0, receipt, order, 1)
         with pytest.raises(Unavailable):
             await receipts.verified(HASH, 3, 0)
-    write_failure(receipts.path, 0, 2, WireError("of an earlier version"))
+    write_failure(receipts.path, 0, 2, WireError("of an earlier order"))
     with pytest.raises(Unavailable):
         await receipts.verified(HASH, 3, 0)
 

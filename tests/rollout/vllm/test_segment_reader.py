@@ -39,6 +39,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def order_for(weights: HostWeights, receipts: Receipts, digests: bool = True) -> ReadOrder:
     return ReadOrder(
+        number=receipts.next_order(),
         segment=weights.segment.path,
         generation=weights.generation,
         manifest=weights.manifest.to_bytes(),
@@ -76,8 +77,8 @@ def split_weights(seed: int) -> dict[str, torch.Tensor]:
 
 async def test_readers_in_other_processes_see_every_tensor_and_verify_a_part_each() -> None:
     weights, receipts = HostWeights.packed(tensors(), SegmentPair(), 0), Receipts(2)
-    order = dataclasses.asdict(order_for(weights, receipts))
-    order["manifest"] = order["manifest"].hex()
+    number = (given := order_for(weights, receipts)).number
+    order = {**dataclasses.asdict(given), "manifest": given.manifest.hex()}
     for reader in range(2):
         seen = await asyncio.to_thread(
             subprocess.run,
@@ -92,7 +93,7 @@ async def test_readers_in_other_processes_see_every_tensor_and_verify_a_part_eac
                 ("norm", "torch.bfloat16", [1.5, -2.0]),
             ]
         )
-    assert await receipts.verified(weights.manifest.content_hash, weights.generation, 0) == [24, 4]
+    assert await receipts.verified(weights.manifest.content_hash, number, 0) == [24, 4]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ async def test_other_bytes_and_nan_are_found_by_the_worker_whose_part_they_are(
     with pytest.raises(error, match=message):
         SegmentReader(1, CPU).read(order, lambda _: pytest.fail("it was taken"))
     with pytest.raises(error, match=f"worker 1 of the engine: {message}"):
-        await receipts.verified(weights.manifest.content_hash, weights.generation, 0)
+        await receipts.verified(weights.manifest.content_hash, order.number, 0)
 
 
 def test_a_segment_is_mapped_once_and_the_two_last_ones_stay_mapped() -> None:
@@ -144,7 +145,7 @@ async def test_weights_that_were_overwritten_or_are_gone_are_not_read() -> None:
     with pytest.raises(Unavailable, match="generation 1 of the segment was overwritten"):
         reader.read(order, lambda _: pytest.fail("it was taken"))
     with pytest.raises(Unavailable, match="worker 0 of the engine: generation 1"):
-        await receipts.verified(old.manifest.content_hash, old.generation, 0)
+        await receipts.verified(old.manifest.content_hash, order.number, 0)
     order = order_for(new, receipts)
     del old, new
     segments.close()
@@ -152,22 +153,23 @@ async def test_weights_that_were_overwritten_or_are_gone_are_not_read() -> None:
     with pytest.raises(OSError, match="No such file"):
         reader.read(order, lambda _: pytest.fail("it was taken"))
     with pytest.raises(Unavailable, match="No such file"):
-        await receipts.verified("", order.generation, 0)
+        await receipts.verified("", order.number, 0)
 
 
 async def test_the_receipt_comes_after_the_weights_were_taken() -> None:
     weights, receipts = HostWeights.packed(tensors(), SegmentPair(), 0), Receipts(1)
+    order = order_for(weights, receipts)
     missing: list[bool] = []
 
     def take(_: ReadWeights) -> None:
         try:
-            asyncio.run(receipts.verified(weights.manifest.content_hash, weights.generation, 0))
+            asyncio.run(receipts.verified(weights.manifest.content_hash, order.number, 0))
         except Unavailable:
             missing.append(True)
 
-    await asyncio.to_thread(SegmentReader(0, CPU).read, order_for(weights, receipts), take)
+    await asyncio.to_thread(SegmentReader(0, CPU).read, order, take)
     assert missing == [True]
-    assert await receipts.verified(weights.manifest.content_hash, weights.generation, 0) == [28]
+    assert await receipts.verified(weights.manifest.content_hash, order.number, 0) == [28]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -19,7 +19,7 @@ from paceline.weights.offers import LinkOffer
 from paceline.weights.packing import checksums, pack, plan
 from rollout.weights.link_receiver import WeightReceiver
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 MAX_WAIT_S = 5.0
 BUCKET_BYTES = 1 << 20
 Ack = tuple[Version, bool, str]

@@ -17,7 +17,7 @@ from paceline.weights.store_format import StoredObject
 from rollout.weights import store_receiver
 from rollout.weights.store_receiver import StoreReceiver
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 Ack = tuple[Version, bool, str, bool]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import character_tokenizer
 from command_line import paceline
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +42,8 @@ def test_test_questions_among_the_training_data_are_warned_of(tmp_path: Path) ->
     facts = json.loads(paceline("data", "inspect", spec, "--json").stdout)
     (overlap,) = facts["overlap"]
     assert (overlap["rows"], overlap["compared"], overlap["first"]) == (2, 3, 0)
-    assert facts["samples"][2]["read"] == "How are you?"
+    assert facts["samples"][2]["parts"] == [["How are you?", False], ["\\x1b[2J7", True]]
+    assert facts["train"]["format"] == "TRL's prompt-completion, standard"
 
 
 def test_traces_say_what_is_left_out(tmp_path: Path) -> None:
@@ -64,3 +66,79 @@ def test_the_recorded_solutions_belong_to_test_questions(tmp_path: Path) -> None
     spec = spec_of(tmp_path, "sft", train="./solutions.jsonl")
     (overlap,) = json.loads(paceline("data", "inspect", spec, "--json").stdout)["overlap"]
     assert (overlap["rows"], overlap["compared"]) == (1319, 1319)
+
+
+def test_a_stream_shows_its_first_block(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.jsonl", [{"prompt": f"p{n}", "answer": n} for n in range(30)])
+    data = {"train": "./set", "streaming": "true", "streaming_block_rows": "8"}
+    result = paceline(
+        "data", "inspect", spec_of(tmp_path, "grpo", **data), "rewards=[{function: exact_match}]"
+    )
+    assert result.exit_code == 0, result.output
+    assert "data.train: the first 8 rows of a stream, with the columns prompt, answer" in result.output
+
+
+CHATML = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+ROWS: dict[str, dict[str, Any]] = {
+    "sft": {"messages": CHAT},
+    "dpo": {"chosen": CHAT, "rejected": [CHAT[0], {"role": "assistant", "content": "5"}]},
+    "kto": {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
+    "offline_grpo": {"prompt": CHAT[:1], "completion": "4", "final_reward": 1.0},
+}
+
+
+@pytest.mark.parametrize(("algorithm", "row"), ROWS.items())
+def test_samples_show_what_trains(tmp_path: Path, algorithm: str, row: dict[str, Any]) -> None:
+    worse = {**row, "final_reward": 0.0, "completion": "5"} if algorithm == "offline_grpo" else row
+    write(tmp_path / "train.jsonl", [row, worse])
+    facts = json.loads(
+        paceline("data", "inspect", spec_of(tmp_path, algorithm, train="./train.jsonl"), "--json").stdout
+    )
+    (read, trained, *_) = facts["samples"][0]["parts"]
+    assert read == ["2+2=" if algorithm == "kto" else "<user> 2+2?\n", False]
+    assert trained == ["4" if algorithm == "kto" else "<assistant> 4\n", True]
+    assert facts["train"]["prompt_characters"]["max"] == 4, "an implicit prompt is one too"
+
+
+def test_samples_as_tokens_have_the_template_and_a_mask(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(CHATML)
+    tokenizer.save_pretrained(tmp_path / "model")
+    write(tmp_path / "train.jsonl", [{"messages": CHAT}, {"messages": [*CHAT, *CHAT]}])
+    spec = spec_of(tmp_path, "sft", train="./train.jsonl")
+    options = (f"policy.model_name={tmp_path / 'model'}", "--tokens")
+    first, second = json.loads(paceline("data", "inspect", spec, *options, "--json").stdout)["samples"]
+    assert [trains for _, trains in first["parts"]] == [False, True]
+    assert first["parts"][1][0].startswith("4")
+    assert first["tokens"] > first["trained_tokens"] >= 2
+    masked = json.loads(
+        paceline(
+            *(
+                "data",
+                "inspect",
+                spec,
+                *options,
+                "data.messages_key=messages",
+                "sft.loss_mask=assistant",
+                "--json",
+            )
+        ).stdout
+    )["samples"][1]
+    assert [trains for _, trains in masked["parts"]] == [False, True, False, True]
+    assert second["trained_tokens"] < masked["trained_tokens"]
+    result = paceline("data", "inspect", spec, *options)
+    assert f"  {first['tokens']:,} tokens, of which {first['trained_tokens']:,} train" in result.output
+
+
+def test_a_mixture_shows_the_share_of_each_source(tmp_path: Path) -> None:
+    for name, number in (("math", 3), ("code", 30)):
+        write(
+            tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {n}", "completion": "c"} for n in range(number)]
+        )
+    spec = spec_of(tmp_path, "sft", train="[./math.jsonl, ./code.jsonl]", train_weights="[3, 1]")
+    result = paceline("data", "inspect", spec)
+    assert "  math: 3 rows, 75.0% of the draws\n  code: 30 rows, 25.0% of the draws\n" in result.output

@@ -42,7 +42,7 @@ GUIDE = {  # overrides of a guide to NeMo RL, for `paceline sft`, `dpo` and `rm`
     "sft.save_interval=10": "checkpointing.save_period",
     "data.dataset_name=squad": "data.train",
     "data.dataset_path=squad.jsonl": "data.train",
-    "data.prompt_template=text": "data.system_prompt",
+    "data.prompt_template=text": PASSES,
     "trainer.max_epochs=3": "grpo.max_num_epochs",
     "trainer.devices=8": "cluster.learner_gpus",
     "model.name=org/model": "policy.model_name",
@@ -183,6 +183,45 @@ ELSEWHERE = {  # of verl and prime-rl, and names of one library at the place of 
     "stop=</answer>": "policy.generation.stop_strings",
 }
 
+OLD = {  # trainers of PyTorch Lightning's form, whose sections are trainer, model and exp_manager
+    "trainer.max_epochs=3": "grpo.max_num_epochs",
+    "trainer.max_steps=-1": "grpo.max_num_steps",
+    "trainer.max_num_steps=100": "grpo.max_num_steps",
+    "trainer.devices=8": "cluster.learner_gpus",
+    "trainer.num_nodes=1": NONE,
+    "trainer.accelerator=gpu": "cluster.device",
+    "trainer.precision=bf16": "policy.precision",
+    "trainer.gradient_clip_val=1.0": "policy.max_grad_norm",
+    "trainer.accumulate_grad_batches=4": "policy.train_mb_tokens",
+    "trainer.limit_val_batches=5": "grpo.max_val_samples",
+    "trainer.log_every_n_steps=1": NONE,
+    "trainer.enable_checkpointing=false": "checkpointing.enabled",
+    "trainer.strategy=ddp": NONE,
+    "trainer.seed=1": "grpo.seed",
+    "trainer.learning_rate=1e-6": "policy.optimizer.lr",
+    "trainer.dpo.max_epochs=1": "dpo.max_num_epochs",
+    "trainer.dpo.val_check_interval=0.1": "dpo.val_period",
+    "trainer.sft.save_interval=100": "checkpointing.save_period",
+    "exp_manager.explicit_log_dir=/results": NONE,
+    "model.optim.lr=9e-7": "policy.optimizer.lr",
+    "model.optim.sched.warmup_steps=10": "policy.scheduler.warmup_steps",
+    "model.optim.bucket_cap_mb=200": "policy.optimizer",
+    "model.global_batch_size=64": "grpo.num_prompts_per_step",
+    "model.encoder_seq_length=4096": "policy.max_total_sequence_length",
+    "model.data.data_prefix.train=[a.jsonl]": "data.train",
+    "model.dpo.beta=0.1": "dpo.reference_policy_kl_penalty",
+    "model.dpo.preference_loss=dpo": "dpo.preference_loss",
+    "pretrained_checkpoint.restore_from_path=a.nemo": "policy.model_name",
+    "dpo.ref_policy_kl_penalty=0.1": "dpo.reference_policy_kl_penalty",
+    "dpo.epochs=3": "dpo.max_num_epochs",
+    "dpo.max_steps=3": "dpo.max_num_steps",
+    "dpo.batch_size=3": "dpo.num_examples_per_step",
+    "dpo.ref_model=org/model": NONE,
+    "lora.r=8": "policy.lora_cfg.dim",
+    "peft.lora_alpha=32": "policy.lora_cfg.alpha",
+    "data.train_path=a.jsonl": "data.train",
+}
+
 VALUES = {
     "algorithm=ppo": "loss_fn.preset: ppo",
     "algorithm=dapo": "loss_fn.preset: dapo",
@@ -216,7 +255,7 @@ def answer(override: str) -> str:
     return PASSES
 
 
-ALL = {"guide": GUIDE, "nemo rl": NEMO_RL, "trl": TRL, "elsewhere": ELSEWHERE, "values": VALUES}
+ALL = {"guide": GUIDE, "nemo rl": NEMO_RL, "trl": TRL, "elsewhere": ELSEWHERE, "old": OLD, "values": VALUES}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -238,7 +277,7 @@ def right(said: str, expected: str) -> bool:
 
 
 def test_the_whole_dotted_name_is_repeated() -> None:
-    said = {override: answer(override) for override in GUIDE | NEMO_RL | TRL | ELSEWHERE}
+    said = {override: answer(override) for override in GUIDE | NEMO_RL | TRL | ELSEWHERE | OLD}
     unknown = {override: text for override, text in said.items() if "unknown key" in text}
     assert len(unknown) > 100
     assert [

@@ -224,7 +224,7 @@ def test_watch_shows_how_a_run_ended(cluster: LocalCluster, spec_path: Path) -> 
     text = paceline("watch", "sums-1", coordinator=at)
     assert text.exit_code == 1, "the run did not succeed"
     lines = text.stdout.splitlines()
-    assert lines[0] == "sums-1  the run is queued"
+    assert lines[0] == "sums-1  the run is queued: data.train: TRL's prompt-only, standard"
     assert "sums-1  the run was cancelled: cancelled by request" in lines
     assert "sums-1 cancelled after 0 of 100 steps" in lines[-2:]
     as_json = paceline("watch", "sums-1", "--json", coordinator=at)
@@ -254,7 +254,11 @@ def test_doctor_reports_what_it_really_found(tmp_path: Path) -> None:
     assert findings["directory"].value.startswith(f"{tmp_path / 'runs'} is writable")
     assert not (tmp_path / "runs").exists()
     printed = lines_of(paceline("doctor", "--json", "--directory", str(tmp_path)))
-    assert [line["name"] for line in printed] == [*findings, *(each.name for each in examine_sandbox())]
+    assert [line["name"] for line in printed] == [
+        *findings,
+        *(each.name for each in examine_sandbox()),
+        "user code",
+    ]
 
 
 def test_doctor_fails_where_nothing_can_be_written() -> None:
@@ -389,3 +393,30 @@ def test_up_refuses_bad_data_before_any_worker_starts(spec_path: Path, tmp_path:
     assert started.startswith("coordinator at 127.0.0.1:")
     assert error.startswith(f"Error: {tmp_path / 'train.jsonl'}, line 1, column 1: not valid JSON")
     assert sorted(path.name for path in (runs / "logs").glob("*.log")) == ["coordinator.log"]
+
+
+def test_a_run_on_examples_has_no_number_of_trained_tokens() -> None:
+    """The books count the tokens of groups; a zero would be wrong."""
+    facts: render.Facts = {
+        "run_id": "sft-1",
+        "state": "succeeded",
+        "message": "",
+        "step": 600,
+        "max_num_steps": 600,
+        "groups": {},
+        "tokens": {"generated": 0, "trained": 0},
+        "age_s": 8.0,
+        "priority": 0,
+        "queue_place": 0,
+    }
+    column = render.RUN_COLUMNS.index("trained tokens")
+    assert render.run_row(facts)[column] == "-"
+    assert render.run_row(facts | {"tokens": {"generated": 2000, "trained": 1500}})[column] == "1,500"
+
+
+@pytest.mark.parametrize("command", ["runs", "members", "ledger verify", "models list"])
+def test_a_token_file_that_is_not_there_is_named(tmp_path: Path, command: str) -> None:
+    missing = tmp_path / "nosuch.token"
+    done = paceline(*command.split(), "--token-file", missing)
+    assert done.exit_code == 2
+    assert "nosuch.token' does not exist" in " ".join(done.output.split())

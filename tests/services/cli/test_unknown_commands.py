@@ -18,7 +18,7 @@ from services.cli.unknown_commands import MEANT, remedy, setting_for
         ("logs", "did you mean `paceline watch`?"),
         ("evaluate", "did you mean `paceline eval`?"),
         ("run_eval.py", "did you mean `paceline eval`?"),
-        ("upload", "there is none, because nothing is uploaded"),
+        ("upload", "did you mean `paceline models push`?"),
         ("examples/run_grpo_math.py", "did you mean `paceline grpo`?"),
         ("examples/converters/convert_dcp_to_hf.py", "did you mean `paceline export`?"),
         ("vllm-serve", "did you mean `paceline serve rollout`?"),

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.encryption.encrypted_file import WrongKey
+from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
+from paceline.files.line_file import LineWriter
 from services.common.logged_extra import EXTRA_NAME, MAX_BYTES, extra_json, extra_line, read_extra
 
 
@@ -32,3 +35,16 @@ def test_too_much_loses_the_last_columns() -> None:
 )
 def test_what_is_no_columns_of_the_group_is_left_out(text: str) -> None:
     assert extra_line(7, "aa", text, 2) == ""
+
+
+def test_encrypted_columns_come_back_with_the_key(
+    tmp_path: Path, given_key: StorageKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = LineWriter(tmp_path / EXTRA_NAME, given_key)
+    writer.write(extra_line(7, "aa", extra_json({"answer": ["planted"]}), 1).encode())
+    writer.close()
+    assert b"planted" not in (tmp_path / EXTRA_NAME).read_bytes()
+    assert read_extra(tmp_path, {"aa"}) == {"aa": {"answer": ["planted"]}}
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(WrongKey, match="no key is given"):
+        read_extra(tmp_path, {"aa"})

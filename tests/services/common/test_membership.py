@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -20,7 +20,7 @@ from services.common import membership as member
 from services.common.grpc_server import GrpcServer
 from services.common.membership import Membership
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
@@ -432,8 +432,19 @@ async def test_a_worker_of_another_protocol_saves_what_it_has_and_waits(
     assert "update the coordinator" in caplog.text
 
 
-async def test_a_coordinator_that_is_away_is_one_line_with_the_remedy(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+AWAY = (
+    "no coordinator answers at 127.0.0.1:1: connection refused. This worker keeps its results and tries again every few "
+    "seconds; start the coordinator with `paceline serve coordinator`, or name another with --coordinator"
+)
+TLS_FAULT = "the certificate of 127.0.0.1:1 has expired"
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [("", AWAY), (TLS_FAULT, f"{TLS_FAULT}. This worker keeps its results and tries again")],
+)
+async def test_a_coordinator_that_cannot_be_reached_is_one_line_with_the_remedy(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fault: str, line: str
 ) -> None:
     attempts = 0
     tried = asyncio.Event()
@@ -449,6 +460,7 @@ async def test_a_coordinator_that_is_away_is_one_line_with_the_remedy(
 
     monkeypatch.setattr(Membership, "_stream", away)
     monkeypatch.setattr(member, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(member, "why_no_channel", lambda address: fault)
 
     async def ignore(directive: worker_pb2.ConnectResponse) -> None:
         raise AssertionError("no directive comes")
@@ -460,10 +472,7 @@ async def test_a_coordinator_that_is_away_is_one_line_with_the_remedy(
     belonging.cancel()
     await asyncio.wait((belonging,))
     lines = [record.getMessage() for record in caplog.records if "127.0.0.1:1" in record.getMessage()]
-    assert lines == [
-        "no coordinator answers at 127.0.0.1:1: connection refused. This worker keeps its results and tries again every "
-        "few seconds; start the coordinator with `paceline serve coordinator`, or name another with --coordinator"
-    ]
+    assert lines == [line]
 
 
 async def test_a_port_in_use_is_refused_without_a_line_of_grpc(capfd: pytest.CaptureFixture[str]) -> None:
@@ -474,3 +483,52 @@ async def test_a_port_in_use_is_refused_without_a_line_of_grpc(capfd: pytest.Cap
         ):
             GrpcServer("127.0.0.1", server.port)
     assert capfd.readouterr().err == ""
+
+
+async def next_refusals(coordinator: Coordinator) -> list[tuple[str, int]]:
+    """Return address and number of the refusals in the next report of some."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (report := await coordinator.reports.get()).HasField("refusals"):
+            pass
+    return [(each.address, each.count) for each in report.refusals.refusals]
+
+
+async def test_refused_strangers_are_reported_also_those_of_the_time_without_coordinator(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    membership.refusals.note_handshake("10.0.0.1:5")
+    assert await next_refusals(coordinator) == [("10.0.0.1:5", 1)]
+    coordinator.break_stream()
+    membership.refusals.note_handshake("10.0.0.2:5", 3)
+    assert await next_refusals(coordinator) == [("10.0.0.2:5", 3)]
+
+
+async def test_a_worker_that_leaves_reports_first_whom_it_refused(
+    coordinator: Coordinator, membership: Membership
+) -> None:
+    for port in (5, 6):  # the second one would wait for a minute
+        membership.refusals.note_handshake(f"10.0.0.1:{port}")
+        if port == 5:
+            assert await next_refusals(coordinator) == [("10.0.0.1:5", 1)]
+    leaving = asyncio.create_task(membership.leave(0.0))
+    assert await next_refusals(coordinator) == [("10.0.0.1:6", 1)]
+    await coordinator.hear_report("leave")
+    await leaving
+
+
+async def test_refusals_that_a_broken_stream_does_not_take_are_kept() -> None:
+    class Broken:
+        async def write(self, request: object) -> None:
+            raise asyncio.InvalidStateError("the stream has ended")
+
+    async def ignore(_: worker_pb2.ConnectResponse) -> None:
+        return
+
+    made = Membership("127.0.0.1:1", worker_pb2.Hello, ignore)
+    made.refusals.note_handshake("10.0.0.1:5", 2)
+    with pytest.raises(asyncio.InvalidStateError):
+        await made._report_refusals(cast(Any, Broken()))
+    kept = made.refusals.take()
+    assert kept is not None
+    assert [each.count for each in kept.refusals] == [2]
+    made._context.term()

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import ClientSession
 
 from paceline.errors import Conflict
+from services.common.access.worker_callers import WorkerCallers
 from services.common.scrape import MAX_CONNECTIONS, metrics_endpoint
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,12 +22,12 @@ STARTS_S = 60.0
 
 
 async def test_nothing_listens_without_a_port() -> None:
-    async with metrics_endpoint("127.0.0.1", None) as port:
+    async with metrics_endpoint("127.0.0.1", None, WorkerCallers("")) as port:
         assert port is None
 
 
 async def test_the_text_format_is_served_and_connections_are_bounded() -> None:
-    async with metrics_endpoint("127.0.0.1", 0) as port, ClientSession() as client:
+    async with metrics_endpoint("127.0.0.1", 0, WorkerCallers("")) as port, ClientSession() as client:
         assert port is not None
         async with client.get(f"http://127.0.0.1:{port}/metrics") as answer:
             assert answer.status == 200
@@ -35,7 +36,7 @@ async def test_the_text_format_is_served_and_connections_are_bounded() -> None:
         async with client.get(f"http://127.0.0.1:{port}/ledger") as answer:
             assert answer.status == 404
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS + 1)]
-        assert await held[-1][0].read() == b""  # closed at once
+        assert b"Retry-After: 1\r\n" in await held[-1][0].read()  # refused and closed at once
         for _, writer in held:
             writer.close()
 
@@ -45,7 +46,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(Conflict, match="choose another --metrics-port"):
-            async with metrics_endpoint("127.0.0.1", other.getsockname()[1]):
+            async with metrics_endpoint("127.0.0.1", other.getsockname()[1], WorkerCallers("")):
                 pass
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +30,19 @@ from services.common.json_http import JsonListener
 from services.common.tls import identity_of_call
 from services.coordinator.members.caller_certificate import check_certificate
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+SERVER = """
+import asyncio, sys
+from services.common.grpc_server import GrpcServer
+
+async def main():
+    server = GrpcServer("127.0.0.1", 0, mutual=True)
+    async with server:
+        print(server.port, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main())
+"""
 
 
 async def name_caller(_: bytes, context: Any) -> bytes:
@@ -140,6 +157,31 @@ async def test_a_service_needs_a_certificate(
     monkeypatch.setenv(VARIABLE, str(folders["person"]))
     with pytest.raises(InvalidInput, match="a service has to present a certificate"):
         GrpcServer("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize("verbosity", ["", "ERROR"])
+def test_a_refused_handshake_is_a_line_of_the_log_unless_grpc_is_told_to_be_silent(
+    verbosity: str, folders: dict[str, Path]
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    environment |= {VARIABLE: str(folders["coordinator"])}
+    environment |= {"GRPC_VERBOSITY": verbosity} if verbosity else {}
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        port = int(process.stdout.readline())
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                with contextlib.suppress(ConnectionResetError):
+                    while stranger.recv(1000):  # until the server has ended it
+                        pass
+        process.stdin.close()
+        said = process.stderr.read()
+    assert process.returncode == 0
+    assert said.count("Handshake failed") == (0 if verbosity else 5)
 
 
 @pytest.mark.parametrize("name", ["coordinator", "worker", None])

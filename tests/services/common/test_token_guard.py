@@ -25,7 +25,7 @@ from services.common.access.callers import TokenCallers
 from services.common.access.rights import Right
 from services.common.grpc_server import GrpcServer
 from services.common.membership import Membership
-from services.common.token_guard import TokenGuard, worker_guard
+from services.common.token_guard import Call, TokenGuard, peer_address, worker_guard
 from services.local.cluster import LocalCluster
 from services.reward.servicer import RewardServicer
 
@@ -131,6 +131,40 @@ async def test_what_a_stranger_sends_is_not_read() -> None:
     assert read == [len(content)] * 2
 
 
+async def test_a_permitted_call_whose_message_does_not_come_is_ended() -> None:
+    answered: list[bytes] = []
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        answered.append(request)
+        return b""
+
+    def register(_: Any, server: grpc.aio.Server) -> None:
+        handler = grpc.unary_unary_rpc_method_handler(answer)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("test.Service", {"One": handler}),)
+        )
+
+    noted: list[Call] = []
+    rights = {"test.Service/One": Right(frozenset(CallerRole))}
+    callers = TokenCallers(lambda: "secret", Path("token"))
+    server = GrpcServer("127.0.0.1", 0, TokenGuard(callers, note=noted.append, rights=rights, message_s=0.01))
+    server.add(None, register, "test.Service")
+    ended = asyncio.Event()
+
+    async def silent() -> AsyncIterator[bytes]:
+        await ended.wait()
+        yield b"too late"
+
+    async with server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = channel.stream_unary("/test.Service/One")(silent(), metadata=metadata("secret"))
+        async with asyncio.timeout(DEADLINE_S):
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        ended.set()
+        assert "test.Service/One takes one message, and none came within 0.01 s" in str(await call.details())
+    assert answered == []
+    assert [(each.code, each.request) for each in noted] == [(grpc.StatusCode.UNAVAILABLE, None)]
+
+
 def test_requests_that_cannot_be_decoded_do_not_fill_the_log(cluster: LocalCluster) -> None:
     log = cluster.log_path("coordinator")
     before = log.read_text().count("Traceback")
@@ -215,3 +249,16 @@ async def test_a_workers_own_service_wants_the_same_token(
         make_token(path)
         assert "the call has no token" in await asyncio.to_thread(ask_as_a_stranger)
         assert await asyncio.to_thread(ask) > 0
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.0.0.3:41", "10.0.0.3:41"),
+        ("ipv6:%5B::1%5D:41", "[::1]:41"),
+        ("unix:/tmp/socket", "unix:/tmp/socket"),
+        ("", ""),
+    ],
+)
+def test_peers_are_named_by_their_address(peer: str, address: str) -> None:
+    assert peer_address(peer) == address

@@ -17,6 +17,7 @@ from paceline.bundle.collecting import Bundle
 from paceline.bundle.manifest import BundledFile, Manifest
 from paceline.bundle_transfer import fetch, fetch_manifest, send
 from paceline.errors import Busy, InvalidInput, NotFound, SpecError, Unavailable
+from paceline.rate_limited_log import unforeseen
 from protos.paceline.v1 import bundle_pb2, bundle_pb2_grpc
 from services.common.grpc_server import GrpcServer
 from services.coordinator.blobs.store import BlobStore
@@ -161,6 +162,21 @@ async def test_hostile_requests_are_refused(tmp_path: Path) -> None:
         assert await call(stub_call, "Put", iter([short])) == grpc.StatusCode.FAILED_PRECONDITION
         beyond = bundle_pb2.PutRequest(sha256="cd" * 32, size=1, data=b"xy")
         assert await call(stub_call, "Put", iter([beyond])) == invalid
+
+
+async def test_a_part_that_is_no_message_is_its_senders_fault(tmp_path: Path) -> None:
+    def put(channel: grpc.Channel) -> grpc.RpcError:
+        call = channel.stream_unary("/paceline.v1.BundleService/Put", lambda data: data, lambda data: data)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(iter([b"\xff\xff"]))
+        return refused.value
+
+    before = unforeseen.total
+    async with serving(BlobStore(tmp_path / "blobs")) as call:
+        error = await call(put)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "PutRequest" in error.details()
+    assert unforeseen.total == before
 
 
 async def test_a_coordinator_without_bundles_and_one_that_is_away(tmp_path: Path) -> None:

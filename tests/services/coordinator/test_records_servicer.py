@@ -66,7 +66,7 @@ async def test_a_bounded_number_of_readers_waits(plane: Plane, monkeypatch: pyte
 
     def slow(reader: RecordsReader, request: pb.GetBooksRequest) -> pb.GetBooksResponse:
         begun.set()
-        assert release.wait(20)
+        assert release.wait(60)
         return pb.GetBooksResponse()
 
     monkeypatch.setattr(RecordsReader, "GetBooks", slow)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from exchange_drivers import make_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Conflict
 from paceline.rate_limited_log import unforeseen
 from paceline.spec.reading import spec_to_yaml
@@ -89,6 +91,13 @@ async def test_runs_are_queued_listed_and_found(plane: Plane) -> None:
     assert (got.step, got.max_num_steps) == (0, 4)
     assert dict(got.tokens) == {"generated": 0, "trained": 0, "wasted": 0, "dropped": 0, "live": 0}
     assert (Path(got.directory) / "spec.yaml").read_text() == got.spec_yaml
+
+
+async def test_with_a_storage_key_the_ledger_alone_has_the_spec(given_key: StorageKey, plane: Plane) -> None:
+    run = await plane.submit()
+    got = (await plane.runs.Get(run_pb2.GetRequest(run_id=run.run_id))).run
+    assert "model_name: none" in got.spec_yaml
+    assert "spec.yaml" not in os.listdir(got.directory)
 
 
 @pytest.mark.parametrize("method", ["Get", "Cancel", "Pause", "Resume"])

@@ -24,7 +24,7 @@ from protos.paceline.v1 import exchange_pb2 as pb
 from services.environment.engines import Engines, EnginesEnd, PinLost
 from services.environment.run import EnvironmentRun
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 RUN = "run-1"
 Script = Callable[[EpisodeLease, TokenSource, Journal], Awaitable[GroupRows]]
 

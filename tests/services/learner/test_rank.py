@@ -18,7 +18,7 @@ from protos.paceline.v1 import worker_pb2
 from services.learner import rank as learner_rank
 from services.learner.rank import LearnerRank, _serve
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SERVING, NOT_SERVING = (
     health_pb2.HealthCheckResponse.SERVING,
     health_pb2.HealthCheckResponse.NOT_SERVING,

@@ -16,7 +16,7 @@ from services.learner import servicer
 from services.learner.orders import MAX_ORDERS, ExportOrder, Orders
 from services.learner.servicer import LearnerServicer
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def test_exports_that_want_the_same_are_one_and_others_wait() -> None:

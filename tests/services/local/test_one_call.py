@@ -13,6 +13,8 @@ import pytest
 
 import paceline
 from paceline.client import Event, RunState
+from paceline.data.rows import open_rows
+from paceline.encryption.storage_key import StorageKey
 from paceline.errors import InvalidInput, PacelineError
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.token import VARIABLE
@@ -222,3 +224,12 @@ def test_names_of_the_package_are_loaded_when_they_are_used() -> None:
     assert "train" in dir(paceline)
     with pytest.raises(AttributeError, match="no attribute 'trian'; it has Client"):
         _ = paceline.trian
+
+
+def test_rows_are_encrypted_with_a_storage_key(tmp_path: Path, given_key: StorageKey) -> None:
+    spec = assembled(
+        {"policy": {"model_name": "m"}}, (), {}, ["math_accuracy"], [{"prompt": "planted"}], None, tmp_path
+    )
+    assert isinstance(spec.data.train, str)
+    assert b"planted" not in Path(spec.data.train).read_bytes()
+    assert open_rows(spec.data.train, "train")[0] == {"prompt": "planted"}

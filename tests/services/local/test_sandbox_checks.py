@@ -11,7 +11,8 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
 from reward.sandbox import choosing
 from reward.sandbox.protocol import SandboxFailed
-from services.local.sandbox_checks import examine_sandbox
+from services.local import sandbox_checks
+from services.local.sandbox_checks import examine_sandbox, examine_user_code
 
 
 def spec_with(**kwargs: Any) -> RunSpec:
@@ -45,3 +46,11 @@ def test_a_spec_whose_sandbox_does_not_hold_here_is_a_fault(monkeypatch: pytest.
     assert (fault.status, fault.name) == ("fault", "rewards.1")
     assert "sandbox auto does not hold on this host" in fault.value
     assert len(examine_sandbox(spec_with(sandbox="none"))) == 1
+
+
+def test_whether_user_code_can_be_isolated_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_checks, "why_no_isolation", lambda: "")
+    assert examine_user_code().status == "ok"
+    monkeypatch.setattr(sandbox_checks, "why_no_isolation", lambda: "this kernel has no Landlock")
+    found = examine_user_code()
+    assert (found.status, found.value) == ("absent", "not isolated: this kernel has no Landlock")

@@ -17,7 +17,7 @@ from protos.externalscaler import externalscaler_pb2 as keda
 from protos.externalscaler import externalscaler_pb2_grpc
 from services.local.scaling import LocalScaler, scaled_pools
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Answers(externalscaler_pb2_grpc.ExternalScalerServicer):

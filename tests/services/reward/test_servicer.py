@@ -21,7 +21,7 @@ class Aborted(Exception):
 class Context:
     """The context of a call; `abort` ends it."""
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
         raise Aborted(code, details)
 
 
@@ -65,6 +65,13 @@ async def test_calls_beyond_the_bound_are_told_to_come_later() -> None:
     }
     assert len((await score(service, **asked)).scores[0].scores) == 2
     assert service._calls == 0
+
+
+async def test_columns_that_are_no_json_are_refused() -> None:
+    for text in ("{", "[" * 100_000):
+        with pytest.raises(Aborted, match="columns_json is not valid JSON") as refused:
+            await score(servicer(), functions=["length"], completions=["a"], columns_json=text)
+        assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_worker_of_some_functions_scores_with_no_others() -> None:

@@ -155,7 +155,7 @@ async def test_a_worker_without_gpus_refuses_a_run_that_names_them(
 
     monkeypatch.setattr(worker.membership, "report", report)
     worker.assigned.assign(worker_pb2.RunAssignment(run_id="test-1", spec_yaml=spec_to_yaml(spec)))
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(60.0):
         await worker.work()
     worker.membership._context.term()
     said = reports[0].run_report

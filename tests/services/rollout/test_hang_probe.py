@@ -13,7 +13,7 @@ from rollout.engines import create_engine
 from services.demo.model import make_model
 from services.rollout.hang_probe import PROMPT_IDS, answers, until_hung
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class FakeEngine:

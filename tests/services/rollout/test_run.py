@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from chat_templates import HERMES, PLAIN, character_tokenizer
 from exchange_drivers import make_spec
 from rollout_bench import PATIENCE_S, TWO_TURNS, Bench, Engine, lease
 
 from paceline.backoff import ExponentialBackoff
-from paceline.errors import EngineDied
+from paceline.errors import EngineDied, InvalidInput
 from paceline.groups import Completion, VersionSpan
+from paceline.spec import RunSpec
 from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from rollout.engine import GenerationRequest, check_prompt_length
@@ -23,8 +28,34 @@ from services.rollout.run import (
     MAX_UNEXPECTED,
     RETURN_BYTES_PER_S,
     RETURN_S,
+    _created,
     return_seconds,
 )
+
+
+async def test_an_engine_that_is_created_while_its_run_ends_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, closed = threading.Event(), threading.Event(), asyncio.Event()
+
+    async def close() -> None:
+        closed.set()
+
+    def create(spec: RunSpec, *, device: str) -> Any:
+        begun.set()
+        assert may_end.wait(PATIENCE_S)
+        return SimpleNamespace(close=close)
+
+    monkeypatch.setattr("services.rollout.run.create_engine", create)
+    creating = asyncio.create_task(_created(make_spec(tmp_path), "cpu"))
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    creating.cancel()
+    await asyncio.sleep(0)
+    assert not creating.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(creating, PATIENCE_S)
+    assert closed.is_set()
 
 
 async def test_a_prompt_that_the_chat_template_refuses_goes_back_and_nothing_else(bench: Bench) -> None:
@@ -88,6 +119,28 @@ async def test_a_group_gets_the_runs_stop_strings_and_texts_that_end_with_them(t
     whole = Completion(ended.token_ids[:2], ended.logprobs[:2], (), "stop")
     assert sampler.text(whole) == "12"
     assert sampler.text(ended) == "123"  # the last token completes no stop string
+
+
+async def test_a_prompt_has_the_tools_of_its_lease(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    messages = [{"role": "user", "content": "1+1?"}]
+    leased = lease(0, json.dumps(messages), tools_json=json.dumps(tools))
+    engine: Any = Engine()
+    tokenizer = character_tokenizer(HERMES)
+    prompt_ids, _ = await GroupSampler(engine, tokenizer, make_spec(tmp_path), lambda group_id: None).sample(
+        leased, None
+    )
+    rendered = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.decode(prompt_ids) == rendered
+    assert '"name": "add"' in rendered
+
+    plain = GroupSampler(engine, character_tokenizer(PLAIN), make_spec(tmp_path), lambda group_id: None)
+    with pytest.raises(
+        InvalidInput, match="has tools, which the chat template of the tokenizer does not read"
+    ):
+        await plain.sample(leased, None)
 
 
 async def test_a_request_for_leases_that_is_refused_ends_nothing(bench: Bench) -> None:

@@ -33,7 +33,7 @@ LONG = 250
 class Context:
     """The context of a call; `abort` ends it."""
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
         raise Aborted(code, details)
 
     async def send_initial_metadata(self, _: object) -> None:

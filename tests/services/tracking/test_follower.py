@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tracker_servers import RUN_ID, RecordedRun
 
+from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Conflict, NotFound, Unreadable
 from paceline.spec.sections.system import TrackerSection
 from services.tracking import follower as module
@@ -210,3 +211,20 @@ def test_an_unknown_run_is_named(run: RecordedRun, tmp_path: Path) -> None:
     target = Target("nosuch", "trackio", SETTING, tmp_path, {})
     with pytest.raises(NotFound, match="nosuch"):
         Follower(target, run.records(), Recording().open).run()
+
+
+def test_with_a_storage_key_no_text_is_sent(
+    given_key: StorageKey, run: RecordedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.add_steps(2)
+    run.add("state", state="succeeded")
+    tracker = Recording()
+    with caplog.at_level("INFO"):
+        follower(run, tracker, tmp_path).run()
+    assert [step for step, _ in tracker.got] == [0, 1]
+    assert tracker.samples == []
+    config = tracker.runs[0].config
+    assert "name" not in config
+    assert isinstance(config["grpo"], dict)
+    assert config["grpo"]["max_num_steps"]
+    assert "trackio gets no samples and no texts of the spec, because of the storage key" in caplog.text

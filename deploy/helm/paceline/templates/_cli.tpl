@@ -27,6 +27,10 @@ spec:
         secretName: {{ include "paceline.tokenSecret" . }}
         defaultMode: 0440
         items: [{key: {{ .Values.token.key }}, path: token}]
+    {{- with .Values.tls.secretName }}
+    - name: tls # the authority alone: commands have the token and no certificate
+      secret: {secretName: {{ . }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
+    {{- end }}
     - name: tmp
       emptyDir: {}
 {{- end }}
@@ -40,8 +44,8 @@ imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 command:
   {{- toYaml .command | nindent 2 }}
 env:
-  - {name: PACELINE_COORDINATOR, value: {{ include "paceline.coordinator" $root | quote }}}
-  - {name: PACELINE_INSECURE, value: "1"}
+  - {name: PACELINE_COORDINATOR, value: {{ include "paceline.people" $root | quote }}}
+  {{- include "paceline.tlsEnv" $root | nindent 2 }}
   - {name: PACELINE_TOKEN_FILE, value: /token/token}
   - {name: HOME, value: /tmp}
   - {name: XDG_CACHE_HOME, value: /tmp}
@@ -58,5 +62,8 @@ securityContext:
   capabilities: {drop: [ALL]}
 volumeMounts:
   - {name: token, mountPath: /token, readOnly: true}
+  {{- if $root.Values.tls.secretName }}
+  - {name: tls, mountPath: /tls, readOnly: true}
+  {{- end }}
   - {name: tmp, mountPath: /tmp}
 {{- end }}

@@ -33,6 +33,49 @@ paceline/pool: {{ . }}
 {{- end -}}
 {{- end }}
 
+{{/* HOST:PORT of the coordinator for people and commands, who have no certificate. */}}
+{{- define "paceline.people" -}}
+{{- $address := include "paceline.coordinator" . -}}
+{{- if .Values.tls.secretName -}}
+{{ regexReplaceAll ":[0-9]+$" $address (printf ":%v" .Values.tls.peoplePort) }}
+{{- else -}}
+{{ $address }}
+{{- end -}}
+{{- end }}
+
+{{/* Keys of an endpoint of the Prometheus Operator under TLS: dict root, host (the name in the certificate). */}}
+{{- define "paceline.scrape" -}}
+{{- $tls := .root.Values.tls -}}
+{{- if $tls.secretName -}}
+scheme: https
+tlsConfig:
+  ca: {secret: {name: {{ $tls.secretName }}, key: ca.crt}}
+  serverName: {{ .host }}
+authorization:
+  credentials: {name: {{ .root.Values.monitoring.token.secretName | default (include "paceline.tokenSecret" .root) }}, key: {{ .root.Values.monitoring.token.key }}}
+{{- end -}}
+{{- end }}
+
+{{/* How a process is told about TLS: variables of its environment. */}}
+{{- define "paceline.tlsEnv" -}}
+{{- if .Values.tls.secretName -}}
+- {name: PACELINE_TLS_DIR, value: /tls}
+{{- else -}}
+- {name: PACELINE_INSECURE, value: "1"}
+{{- end -}}
+{{- end }}
+
+{{/* The Secret with a workload's certificate: dict root, kind. */}}
+{{- define "paceline.tlsSecret" -}}
+{{- $tls := .root.Values.tls -}}
+{{- if eq .kind "coordinator" }}{{ $tls.coordinatorSecretName | default $tls.secretName }}{{ else }}{{ $tls.secretName }}{{ end -}}
+{{- end }}
+
+{{/* The Secret with the storage key, for the kinds of workloads that encrypt files: dict root, kind. */}}
+{{- define "paceline.storageKey" -}}
+{{- if has .kind (list "coordinator" "learner") }}{{ .root.Values.storageKey.secretName }}{{ end -}}
+{{- end }}
+
 {{/* All roles by name, from the one list. */}}
 {{- define "paceline.roles" -}}
 {{ (.Files.Get "files/roles.yaml" | fromYaml).roles | toYaml }}
@@ -92,6 +135,12 @@ paceline/pool: {{ . }}
 {gpus: 0, containers: 1, httpPort: 0, sharedMemory: "", graceSeconds: 0, resourceClaims: [], fabric: {kind: none, interface: "", devices: 0, network: ""}}
 {{- end }}
 
+{{/* Clear the settings that a role has no option for: dict about, settings. */}}
+{{- define "paceline.clear" -}}
+{{- if not (has "http" .about.takes) }}{{- $_ := set .settings "httpPort" 0 }}{{- end -}}
+{{- if not (has "fabric" .about.takes) }}{{- $_ := set .settings.fabric "interface" "" }}{{- end -}}
+{{- end }}
+
 {{/* All workloads: list of {name, role, kind, settings}. */}}
 {{- define "paceline.workloads" -}}
 {{- $roles := include "paceline.roles" . | fromYaml -}}
@@ -104,6 +153,7 @@ paceline/pool: {{ . }}
 {{- if eq $about.workload "page" -}}
 {{- range $key, $value := include "paceline.noWorker" . | fromYaml -}}{{- $_ := set $merged $key $value -}}{{- end -}}
 {{- end -}}
+{{- include "paceline.clear" (dict "about" $about "settings" $merged) -}}
 {{- $found = append $found (dict "name" $role "role" $role "kind" $about.workload "settings" $merged) -}}
 {{- end -}}
 {{- end -}}
@@ -118,6 +168,7 @@ paceline/pool: {{ . }}
 {{- fail (printf "pools.%s has the name of another role than its own, %q" $name $settings.role) -}}
 {{- end -}}{{- end -}}
 {{- $merged := include "paceline.settings" (dict "root" $ "settings" $settings) | fromYaml -}}
+{{- include "paceline.clear" (dict "about" $about "settings" $merged) -}}
 {{- $found = append $found (dict "name" $name "role" $settings.role "kind" "pool" "settings" $merged) -}}
 {{- end -}}
 {{- end -}}

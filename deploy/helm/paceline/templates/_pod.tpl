@@ -106,10 +106,22 @@ spec:
         secretName: {{ include "paceline.tokenSecret" $root }}
         defaultMode: 0440
         items: [{key: {{ $root.Values.token.key }}, path: token}]
+    {{- with include "paceline.tlsSecret" (dict "root" $root "kind" .kind) }}
+    - name: tls
+      secret: {secretName: {{ . }}, defaultMode: 0440}
+    {{- end }}
+    {{- with include "paceline.storageKey" (dict "root" $root "kind" .kind) }}
+    - name: storage-key
+      secret: {secretName: {{ . }}, defaultMode: 0440, items: [{key: {{ $root.Values.storageKey.key }}, path: key}]}
+    {{- end }}
     - name: tmp
       emptyDir: {}
     - name: cache
       emptyDir: {sizeLimit: {{ $settings.cacheSize }}}
+    {{- if has "code" $about.takes }}
+    - name: bundles # apart, because user code can make no files beside what is hidden from it
+      emptyDir: {sizeLimit: {{ $settings.cacheSize }}}
+    {{- end }}
     {{- with $settings.sharedMemory }}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ . }}}
@@ -161,10 +173,18 @@ spec:
     - {{ . | quote }}
     {{- end }}
   env:
-    - {name: PACELINE_INSECURE, value: "1"}
+    {{- include "paceline.tlsEnv" $root | nindent 4 }}
     - {name: PACELINE_TOKEN_FILE, value: /token/token}
+    {{- if include "paceline.storageKey" (dict "root" $root "kind" .kind) }}
+    - {name: PACELINE_STORAGE_KEY_FILE, value: /storage-key/key}
+    {{- else if and $root.Values.storageKey.secretName (not $isPage) }}
+    - {name: PACELINE_ANSWER_CACHE_MB, value: "0"} # judges' answers stay in memory
+    {{- end }}
     - {name: HOME, value: /tmp}
     - {name: XDG_CACHE_HOME, value: /cache}
+    {{- if has "code" $about.takes }}
+    - {name: PACELINE_BUNDLE_CACHE, value: /bundles}
+    {{- end }}
     - {name: HF_HOME, value: /cache/huggingface}
     - {name: TORCHINDUCTOR_CACHE_DIR, value: /cache/inductor}
     - {name: TRITON_CACHE_DIR, value: /cache/triton}
@@ -194,6 +214,9 @@ spec:
     - {name: {{ ternary "http" (printf "http-%d" .index) (eq .index 0) }}, containerPort: {{ add $settings.httpPort .index }}}
     {{- end }}
     {{- if eq .kind "coordinator" }}
+    {{- if $root.Values.tls.secretName }}
+    - {name: people, containerPort: {{ $root.Values.tls.peoplePort }}}
+    {{- end }}
     {{- if include "paceline.isScaler" $root }}
     - {name: scaler, containerPort: {{ $settings.scalerPort }}}
     {{- end }}
@@ -208,23 +231,32 @@ spec:
   {{- $ready := $main }}
   {{- if hasPrefix "/" $about.health }}
   {{- $main = dict "httpGet" (dict "path" $about.health "port" $port) }}
+  {{- if $root.Values.tls.secretName }}{{- $_ := set $main.httpGet "scheme" "HTTPS" }}{{- end }}
   {{- $ready = $main }}
+  {{- else if $root.Values.tls.secretName }}{{/* the kubelet's own gRPC probes know no TLS */}}
+  {{- $check := list "python" "-m" "services.common.healthcheck" (printf "127.0.0.1:%v" $port) "--timeout" "8" }}
+  {{- $main = dict "exec" (dict "command" $check) }}
+  {{- $ready = dict "exec" (dict "command" (ternary $check (concat $check (list "--service" $about.health)) (empty $about.health))) }}
   {{- else if $about.health }}
   {{- $ready = dict "grpc" (dict "port" $port "service" $about.health) }}
   {{- end }}
+  {{- $isCommand := hasKey $main "exec" }}
   {{- if not $silent }}
   startupProbe: # libraries are imported, a ledger is recovered
     {{- toYaml $main | nindent 4 }}
-    periodSeconds: 5
-    failureThreshold: 120
+    periodSeconds: {{ ternary 10 5 $isCommand }}
+    {{- if $isCommand }}
+    timeoutSeconds: 10
+    {{- end }}
+    failureThreshold: {{ ternary 60 120 $isCommand }}
   readinessProbe: # it can work on its run; a worker without a run or a coordinator is ready for one
     {{- toYaml $ready | nindent 4 }}
-    periodSeconds: 10
-    timeoutSeconds: 5
+    periodSeconds: {{ ternary 30 10 $isCommand }}
+    timeoutSeconds: {{ ternary 10 5 $isCommand }}
     failureThreshold: 3
   livenessProbe: # the process answers; a worker that waits for a coordinator is alive
     {{- toYaml $main | nindent 4 }}
-    periodSeconds: 20
+    periodSeconds: {{ ternary 60 20 $isCommand }}
     timeoutSeconds: 10
     failureThreshold: 6
   {{- end }}
@@ -256,8 +288,17 @@ spec:
       {{- end }}
   volumeMounts:
     - {name: token, mountPath: /token, readOnly: true}
+    {{- if $root.Values.tls.secretName }}
+    - {name: tls, mountPath: /tls, readOnly: true}
+    {{- end }}
+    {{- if include "paceline.storageKey" (dict "root" $root "kind" .kind) }}
+    - {name: storage-key, mountPath: /storage-key, readOnly: true}
+    {{- end }}
     - {name: tmp, mountPath: /tmp}
     - {name: cache, mountPath: /cache}
+    {{- if has "code" $about.takes }}
+    - {name: bundles, mountPath: /bundles}
+    {{- end }}
     {{- if $settings.sharedMemory }}
     - {name: shm, mountPath: /dev/shm}
     {{- end }}

@@ -19,6 +19,7 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run
 from protos.paceline.v1 import records_pb2 as pb
 from services.coordinator.audit.reading import (
+    attempt_pages,
     event_pages,
     gauge_points,
     group_life,
@@ -74,6 +75,11 @@ class RecordsReader:
             return self._limited(lambda: sample_pages.list_samples(self.ledger, request, spec))
         finally:
             self.ledger.payloads.close()  # an open segment that is removed would keep its space
+
+    def ListAttempts(self, request: pb.ListAttemptsRequest) -> pb.ListAttemptsResponse:
+        """Return a page of the rewards of scored groups."""
+        spec = self._spec(request.run_id)
+        return self._limited(lambda: attempt_pages.list_attempts(self.ledger, request, spec))
 
     def GetGroupLife(self, request: pb.GetGroupLifeRequest) -> pb.GetGroupLifeResponse:
         """Return the life of a group."""

@@ -13,18 +13,22 @@ from typing import Any
 import numpy as np
 
 from paceline.groups import FloatArray
-from paceline.rewards import closed_gates
+from paceline.rewards import closed_gates, has_variance, totals
 from paceline.spec import RewardFunctionSection, RunSpec
-from services.coordinator.exchange.rewards import has_variance, totals
+from services.coordinator.exchange.source_rewards import rewards_by_source
 
 PERCENTILES = (10, 50, 90)
 """Percentiles of each function's rewards."""
 
 
 def batch_metrics(
-    spec: RunSpec, groups: Sequence[sqlite3.Row | Mapping[str, Any]], step: int
+    spec: RunSpec,
+    groups: Sequence[sqlite3.Row | Mapping[str, Any]],
+    step: int,
+    sources_G: Sequence[object] | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of the batch of `step`; not-a-number where no function gave a reward.
+    """Return the metrics of the batch of `step`; not-a-number where no function gave a reward. `sources_G` are the values of
+    `data.source_key`, None without one.
 
     `reward` is the mean over groups of their mean reward; standard deviations are those of a sample (n - 1).
     """
@@ -50,6 +54,7 @@ def batch_metrics(
         "trained_tokens": float(sum(g["tokens"] for g in groups)),
         **(spread if spec.rewards else {}),
         **_by_function(spec.rewards, rewards_SF, step),
+        **({} if sources_G is None else rewards_by_source(totals_GC, sources_G)),
         **{f"age/{age}": float(number) for age, number in sorted(ages.items())},
     }
 

@@ -102,7 +102,10 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
         session_faults.note_trained(exchange, run, request.session, receipt.step)
         if receipt.step == row["next_step"]:
             _trained(exchange, run, receipt.step)
-    return exchange.committed(request)
+    outcome = exchange.committed(request)
+    if (head := exchange.ledger.audit_heads.newest()).sequence:
+        outcome.reply.receipt.audit_head.CopyFrom(pb.AuditHead(sequence=head.sequence, hash=head.hash))
+    return outcome
 
 
 def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:

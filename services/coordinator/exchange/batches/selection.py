@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 from services.coordinator.exchange.admission import must_wait
 from services.coordinator.exchange.batches.batch_metrics import batch_metrics
+from services.coordinator.exchange.group_sources import sources_of
 from services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
 from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 from services.coordinator.ledger.groups import State
@@ -51,7 +52,9 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     with_scores = all(group["scores_digest"] for group in chosen)
     digest = batch_digest(chosen, with_scores=with_scores)
     wait_s = now_s - exchange.first_requested_s.get(step, now_s)
-    metrics = batch_metrics(run.spec, chosen, step) | {"learner_wait_s": wait_s}
+    metrics = batch_metrics(run.spec, chosen, step, sources_of(exchange, run, chosen)) | {
+        "learner_wait_s": wait_s
+    }
     batch = NewBatch(digest, extend_chain(chain, step, digest), metrics, revision, with_scores)
     exchange.ledger.batches.add(run.run_id, step, batch)
     exchange.groups.batch(run.run_id, step, [group["group_id"] for group in chosen])

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from paceline.host.freed_memory import give_freed_memory_back
 from paceline.wire import MAX_MESSAGE_BYTES
+from services.common.zmq_keepalive import in_brackets
 
 MAX_BYTES = MAX_MESSAGE_BYTES + (32 << 20)
 """Bytes that may come on a connection without a message being whole: arrays, texts and header of a group."""
@@ -44,6 +45,9 @@ be a large group."""
 
 MAX_STRANGERS_SHARE = 0.25
 """Share of the files that may be open: most connections on which no member has sent a message."""
+
+MAX_STRANGERS = 4096
+"""Most such connections, however many files may be open: each takes memory."""
 
 MAX_GROWTH_BYTES = 256 << 20
 """Bytes by which this process may grow, beside twice the bytes under way, while a message comes."""
@@ -93,7 +97,8 @@ class Connections:
 
     def __init__(self, port: int, clock: Callable[[], float] = time.monotonic):
         self._port, self._clock = port, clock
-        self._max_strangers = int(MAX_STRANGERS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        share = int(MAX_STRANGERS_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self._max_strangers = min(MAX_STRANGERS, share)
         self._by_descriptor: dict[int, Connection] = {}
         self._trim_at_s = math.inf
 
@@ -186,6 +191,14 @@ class Connections:
             return f"no member has spoken on it for {silent_s:.0f} s"
         if all_read and strangers > self._max_strangers:
             return f"{strangers} connections stand on which no member has spoken, {self._max_strangers} may"
+        return ""
+
+    def address_of(self, descriptor: int) -> str:
+        """Return the peer of a connection, host:port; empty when the number is another file's by now, or none."""
+        with contextlib.suppress(OSError, ValueError), _borrowed(descriptor) as connection:
+            if connection.getsockname()[1] == self._port:
+                host, port = connection.getpeername()[:2]
+                return f"{in_brackets(host)}:{port}"
         return ""
 
     def cut(self, descriptor: int) -> bool:

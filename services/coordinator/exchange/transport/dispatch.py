@@ -123,7 +123,10 @@ def _refusal(exchange: Exchange, arrived: Arrived) -> Outcome | None:
         if kind == "batch":
             return delivery.end(exchange, request)
         return exchange.stale(request, f"run {request.run_id[:64]!r} is not the current one")
-    return _refusal_of_wrong_sender(exchange, run, arrived)
+    refusal = _refusal_of_wrong_sender(exchange, run, arrived)
+    if refusal is not None and refusal.reply.status == pb.REPLY_STATUS_INVALID:
+        exchange.note_intruder(kind, request.member_id, refusal.reply.message, "")
+    return refusal
 
 
 def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome | None:

@@ -113,8 +113,11 @@ class Receiver:
         refusal = refusal_of_sender(self._exchange, waiting.request)
         if refusal is None and self._socket.public_key:
             refusal = refusal_of_key(self._exchange, waiting.request, message.key)
-            if refusal is not None:
-                seldom.warning("key", "refused a request: %s", refusal.reply.message)
+        if refusal is not None and refusal.reply.status == pb.REPLY_STATUS_INVALID:
+            seldom.warning("sender", "refused a request: %s", refusal.reply.message)
+            address = self._socket.connections.address_of(message.descriptor)
+            member_id, why = waiting.request.member_id[:64], refusal.reply.message
+            self._exchange.note_intruder(waiting.kind, member_id, why, address)
         introduction = is_introduction(waiting.request)
         self._socket.note_message(message, of_member=refusal is None, first=introduction)
         if refusal is None and introduction:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -26,6 +26,9 @@ MAX_FRAMES = 16
 
 DISCARDED_AT_ONCE = 10_000
 """Further frames that are read in one turn of the event loop."""
+
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""Events of peers without CURVE, and of those that repeat the bytes of another connection."""
 
 MAX_WAIT_S = 30.0
 """Longest time for which a request is parked, whatever it asks for."""
@@ -85,8 +88,16 @@ class Message:
 class ExchangeSocket:
     """A ROUTER on `host:port`; port 0 takes a free one. Raises Conflict when it cannot listen."""
 
-    def __init__(self, host: str, port: int, knows: KnowsKey | None = None):
-        """With `knows`, which tells whether a public key is a member's, connections are encrypted and only members have one."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        knows: KnowsKey | None = None,
+        failed_handshake: Callable[[], None] = lambda: None,
+    ):
+        """With `knows`, which tells whether a public key is a member's, connections are encrypted and only members have one.
+        `failed_handshake` is called for each connection that ends before ZeroMQ knows its key."""
+        self._failed_handshake = failed_handshake
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -100,7 +111,7 @@ class ExchangeSocket:
         self._curve = CurveServer(self._context, knows) if knows is not None else None
         if self._curve is not None:
             self._curve.protect(self._socket)
-        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
         self._monitor = self._socket.get_monitor_socket(events)
         self._discarding = False
         """True when the rest of a message is discarded."""
@@ -191,6 +202,12 @@ class ExchangeSocket:
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self.connections.opened(event["value"])
+            elif event["event"] & FAILED:
+                self._failed_handshake()
+                seldom.warning(
+                    "handshake",
+                    "refused a connection to the exchange: its handshake failed, as a member's does not",
+                )
             else:
                 self.connections.closed(event["value"])
 

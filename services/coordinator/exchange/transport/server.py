@@ -128,7 +128,12 @@ class ExchangeServer:
         self._lock = lock
         self._record = record
         self._act = act
-        self._socket = ExchangeSocket(host, port, exchange.senders.knows_key if encrypted else None)
+        self._socket = ExchangeSocket(
+            host,
+            port,
+            self._knows_key if encrypted else None,
+            lambda: exchange.note_failed_handshake(),
+        )
         self.public_key = self._socket.public_key
         self.port = self._socket.port
         self._handler = IsolatedHandler(exchange)
@@ -169,6 +174,13 @@ class ExchangeServer:
         """Check the parked requests of these kinds again, because something outside the exchange changed."""
         self._wake.update(kinds)
         self._bell.set()
+
+    def _knows_key(self, key: bytes) -> bool:
+        """Return whether a connection's public key is that of a member. ZeroMQ's thread calls it."""
+        known = self._exchange.senders.knows_key(key)
+        if not known:
+            self._exchange.note_intruder("connection", "", "the connection's key is no member's", "")
+        return known
 
     async def serve(self) -> None:
         """Answer until cancelled. Raises LedgerFault when the disk refuses."""

@@ -5,6 +5,8 @@ cannot be loaded from this machine's disk (the model is only on the workers') or
 are not compared, and `unavailable` has the reason; every other failure is a warning in the run's events. Used by the
 exchange's check thread; only `begin` and `close` are called from elsewhere.
 
+The child gets the environment variables of user code (`paceline/user_code/variables.py`), because the chat template is user code and
+a tokenizer is read from plain files: neither needs the storage key or a token.
 A child that does not answer within ANSWER_S is ended, and prompts are not compared until the next run begins.
 """
 
@@ -21,13 +23,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from paceline.data.messages import tools_of_prompt
+from paceline.encryption.storage_key import StorageKey
 from paceline.groups import IntArray
 from paceline.rate_limited_log import unforeseen
 from paceline.spec import PolicySection, RunSpec
+from paceline.user_code.variables import passed_variables
 from services.common.processes.tether import tethered
 from services.coordinator.exchange.state import MAX_GROUP_ID
 from services.coordinator.exchange.uploads.intake import Arrived
 from services.coordinator.exchange.uploads.prompt_encoder import prompt_digest
+from services.coordinator.ledger import database
 from services.coordinator.ledger.group_queries import GroupQueries
 
 LOAD_S = 60.0
@@ -45,12 +51,13 @@ class Refused(Exception):
 
 
 class PromptCheck:
-    """Comparison of the prompts of one run at a time. `ledger` is the file that has the prompts of its groups."""
+    """Comparison of the prompts of one run at a time. `ledger` is the file that has the prompts of its groups, encrypted with
+    `key`."""
 
-    def __init__(self, ledger: Path):
+    def __init__(self, ledger: Path, key: StorageKey | None = None):
         self.unavailable = ""
         """Reason why prompts are not compared; empty while they are."""
-        self._path = ledger
+        self._path, self._key = ledger, key
         self._reader: sqlite3.Connection | None = None
         """Connection of the check thread."""
         self._encoder: Encoder | None = None
@@ -79,13 +86,14 @@ class PromptCheck:
         compared.
         """
         encoder = self._encoder
-        prompt_json = (
+        recorded = (
             self._prompt_of(run_id, group_id) if encoder is not None and encoder.run_id == run_id else None
         )
-        if encoder is None or prompt_json is None:
+        if encoder is None or recorded is None:
             return ""
+        prompt, columns = map(json.loads, recorded)
         try:
-            answer = encoder.encode(prompt_json)
+            answer = encoder.encode(prompt, tools_of_prompt(prompt, columns))
         except (OSError, ValueError, Refused) as error:
             if self._encoder is encoder:  # else another run has begun
                 self._encoder = None
@@ -131,13 +139,15 @@ class PromptCheck:
             self._reader.close()
             self._reader = None
 
-    def _prompt_of(self, run_id: str, group_id: int) -> str | None:
-        """Return the prompt on record; None for a group that does not exist, which the handler refuses."""
+    def _prompt_of(self, run_id: str, group_id: int) -> tuple[str, str] | None:
+        """Return the prompt and the other columns on record; None for a group that does not exist, which the handler refuses."""
         if group_id > MAX_GROUP_ID:
             return None
         if self._reader is None:
-            self._reader = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, check_same_thread=False)
-        return GroupQueries(self._reader).prompt(run_id, group_id)
+            self._reader = database.connect(self._path, self._key, read_only=True, any_thread=True)
+        groups = GroupQueries(self._reader)
+        prompt = groups.prompt(run_id, group_id)
+        return None if prompt is None else (prompt, groups.columns(run_id, group_id))
 
     def _give_up(self, reason: str) -> None:
         self.unavailable = reason
@@ -158,7 +168,7 @@ class Encoder:
                     tethered([sys.executable, "-m", "services.coordinator.exchange.uploads.prompt_encoder"]),
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
-                    env=os.environ
+                    env=passed_variables()
                     | {
                         "PYTHONSAFEPATH": "1",
                         "HF_HUB_OFFLINE": "1",
@@ -179,8 +189,8 @@ class Encoder:
                 self.process.wait()
             raise
 
-    def encode(self, prompt_json: str) -> dict[str, Any]:
-        """Return the child's answer for a prompt. Raises OSError or ValueError when it does not answer, with the
+    def encode(self, prompt: Any, tools: list[Any] | None) -> dict[str, Any]:
+        """Return the child's answer for a prompt with tools. Raises OSError or ValueError when it does not answer, with the
         reason.
         """
         if not self._loaded:
@@ -188,7 +198,7 @@ class Encoder:
             if "refused" in ready:
                 raise Refused(ready["refused"])
             self._loaded = True
-        self._say({"prompt": json.loads(prompt_json)})
+        self._say({"prompt": prompt, "tools": tools})
         return self._hear(ANSWER_S)
 
     def end(self) -> None:

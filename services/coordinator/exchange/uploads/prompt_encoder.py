@@ -44,7 +44,13 @@ class Encoder:
         try:
             if "policy" in request:
                 return self._load(request)
-            ids = encode_prompt(self._tokenizer, request["prompt"], self._template, self._template_kwargs)
+            ids = encode_prompt(
+                self._tokenizer,
+                request["prompt"],
+                self._template,
+                self._template_kwargs,
+                request.get("tools"),
+            )
             return {"digest": prompt_digest(ids), "tokens": len(ids)}
         except Exception as error:  # a chat template may raise anything
             return {"refused": f"{type(error).__name__}: {error}"[:500]}

@@ -36,6 +36,9 @@ SEALED = {
     "events": "",
     "episodes": "",
     "restarts": "",
+    "audit_heads": "",
+    "models": "",
+    "model_changes": "",
 }
 """Tables whose rows carry a checksum, and the condition under which they do; empty: always."""
 

@@ -15,7 +15,7 @@ from paceline.rate_limited_log import unforeseen
 from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import StoredObject
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Bench:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from host_agents import RUN, LearnerHost, LocalClient, content, layout, message, plan
+from host_agents import RUN, WAIT_S, LearnerHost, LocalClient, address, content, layout, message, plan
 
 from paceline.groups import Version
+from paceline.weights.hosts import frames, run_secrets
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.transport import TcpTransport
 from protos.paceline.v1 import host_agent_pb2
@@ -119,3 +120,35 @@ def test_a_request_that_makes_no_sense_is_refused_and_the_agent_goes_on(
     client.send(plan=plan(learner.stage(V2)))
     client.complete(V2)
     client.connection.close()
+
+
+def read_as_a_stranger(agent: Agent) -> bytes:
+    """Ask an agent for a manifest with a proof that fits nothing; return what it says."""
+    channel = TcpTransport().connect(address(agent), WAIT_S)
+    try:
+        nonce = frames.receive(channel, frames.NONCE_BYTES)
+        request = host_agent_pb2.ReadRequest(protocol=frames.PROTOCOL, run_id=RUN, manifest=True, proof=nonce)
+        frames.send_request(channel, request)
+        kind, _, length = frames.receive_head(channel)
+        assert kind == frames.Kind.REFUSED
+        return frames.receive(channel, length)
+    finally:
+        channel.close()
+
+
+def test_a_stranger_is_told_to_one_client_that_takes_refusals(
+    learner: LearnerHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_secrets, "WAIT_S", 0.0)
+    (agent,) = learner.agents
+    for _ in range(2):
+        assert b"no proof that its sender belongs to run" in read_as_a_stranger(agent)
+    later = LocalClient(agent)  # the rank that stages takes none, and they wait
+    later.send(client=host_agent_pb2.AgentClient(protocol=1, takes_refusals=True))
+    told = []
+    while sum(each.count for each in told) < 2:
+        reply, _ = later.reply(lambda reply: reply.WhichOneof("reply") == "refusals")
+        told += reply.refusals.refusals
+    assert {(each.what, each.result) for each in told} == {("agent/read", "PERMISSION_DENIED")}
+    assert all(each.address.startswith("127.0.0.1:") for each in told)
+    later.connection.close()

@@ -14,8 +14,8 @@ import pytest
 from command_line import paceline
 from trained_ledger import COMPLETION_LENGTHS, RUN_ID, Writer
 
-from paceline.data.examples import read_preference
-from paceline.data.rows import open_prompts
+from paceline.data.example_rows import read_preference
+from paceline.data.prompts import open_prompts
 from paceline.spec.sections.data import DataSection
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]

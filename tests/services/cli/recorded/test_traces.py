@@ -10,9 +10,10 @@ import pytest
 from command_line import paceline
 from trained_ledger import RUN_ID, Writer
 
-from paceline.data.examples import read_preference
+from paceline.data.example_rows import read_preference
 from paceline.data.rows import open_rows
-from paceline.data.traces import TraceGroups, TraceKeys
+from paceline.data.traces.groups import TraceGroups
+from paceline.data.traces.rows import TraceKeys
 from paceline.spec import DataSection
 
 
@@ -59,6 +60,17 @@ def test_pairs_are_rows_of_preferences_with_a_report(tmp_path: Path) -> None:
     assert (read.chosen, read.rejected, read.margin) == ("1.0", ("0.2",), 0.8)
 
 
+def test_traces_without_a_pair_are_refused_with_the_reason(tmp_path: Path) -> None:
+    """One answer to each prompt, as a served model has them."""
+    traces, pairs = tmp_path / "traces.jsonl", tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{n}+1=", "completion": "2", "final_reward": float(n == 1)} for n in range(3)]
+    traces.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = paceline("traces", "pairs", traces, pairs)
+    assert result.exit_code == 1
+    assert "has no pair: no prompt has both" in result.output
+    assert not pairs.exists()
+
+
 def test_a_malformed_trace_is_named_with_its_line(tmp_path: Path) -> None:
     traces = tmp_path / "traces.jsonl"
     traces.write_text('{"prompt": "a", "completion": "b", "final_reward": "good"}\n')
@@ -68,3 +80,40 @@ def test_a_malformed_trace_is_named_with_its_line(tmp_path: Path) -> None:
         "traces.jsonl, line 1: column 'final_reward' has to be a finite number, not 'good'" in result.output
     )
     assert not (tmp_path / "pairs.jsonl").exists()
+
+
+def span(text: str, score: float | None) -> dict[str, object]:
+    evaluation = {"gen_ai.evaluation.name": "feedback", "gen_ai.evaluation.score.value": score}
+    return {
+        "context": {"trace_id": "0x1", "span_id": f"0x{text}"},
+        "attributes": {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.input.messages": '[{"role": "user", "parts": [{"type": "text", "content": "2+2?"}]}]',
+            "gen_ai.output.messages": json.dumps(
+                [{"role": "assistant", "parts": [{"type": "text", "content": text}]}]
+            ),
+        },
+        "events": [] if score is None else [{"name": "gen_ai.evaluation.result", "attributes": evaluation}],
+    }
+
+
+def test_spans_become_traces_that_train(tmp_path: Path) -> None:
+    spans, traces = tmp_path / "spans.jsonl", tmp_path / "traces.jsonl"
+    records = [span("4", 1.0), span("5", 0.0), span("6", None), {**span("7", 1.0), "attributes": {}}]
+    spans.write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = paceline("traces", "convert", spans, traces)
+    assert result.exit_code == 0, result.output
+    assert "3 traces, 2 with a reward" in result.output
+    assert "left out: 1 records (no call of a model)" in result.output
+    groups = TraceGroups(open_rows(str(traces), "train"), TraceKeys())
+    assert groups.left_out == {"no reward": 1}
+    assert len(groups) == 1
+
+
+def test_a_file_without_calls_writes_nothing(tmp_path: Path) -> None:
+    spans, traces = tmp_path / "spans.jsonl", tmp_path / "traces.jsonl"
+    spans.write_text(json.dumps({**span("7", 1.0), "attributes": {}}) + "\n")
+    result = paceline("traces", "convert", spans, traces)
+    assert result.exit_code == 1
+    assert "has no call of a model that can be read; left out: 1 (no call of a model)" in result.output
+    assert not traces.exists()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,8 @@ from paceline.client import Event
 from protos.paceline.v1 import run_pb2
 from services.cli.running.progress import Course, Shown, screen
 from services.cli.running.watching import follow, in_front_of, queue_told
+
+DEADLINE_S = 60.0
 
 
 def step(number: int, reward: float | None = 0.5, sequence: int | None = None) -> Event:
@@ -33,6 +35,7 @@ class Source:
 
     def __init__(self, events: list[Event], *runs: run_pb2.Run):
         self._events, self._runs = events, {run.run_id: run for run in runs}
+        self._asked: queue.Queue[None] = queue.Queue()
 
     def get(self, run_id: str) -> run_pb2.Run:
         """A run."""
@@ -44,7 +47,15 @@ class Source:
 
     def runs(self) -> list[run_pb2.Run]:
         """All runs, oldest first."""
+        self._asked.put(None)
         return list(self._runs.values())
+
+    def until_asked_again(self) -> None:
+        """Wait until somebody has acted on the runs as they are now: two questions later."""
+        while not self._asked.empty():
+            self._asked.get()
+        for _ in range(3):  # the first may have been asked before the change
+            self._asked.get(timeout=DEADLINE_S)
 
     def watch(self, run_id: str, after: int = 0) -> Iterator[Event]:
         """Events after a number."""
@@ -144,7 +155,7 @@ def test_a_pause_of_the_run_in_front_is_told(capsys: pytest.CaptureFixture[str])
     with queue_told(source, "sums-2", every_s=0.01):
         for name, message in (("paused", "no file 'r.py'"), ("paused", "no file 'r.py'"), ("running", "")):
             source.replace(a_run("sums-1", name, message))
-            time.sleep(0.2)
+            source.until_asked_again()
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" (")[2].partition(")")[0] for line in lines] == [
         "running, step 3 of 8",

@@ -116,7 +116,7 @@ async def test_a_worker_whose_token_is_revoked_is_out(cluster: LocalCluster) -> 
             await read_to_end(stream)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert "the token pool was revoked" in str(caught.value.details())
-        again = stub.Connect(reports(), metadata=metadata(path.read_text()))
+        again = stub.Connect(metadata=metadata(path.read_text()))
         with pytest.raises(grpc.aio.AioRpcError, match="was revoked"):
             await again.read()  # type: ignore[attr-defined]
         with Client(cluster.address) as client:

@@ -27,7 +27,8 @@ from services.common.access.callers import TokenCallers
 from services.common.access.rights import EXCHANGE, RPCS
 from services.common.access.token_table import create
 from services.common.grpc_server import GrpcServer
-from services.common.token_guard import TokenGuard, worker_guard
+from services.common.token_guard import Call, TokenGuard, worker_guard
+from services.coordinator.access_servicer import AccessServicer
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.lifecycle.coordinator import Coordinator
 from services.coordinator.members.registry import Members
@@ -37,7 +38,7 @@ from services.learner.servicer import LearnerServicer
 from services.reward.servicer import RewardServicer
 from services.rollout.servicer import RolloutServicer
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 OF_WORKERS = ("RolloutService", "RewardService", "LearnerService")
 
@@ -74,16 +75,25 @@ def test_every_kind_of_exchange_request_has_a_row() -> None:
     assert set(EXCHANGE) == {kind.name for kind in kinds}
 
 
+@pytest.fixture
+def noted() -> list[Call]:
+    """Calls that the coordinator's guard gave to the audit log."""
+    return []
+
+
 @pytest_asyncio.fixture
-async def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, int]]:
+async def ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: list[Call]
+) -> AsyncIterator[tuple[int, int]]:
     """A coordinator's server and a worker's with all workers' services, whose own token has the role worker."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
     coordinator = Coordinator(ledger, tmp_path, Members(60.0), "127.0.0.1", 0)
     callers = TokenCallers(lambda: "boot", tmp_path / "token", tmp_path / "tokens.json")
-    server = GrpcServer("127.0.0.1", 0, TokenGuard(callers, ledger.submitter))
+    server = GrpcServer("127.0.0.1", 0, TokenGuard(callers, ledger.submitter, noted.append))
     records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
     service = cast(Any, SimpleNamespace(capacity=None))
-    CoordinatorService._add_servicers(service, server, coordinator, records, callers, "tcp://127.0.0.1:1")
+    access = AccessServicer(callers)
+    CoordinatorService._add_servicers(service, server, coordinator, records, access, "tcp://127.0.0.1:1")
     (tmp_path / "worker").write_text(create(tmp_path / "tokens.json", "w", CallerRole.WORKER, 0.0))
     monkeypatch.setenv("PACELINE_TOKEN_FILE", str(tmp_path / "worker"))
     workers = GrpcServer("127.0.0.1", 0, worker_guard(f"127.0.0.1:{server.port}"))
@@ -122,7 +132,9 @@ async def code_of(channel: grpc.aio.Channel, method: Any, token: str) -> grpc.St
     return grpc.StatusCode.OK
 
 
-async def test_real_servers_permit_what_the_table_says(ports: tuple[int, int], tmp_path: Path) -> None:
+async def test_real_servers_permit_and_note_what_the_table_says(
+    ports: tuple[int, int], tmp_path: Path, noted: list[Call]
+) -> None:
     tokens = {role: create(tmp_path / "tokens.json", f"one-{role.value}", role, 0.0) for role in CallerRole}
     permitted: dict[str, set[CallerRole]] = {path: set() for path in METHODS}
     async with asyncio.timeout(10 * DEADLINE_S):
@@ -139,7 +151,33 @@ async def test_real_servers_permit_what_the_table_says(ports: tuple[int, int], t
                         assert code is not grpc.StatusCode.UNIMPLEMENTED, path
                         if code not in REFUSED:
                             permitted[path].add(role)
+        wanted = set(_calls_to_note())
+        while True:
+            found = {_fact(call) for call in noted}
+            if found >= wanted:
+                break
+            await asyncio.sleep(0.01)  # the note of the last call may come after its answer
     assert permitted == {path: set(right.roles) for path, right in RPCS.items()}
+    # A worker's service asks about the tokens of its callers in the name of its own token.
+    assert {fact for fact in found if fact[1] != "w"} == wanted
+
+
+def _fact(call: Call) -> tuple[str, str, str]:
+    refused = call.code.name if call.code in (grpc.StatusCode.UNAUTHENTICATED, *REFUSED) else "permitted"
+    return call.method, call.caller.name if call.caller else "", refused
+
+
+def _calls_to_note() -> Iterator[tuple[str, str, str]]:
+    """Yield method, caller and result of each call of the test that a coordinator has to note."""
+    for path, method in METHODS.items():
+        if method.containing_service.name in OF_WORKERS:
+            continue
+        yield path, "", "UNAUTHENTICATED"
+        for role in CallerRole:
+            if role not in RPCS[path].roles:
+                yield path, f"one-{role.value}", "PERMISSION_DENIED"
+            elif RPCS[path].changes:
+                yield path, f"one-{role.value}", "permitted"
 
 
 ROLES = [role for role in common_pb2.Role.values() if role != common_pb2.ROLE_UNSPECIFIED]

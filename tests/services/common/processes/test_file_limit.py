@@ -18,7 +18,7 @@ from control_plane import Plane, rollout
 from services.common.grpc_server import GrpcServer
 from services.common.processes.file_limit import Capacity, raise_file_limit
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 RAISE = (
     "import logging, resource, sys; logging.basicConfig(level=logging.INFO)\n"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from episode_drivers import ENVIRONMENT, EnvironmentWorker, Episodes, make_turn, serving_rollout
 from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, World
+from ledger_files import both_forms, opened
 
 from paceline.groups import Version
 from services.coordinator.audit.repair import repair
@@ -18,6 +18,7 @@ from services.coordinator.audit.verify import verify
 from services.coordinator.ledger.backup import back_up
 from services.coordinator.ledger.ledger import Ledger
 
+pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 VERSION = Version(1, 0)
 
 
@@ -115,7 +116,7 @@ def spoiled(make_world: MakeWorld, tmp_path: Path) -> Callable[[str], tuple[Worl
 
     def spoil(change: str) -> tuple[World, list[str]]:
         world = closed(make_world, tmp_path)
-        with contextlib.closing(sqlite3.connect(world.path)) as db:
+        with contextlib.closing(opened(world.path)) as db:
             db.executescript(change)
         assert problems(world.path, world.run_id)
         lines: list[str] = []
@@ -143,7 +144,7 @@ def test_turns_behind_a_lost_one_are_taken_out(spoiled: Callable[[str], tuple[Wo
 
 def test_lost_arrays_of_a_turn_end_its_life(make_world: MakeWorld, tmp_path: Path) -> None:
     world = closed(make_world, tmp_path)
-    with contextlib.closing(sqlite3.connect(world.path)) as db:
+    with contextlib.closing(opened(world.path)) as db:
         ((segment, start),) = db.execute(
             "SELECT segment, start + header_size FROM episodes WHERE sample = 0 AND turn = 1"
         )

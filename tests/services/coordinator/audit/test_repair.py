@@ -6,12 +6,12 @@ import contextlib
 import hashlib
 import json
 import shutil
-import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, World, fill
+from ledger_files import both_forms, opened
 
 from paceline.errors import Conflict, LedgerFault, NotFound
 from services.coordinator.audit.repair import repair
@@ -67,14 +67,13 @@ def repaired(world: World) -> str:
 
 def change(world: World, *statements: str) -> None:
     """As the disk would: no checksum follows."""
-    with contextlib.closing(sqlite3.connect(world.path)) as db:
+    with contextlib.closing(opened(world.path)) as db:
         for statement in statements:
             assert db.execute(statement).rowcount > 0, statement
-        db.commit()
 
 
 def overwrite(world: World, start: int, data: bytes) -> None:
-    with contextlib.closing(sqlite3.connect(world.path)) as db:
+    with contextlib.closing(opened(world.path)) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with world.path.open("r+b") as file:
         file.seek(start)
@@ -83,12 +82,13 @@ def overwrite(world: World, start: int, data: bytes) -> None:
 
 def root_of(world: World, name: str) -> int:
     """Return the offset of the table's or index's first page."""
-    with contextlib.closing(sqlite3.connect(world.path)) as db:
+    with contextlib.closing(opened(world.path)) as db:
         page: int = db.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (name,)).fetchone()[0]
-        size: int = db.execute("PRAGMA page_size").fetchone()[0]
+        size = int(db.execute("PRAGMA page_size").fetchone()[0])
     return (page - 1) * size
 
 
+@both_forms
 def test_single_bits_are_put_back(closed: World) -> None:
     change(
         closed,
@@ -113,9 +113,10 @@ def test_single_bits_are_put_back(closed: World) -> None:
     assert problems(closed) == []
 
 
+@both_forms
 def test_arrays_whose_key_has_changed_are_found_again(closed: World) -> None:
     def keys() -> list[tuple[str, int, str]]:
-        with contextlib.closing(sqlite3.connect(closed.path)) as db:
+        with contextlib.closing(opened(closed.path)) as db:
             return db.execute("SELECT run_id, group_id, kind FROM payloads ORDER BY rowid").fetchall()
 
     before = keys()
@@ -143,13 +144,34 @@ def test_a_spec_that_is_past_a_single_bit_comes_from_the_runs_folder(closed: Wor
     assert problems(closed) == []
 
 
-def test_a_spec_that_nobody_has_is_left_to_a_backup(closed: World) -> None:
+@both_forms
+def test_a_spec_that_nobody_has_is_left_to_a_backup_or_a_registered_model(closed: World) -> None:
+    with contextlib.closing(Ledger(closed.path, read_only=True)) as ledger:
+        registered = ledger.run(closed.run_id)["spec_yaml"]
     change(closed, "UPDATE runs SET spec_yaml = 'name: [' || substr(spec_yaml, 5)")
     said = repaired(closed)
-    assert "row run_id 'test-1': it cannot be repaired; only a backup has it" in said
+    copy = closed.path.with_name("spec.yaml")
+    assert f"row run_id 'test-1': its spec is damaged, and {copy} has no copy of it" in said
+    assert "copy paceline_spec.yaml of a model that was registered from the run there" in said
     assert "what the runs refer to was not looked at" in said
+    copy.write_text(registered)
+    assert "its column spec_yaml was put back" in repaired(closed)
+    assert problems(closed) == []
 
 
+@both_forms
+def test_a_damaged_row_with_a_readable_spec_is_left_to_a_backup(closed: World) -> None:
+    change(closed, "UPDATE runs SET message = 'nothing that was written', directory = 'another'")
+    assert "row run_id 'test-1': it cannot be repaired; only a backup has it" in repaired(closed)
+
+
+@both_forms
+def test_a_run_whose_row_is_lost_is_named(closed: World) -> None:
+    overwrite(closed, root_of(closed, "runs"), bytes(range(200)))
+    assert "run test-1: its row with the spec is lost" in repaired(closed)
+
+
+@both_forms
 def test_an_event_that_cannot_be_read_makes_room_for_a_warning(closed: World) -> None:
     change(closed, "UPDATE events SET json = 'nothing that it was' WHERE sequence = 3")
     said = repaired(closed)
@@ -160,6 +182,7 @@ def test_an_event_that_cannot_be_read_makes_room_for_a_warning(closed: World) ->
         assert ledger.events(closed.run_id, 2, limit=1)[0]["kind"] == "warning"
 
 
+@both_forms
 def test_counters_are_counted_again(closed: World) -> None:
     change(closed, "UPDATE counters SET value = 7777", "UPDATE runs SET cursor = cursor + 5")
     said = repaired(closed)
@@ -177,6 +200,7 @@ def test_indexes_are_made_anew(closed: World) -> None:
     assert problems(closed) == []
 
 
+@both_forms
 def test_a_table_that_cannot_be_read_leaves_the_others(closed: World) -> None:
     overwrite(closed, root_of(closed, "session_faults"), b"\xff" * 4096)
     assert problems(closed) != []
@@ -210,7 +234,7 @@ def test_a_header_of_zeros_is_written_anew(closed: World) -> None:
     [(b"CREATE TABLE events", b"CRDATE TABLE events"), (b"tableeventsevents", b"tableeventqevents")],
 )
 def test_a_list_of_tables_that_cannot_be_read_is_put_right(closed: World, was: bytes, now: bytes) -> None:
-    with contextlib.closing(sqlite3.connect(closed.path)) as db:
+    with contextlib.closing(opened(closed.path)) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     content = closed.path.read_bytes()
     assert content.count(was) == 1
@@ -227,6 +251,7 @@ def problems_or_fault(world: World) -> list[str]:
         return [str(error)]
 
 
+@both_forms
 def test_a_file_without_tables_is_left_to_a_backup(closed: World) -> None:
     closed.path.write_bytes(bytes(closed.path.stat().st_size))
     with pytest.raises(
@@ -245,6 +270,7 @@ def test_what_a_truncated_file_has_lost_is_said(closed: World) -> None:
     problems(closed)  # whatever is left, it is no traceback
 
 
+@both_forms
 def test_groups_that_nobody_trained_are_generated_again(closed: World) -> None:
     (segment,) = closed.path.with_name("ledger.sqlite-segments").glob("*.seg")
     with contextlib.closing(Ledger(closed.path, read_only=True)) as ledger:
@@ -276,6 +302,7 @@ def test_checkpoints_that_are_lost_are_marked(
     assert problems(closed) == []
 
 
+@both_forms
 def test_a_ledger_without_damage_is_as_it_was(closed: World) -> None:
     assert repaired(closed) == ""
     assert problems(closed) == []

@@ -6,11 +6,11 @@ import contextlib
 import hashlib
 import json
 import shutil
-import sqlite3
 from pathlib import Path
 
 import pytest
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill
+from ledger_files import opened
 
 from paceline.errors import NotFound
 from paceline.files.names import EXPORT_MANIFEST
@@ -248,6 +248,14 @@ def test_an_export_is_held_against_its_manifest(trained: World, tmp_path: Path) 
     file = {"path": "model", "size_bytes": 5, "sha256": hashlib.sha256(b"model").hexdigest()}
     (folder / EXPORT_MANIFEST).write_text(json.dumps({"files": [file]}))
     assert inspect(trained).facts["export"] == f"{folder}: 1 files"
+    run = {"run_id": trained.run_id, "session": 1, "step": 1, "spec_sha256": "5bec"}
+    chain = trained.ledger.batches.get(trained.run_id, 0)["chain"]  # type: ignore[index]
+    for stated, problems in (
+        (chain, []),
+        ("other", [f"export {folder}: its chain is other, the ledger's {chain}"]),
+    ):
+        (folder / EXPORT_MANIFEST).write_text(json.dumps({"run": run | {"chain": stated}, "files": [file]}))
+        assert inspect(trained).problems == problems
     (folder / "model").write_bytes(b"modem")
     assert "its file model has the SHA-256" in inspect(trained).problems[0]
 
@@ -311,7 +319,7 @@ def test_what_cannot_be_read_is_a_sentence(trained: World, change: str, problem:
 
 def test_a_row_that_the_disk_has_changed_is_named_with_the_column(trained: World) -> None:
     """By another program, which knows nothing of checksums."""
-    with contextlib.closing(sqlite3.connect(trained.path)) as db:
+    with contextlib.closing(opened(trained.path)) as db:
         db.execute("UPDATE groups SET holders = CAST(x'fe6f6c6c6f7574' AS TEXT) WHERE group_id = 2")
         db.execute("UPDATE counters SET value = value + 1 - 2 * (value & 1) WHERE name = 'tokens:generated'")
         db.execute("UPDATE receipts SET seal = seal + 1 - 2 * (seal & 1) WHERE step = 0 AND rank = 1")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.bundle.manifest import BundledFile, Manifest
+from paceline.encryption.encrypted_file import WrongKey
+from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound
 from services.coordinator.blobs.store import BlobStore
 from services.coordinator.blobs.upload import Upload
@@ -63,8 +65,8 @@ def test_quota_and_size_are_limits_before_a_byte_is_written(tmp_path: Path) -> N
     put(store, b"x" * 10)
     with pytest.raises(InvalidInput, match="more than the 0 MB that this coordinator takes"):
         put(store, b"y" * 21)
-    path = store.begin(sha(b"z" * 10), 10, 0)
-    assert not path.exists()
+    store.begin(sha(b"z" * 10), 10, 0)
+    assert not (tmp_path / "partial" / sha(b"z" * 10)).exists()
     with pytest.raises(Busy, match="--bundle-quota-mb"):
         put(store, b"y" * 6)
     store.end(sha(b"z" * 10))  # nothing of it came
@@ -102,3 +104,41 @@ def test_unused_files_are_removed_after_a_while(tmp_path: Path) -> None:
         store.manifest(used)
     with pytest.raises(NotFound):
         store.manifest(unused)
+
+
+def test_encrypted_files_are_read_whole_and_by_ranges(tmp_path: Path, given_key: StorageKey) -> None:
+    store = BlobStore(tmp_path)
+    data = b"0123456789" * 30_000
+    digest = put(store, data)
+    assert data[:50] not in (tmp_path / digest[:2] / digest[2:]).read_bytes()
+    assert b"".join(store.read(digest)) == data
+    assert b"".join(store.read(digest, 65_530, 20)) == data[65_530:65_550]
+    bundle = put(store, Manifest.of([BundledFile("a", "data", len(data), digest)]).text)
+    assert store.manifest(bundle).files[0].sha256 == digest
+
+
+def test_a_file_of_another_key_is_named_and_stays(
+    tmp_path: Path, given_key: StorageKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = put(BlobStore(tmp_path), b"0123456789")
+    monkeypatch.setenv(KEY_VARIABLE, os.urandom(32).hex())
+    with pytest.raises(WrongKey, match=f"encrypted with the key {given_key.name.hex()}"):
+        list(BlobStore(tmp_path).read(digest))
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(WrongKey, match="no key is given"):
+        list(BlobStore(tmp_path).read(digest))
+    assert BlobStore(tmp_path).has(digest)
+
+
+def test_a_damaged_encrypted_file_is_removed_so_that_it_is_sent_again(
+    tmp_path: Path, given_key: StorageKey
+) -> None:
+    store = BlobStore(tmp_path)
+    digest = put(store, b"0123456789")
+    path = tmp_path / digest[:2] / digest[2:]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(NotFound, match="paceline resume"):
+        list(store.read(digest))
+    assert not store.has(digest)

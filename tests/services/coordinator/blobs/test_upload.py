@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Conflict, InvalidInput
 from services.coordinator.blobs.store import CHUNK_BYTES, BlobStore
 from services.coordinator.blobs.upload import Upload
@@ -59,3 +60,19 @@ def test_parts_that_do_not_follow_each_other_are_refused(tmp_path: Path) -> None
     with pytest.raises(Conflict, match="ended at byte 4"):
         incomplete.take("ab" * 32, 1, 0, b"x")
     incomplete.close()
+
+
+def test_a_broken_stream_of_an_encrypted_file_begins_anew_and_leaves_nothing(
+    tmp_path: Path, given_key: StorageKey
+) -> None:
+    store = BlobStore(tmp_path)
+    broken = Upload(store)
+    broken.take(DIGEST, 10, 0, DATA[:4])
+    broken.close()
+    assert (store.has(DIGEST), store.received(DIGEST)) == (False, 0)
+    assert not list((tmp_path / "partial").iterdir())
+    (tmp_path / "partial" / DIGEST).write_bytes(b"012")  # of a coordinator that was killed
+    upload = Upload(store)
+    upload.take(DIGEST, 10, 0, DATA)
+    upload.finish()
+    assert b"".join(store.read(DIGEST)) == DATA

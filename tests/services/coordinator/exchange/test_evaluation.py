@@ -222,6 +222,73 @@ def test_when_the_pinned_worker_leaves_another_starts_anew(make_world: MakeWorld
     assert (result["step"], result["reward"], result["samples"]) == (1, 0.25, 3)
 
 
+def test_a_worker_is_pinned_until_the_last_group_is_generated_and_scoring_outlives_it(
+    make_world: MakeWorld,
+) -> None:
+    world = make_evaluation(make_world)
+    rollout, reward = Rollout(world), Reward(world)
+    leases = rollout.lease(3)
+    for lease in leases[:-1]:
+        assert rollout.finish(lease) == COMMITTED
+        assert evaluation.pinned_member(world.exchange, world.run) == "rollout"
+    assert rollout.finish(leases[-1]) == COMMITTED
+    assert evaluation.pinned_member(world.exchange, world.run) is None
+    assert world.kinds("unpinned") == [{"member_id": "rollout"}]
+    rollout.hold(1)
+    assert not [lease for lease in rollout.lease(2) if lease.HasField("pinned_version")]
+    world.release("rollout")
+    for task in reward.tasks():
+        assert reward.score(task, [1.0]) == COMMITTED
+    (result,) = world.kinds("evaluated")
+    assert (result["step"], result["samples"]) == (0, 3)
+
+
+def test_groups_to_train_are_scored_between_those_of_an_evaluation(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world)
+    rollout, reward = Rollout(world), Reward(world)
+    for lease in rollout.lease(64):
+        assert rollout.finish(lease) == COMMITTED
+    kinds = ["eval" if task.group_id >= FIRST_EVALUATION_GROUP else "train" for task in reward.tasks(64)]
+    before = [kinds[:place].count("train") for place, kind in enumerate(kinds) if kind == "eval"]
+    trained = kinds.count("train")
+    assert trained >= 4
+    # Slots 0, 3 and 6; of two groups in one slot the one to train is first.
+    assert before == [min(1 + 3 * index, trained) for index in range(3)]
+
+
+def test_a_last_group_that_is_dropped_unpins_the_worker_too(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world)
+    rollout = Rollout(world)
+    first, *others = rollout.lease(3)
+    for lease in others:
+        rollout.finish(lease)
+    assert rollout.hand_back(first, error="too long").reply.status == COMMITTED
+    assert evaluation.pinned_member(world.exchange, world.run) is None
+    assert world.kinds("unpinned") == [{"member_id": "rollout"}]
+
+
+def test_a_group_whose_arrays_are_lost_while_it_is_scored_starts_the_evaluation_anew(
+    make_world: MakeWorld,
+) -> None:
+    world = make_evaluation(make_world)
+    rollout, reward = Rollout(world), Reward(world)
+    for lease in rollout.lease(3):
+        rollout.finish(lease)
+    rollout.hold(1)
+    row = world.ledger.db.execute("SELECT segment, start FROM payloads").fetchone()
+    with world.ledger.transaction():
+        damaged = DamagedRecord("its checksum differs", row["segment"], row["start"])
+        damaged_groups.handle_damaged(world.exchange, world.run, damaged)
+    again = rollout.lease(3)
+    assert [lease.pinned_version.step for lease in again] == [1, 1, 1]
+    for lease in again:
+        rollout.finish(lease)
+    for task in reward.tasks():
+        reward.score(task, [0.5])
+    (result,) = world.kinds("evaluated")
+    assert (result["step"], result["reward"], result["samples"]) == (1, 0.5, 3)
+
+
 def test_a_pinned_worker_with_a_newer_version_starts_anew(make_world: MakeWorld) -> None:
     world = make_evaluation(make_world)
     rollout = Rollout(world, step=0)
@@ -270,6 +337,26 @@ def test_evaluation_goes_on_while_paused_and_after_the_last_step(make_world: Mak
     for task in reward.tasks():
         reward.score(task, [1.0])
     assert len(world.kinds("evaluated")) == 1
+
+
+def test_the_learner_waits_for_no_part_of_an_evaluation(make_world: MakeWorld) -> None:
+    world = make_evaluation(make_world)
+    pinned, other = Rollout(world, "pinned"), Rollout(world, "other")
+    reward, learner = Reward(world), Learner(world)
+    leases = pinned.lease(3)
+    assert all(lease.HasField("pinned_version") for lease in leases)
+    for step in range(3):
+        other.hold(step)
+        trained = fill(other, reward, world.run.batch_size)
+        assert learner.train(step) == [trained]
+        assert max(trained) < FIRST_EVALUATION_GROUP
+    assert not world.kinds("evaluated")  # its worker has submitted nothing so far
+    for lease in leases:
+        assert pinned.finish(lease) == COMMITTED
+    for task in reward.tasks():
+        reward.score(task, [1.0])
+    (result,) = world.kinds("evaluated")
+    assert (result["step"], result["samples"]) == (0, 3)
 
 
 def test_the_end_of_a_run_forgets_an_evaluation(make_world: MakeWorld) -> None:

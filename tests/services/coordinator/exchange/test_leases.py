@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -23,8 +26,10 @@ from exchange_drivers import (
     fill,
     make_completion,
 )
+from stream_threads import settle
 
-from paceline.errors import WireError
+from paceline.data.prompts import open_prompts
+from paceline.errors import Unreadable, WireError
 from paceline.groups import Group, Version, VersionSpan
 from paceline.wire import decode_completions, decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -412,6 +417,58 @@ def test_the_end_of_a_run_drops_what_is_open(world: World) -> None:
     assert world.ledger.open_groups(world.run_id) == 0
     assert rollout.finish(leases[1]) == STALE
     assert learner.ask(1).reply.batch.state == pb.BATCH_STATE_END
+
+
+def test_leases_of_chats_have_the_tools_of_their_rows(make_world: MakeWorld, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "description": None}}
+    chat = [{"role": "user", "content": "1+1?"}]
+    rows = [
+        {"prompt": chat, "tools": [tool]},
+        {"prompt": "text", "tools": "any"},
+        {"prompt": chat, "tools": None},
+    ]
+    (tmp_path / "tools.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {
+        "train": str(tmp_path / "tools.jsonl"),
+        "shuffle": False,
+        "validation": str(tmp_path / "tools.jsonl"),
+    }
+    world = make_world(data=data, grpo={"val_at_start": True})
+    world.begin_evaluation(0)
+    leases = Rollout(world).lease(12)
+    by_class: dict[bool, list[Any]] = {True: [], False: []}
+    for lease in leases:
+        by_class[lease.HasField("pinned_version")].append(lease.tools_json and json.loads(lease.tools_json))
+    sent = [{"type": "function", "function": {"name": "add"}}]
+    assert by_class[False][:3] == [sent, "", ""]
+    assert by_class[True] == [sent, "", ""]
+
+
+def test_prompts_of_a_stream_are_admitted_as_it_is_read_and_resume(
+    make_world: MakeWorld, tmp_path: Path
+) -> None:
+    (tmp_path / "set").mkdir()
+    rows = [json.dumps({"prompt": f"p{n}", "answer": n}) + "\n" for n in range(7)]
+    (tmp_path / "set" / "train.jsonl").write_text("".join(rows))
+    data = {"train": str(tmp_path / "set"), "streaming": True, "streaming_block_rows": 3}
+    world = make_world(data=data, async_grpo={"max_trajectory_age_steps": 3})
+    assert Rollout(world).lease(4)
+    before = len(world.states())
+    world.restart()
+    for _ in range(8):  # a request admits what has been read
+        Rollout(world, "other").ask(64)
+        settle()
+    assert before < len(world.states()) == 8, "the run has 4 steps of 2 groups"
+    assert world.exchange.unreadable_data == ""
+    admitted = [json.loads(world.exchange.group_queries.prompt(world.run_id, n) or "") for n in range(8)]
+    assert sorted(admitted[:3]) == ["p0", "p1", "p2"]
+    assert sorted(admitted[:6]) == [f"p{n}" for n in range(6)]
+    prompts = open_prompts(world.spec.data, world.spec.seed)
+    for draw, prompt in enumerate(admitted):
+        with contextlib.suppress(Unreadable):
+            prompts.draw(draw)
+        settle()
+        assert prompts.draw(draw)[0] == prompt
 
 
 def test_no_more_groups_than_the_steps_need(world: World) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from ledger_files import both_forms, opened
 
 from paceline.errors import Conflict, LedgerFault, NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT
@@ -17,6 +19,9 @@ from services.coordinator.ledger.integrity.file_check import check_file
 from services.coordinator.ledger.integrity.report import VerifyReport
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION
+from services.coordinator.ledger.tables.audit_heads import AuditHead
+
+pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 
 FORMAT_2 = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -199,7 +204,7 @@ def test_a_coordinator_whose_term_is_over_writes_nothing_more(tmp_path: Path) ->
     ledger = Ledger(tmp_path / "ledger.sqlite")
     told: list[LedgerFault] = []
     ledger.on_fault = told.append
-    other = sqlite3.connect(ledger.path)
+    other = opened(ledger.path)
     other.execute("UPDATE meta SET value = 9 WHERE key = 'term'")  # as a coordinator elsewhere would
     other.commit()
     with (
@@ -216,7 +221,7 @@ def test_a_coordinator_whose_term_is_over_writes_nothing_more(tmp_path: Path) ->
 @pytest.mark.parametrize("version", [1, 77])
 def test_a_foreign_format_is_refused_and_left_as_it_is(tmp_path: Path, version: int) -> None:
     path = tmp_path / "ledger.sqlite"
-    db = sqlite3.connect(path)
+    db = opened(path)
     db.execute(f"PRAGMA user_version = {version}")
     db.execute("CREATE TABLE theirs (x)")
     db.commit()
@@ -226,7 +231,7 @@ def test_a_foreign_format_is_refused_and_left_as_it_is(tmp_path: Path, version: 
         with pytest.raises(Conflict, match=f"has format {version}, this Paceline reads {SCHEMA_VERSION}"):
             Ledger(path, read_only=read_only)
     assert path.read_bytes() == before
-    db = sqlite3.connect(path)  # the lock was given back with the refusal
+    db = opened(path)  # the lock was given back with the refusal
     db.execute("PRAGMA user_version = 0")
     db.execute("DROP TABLE theirs")
     db.commit()
@@ -237,7 +242,7 @@ def test_a_foreign_format_is_refused_and_left_as_it_is(tmp_path: Path, version: 
 def test_an_older_format_is_upgraded_by_a_coordinator_only(tmp_path: Path) -> None:
     """The tables of format 2, as it wrote them, become those of a new ledger; what was in them is there."""
     path = tmp_path / "ledger.sqlite"
-    db = sqlite3.connect(path)
+    db = opened(path)
     db.executescript(FORMAT_2)
     db.execute("INSERT INTO payloads VALUES ('a-1', 7, 'result', x'01', x'0203')")
     db.execute(
@@ -255,7 +260,7 @@ def test_an_older_format_is_upgraded_by_a_coordinator_only(tmp_path: Path) -> No
     assert tuple(
         ledger.db.execute("SELECT run_id, group_id, prompt_json, columns_json FROM prompts").fetchone()
     ) == ("a-1", 7, '"p"', "{}")
-    copy = sqlite3.connect(tmp_path / "ledger.sqlite.format-2")
+    copy = opened(tmp_path / "ledger.sqlite.format-2")
     assert copy.execute("PRAGMA user_version").fetchone() == (2,)
     assert copy.execute("SELECT prompt_json FROM groups").fetchone() == ('"p"',)
     copy.close()
@@ -266,23 +271,47 @@ def test_an_older_format_is_upgraded_by_a_coordinator_only(tmp_path: Path) -> No
     Ledger(path, read_only=True).close()
 
 
-def test_a_reader_takes_the_tables_that_the_format_before_lacks_for_empty(tmp_path: Path) -> None:
+NEW_IN_9 = ("audit_heads", "models", "model_changes")
+
+
+@pytest.mark.parametrize(("version", "lacks"), [(7, ("episodes", "restarts", *NEW_IN_9)), (8, NEW_IN_9)])
+def test_a_reader_takes_the_tables_that_an_older_format_lacks_for_empty(
+    tmp_path: Path, version: int, lacks: tuple[str, ...]
+) -> None:
     path = tmp_path / "ledger.sqlite"
     with closing(Ledger(path)) as ledger, ledger.transaction():
         ledger.add_run("a-1", "name: a", "dir")
-    with closing(sqlite3.connect(path)) as db:
-        db.executescript("DROP TABLE episodes; DROP TABLE restarts; PRAGMA user_version = 7")
+        ledger.db.execute("INSERT INTO restarts VALUES ('a-1', 0, 0, 1, 'restarted', '', 2, 9, 0, 1, NULL)")
+    with closing(opened(path)) as db:
+        for table in lacks:
+            db.execute(f"DROP TABLE {table}")
+        db.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
     with closing(Ledger(path, read_only=True)) as reader:
         report = VerifyReport()
         check_file(reader.db, report)
         assert report.problems == []
-        assert reader.episodes.of_group("a-1", 0) == reader.episodes.ended("a-1", 0) == []
+        assert reader.episodes.of_group("a-1", 0) == []
+        assert len(reader.episodes.ended("a-1", 0)) == (0 if "restarts" in lacks else 1)
+        assert reader.audit_heads.all() == {}
+        assert reader.models.after("", 0, 10) == []
     assert path.read_bytes() == before
     with closing(Ledger(path)) as ledger:
         assert ledger.db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
         assert [row["run_id"] for row in ledger.runs()] == ["a-1"]
-    assert (tmp_path / "ledger.sqlite.format-7").exists()
+        with ledger.transaction():
+            ledger.audit_heads.put(1, AuditHead(3, "aa"))
+    assert (tmp_path / f"ledger.sqlite.format-{version}").exists()
+
+
+def test_the_audit_heads_are_the_newest_of_each_file_in_order(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        assert ledger.audit_heads.newest() == AuditHead(0, "")
+        with ledger.transaction():
+            for file, sequence in ((1, 4), (2, 6), (2, 9), (10, 11)):
+                ledger.audit_heads.put(file, AuditHead(sequence, f"{sequence:x}"))
+        assert ledger.audit_heads.all() == {1: (4, "4"), 2: (9, "9"), 10: (11, "b")}
+        assert ledger.audit_heads.newest() == AuditHead(11, "b")
 
 
 def columns(ledger: Ledger) -> dict[str, list[tuple[object, ...]]]:
@@ -304,7 +333,7 @@ def columns(ledger: Ledger) -> dict[str, list[tuple[object, ...]]]:
 def test_other_tables_are_another_format() -> None:
     """A change of a table takes the next number of the format, here and there: older ledgers lack what was added."""
     words = " ".join(re.sub(r"--.*", "", SCHEMA).split())
-    assert (SCHEMA_VERSION, hashlib.sha256(words.encode()).hexdigest()[:16]) == (8, "06823eff5e1ee74c")
+    assert (SCHEMA_VERSION, hashlib.sha256(words.encode()).hexdigest()[:16]) == (9, "ad36d169a09676fb")
 
 
 def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
@@ -350,7 +379,31 @@ def test_events_count_up_by_run(tmp_path: Path) -> None:
     assert [event["sequence"] for event in ledger.events("a-1", 1)] == [2, 3]
     assert [event["sequence"] for event in ledger.events("a-1", 0, limit=1)] == [1]
     assert [event["sequence"] for event in ledger.events("b-2", 0)] == [1]
+    assert ledger.events("b-2", 2**64 - 1) == []
     ledger.close()
+
+
+def test_events_that_workers_cause_are_bounded_and_the_last_one_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.coordinator.ledger.ledger.MAX_EVENTS", {"member": 3})
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger(path)) as ledger, ledger.transaction():
+        for number in range(2):
+            ledger.add_event("a-1", "member", {"what": number})
+    with closing(Ledger(path)) as ledger:
+        for _ in range(3):
+            with ledger.transaction():
+                ledger.add_event("a-1", "member", {"what": "joined"})
+                ledger.add_event("a-1", "state", {})
+        with ledger.transaction():
+            ledger.add_event("b-2", "member", {"what": "joined"})
+        found = ledger.events("a-1", 0)
+        assert [event["kind"] for event in found] == ["member"] * 3 + ["state"] * 3
+        assert json.loads(found[2]["json"]) == {
+            "message": "this run has 3 events of the kind 'member'; further ones are in the log alone"
+        }
+        assert json.loads(ledger.events("b-2", 0)[0]["json"]) == {"what": "joined"}
 
 
 def test_an_unknown_run_names_the_known_ones(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 from exchange_drivers import Learner, Reward, Rollout, World, fill, make_spec
 from exchange_life import Life
+from ledger_files import both_forms
 
 from services.coordinator.audit.verify import verify
 from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.segment_cipher import SegmentCipher
 
 CUTS = 12
 
@@ -41,6 +43,8 @@ def live(world: World) -> None:
     reward.tasks()
 
 
+@both_forms
+@pytest.mark.usefixtures("at_rest")
 @pytest.mark.parametrize("seed", range(CUTS))
 def test_whatever_the_power_leaves_verifies_and_goes_on(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -83,8 +87,9 @@ def leave_what_was_synced(segments: Path, ledger: Path) -> None:
     reader = Ledger(ledger, read_only=True)
     try:
         ends = reader.db.execute(
-            "SELECT segment, MAX(start + header_size + arrays_size) AS end FROM payloads WHERE segment NOT NULL"
-            " GROUP BY segment"
+            "SELECT segment, MAX(start + header_size + arrays_size + ?) AS end FROM payloads WHERE segment NOT NULL"
+            " GROUP BY segment",
+            (2 * SegmentCipher.overhead_bytes if reader.key else 0,),
         ).fetchall()
         reader.payloads.folder.mkdir()
         for row in ends:

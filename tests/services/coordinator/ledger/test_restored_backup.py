@@ -6,10 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from ledger_files import both_forms
 
+from paceline.encryption.storage_key import storage_key
 from services.coordinator.ledger import restored_backup
 from services.coordinator.ledger.backup import back_up
 from services.coordinator.ledger.ledger import Ledger
+from services.coordinator.ledger.segment_cipher import MAGIC
 from services.coordinator.ledger.segments import Record
 
 
@@ -31,7 +34,7 @@ def killed(path: Path) -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path: Path, at_rest: str) -> Path:
     """A ledger that went on after its backup and was killed, and the backup in its place."""
     path, backup = tmp_path / "ledger.sqlite", tmp_path / "backup.sqlite"
     ledger = Ledger(path)
@@ -44,26 +47,30 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+@both_forms
+@pytest.mark.usefixtures("at_rest")
 def test_the_log_and_the_segments_of_another_ledger_are_set_aside(path: Path) -> None:
-    assert restored_backup.is_backup(path)
+    assert restored_backup.is_backup(path, storage_key())
     ledger = Ledger(path)
     assert run_ids(ledger) == ["first-1"]
     place = path.with_name("ledger.sqlite.set-aside-1")
     assert ledger.set_aside == place
     assert {each.name for each in place.iterdir()} >= {"ledger.sqlite-wal", "ledger.sqlite-segments"}
     segment = place / "ledger.sqlite-segments" / "00000001.seg"
-    assert segment.read_bytes().startswith(b"headerarrays")
+    assert segment.read_bytes().startswith(b"headerarrays" if storage_key() is None else MAGIC)
     ledger.payloads.append([Record.of(b"new", b"")])
     assert [each.name for each in ledger.payloads.folder.iterdir()] == ["00000001.seg"]
     ledger.close()
 
 
+@both_forms
+@pytest.mark.usefixtures("at_rest")
 def test_a_backup_is_taken_for_one_only_once(path: Path) -> None:
     ledger = Ledger(path)
     with ledger.transaction():
         ledger.add_run("second-2", "{}", "second-2")
     # As a kill at this moment would leave it: what was committed is in the log alone.
-    assert not restored_backup.is_backup(path)
+    assert not restored_backup.is_backup(path, storage_key())
     ledger.close()
     again = Ledger(path)
     assert again.set_aside is None
@@ -81,6 +88,8 @@ def test_one_of_an_older_version_has_no_mark_and_its_neighbours_log_is_not_read(
     ledger.close()
 
 
+@both_forms
+@pytest.mark.usefixtures("at_rest")
 def test_a_reader_does_not_read_the_log_beside_a_backup(path: Path) -> None:
     log = path.with_name("ledger.sqlite-wal")
     before = log.read_bytes()
@@ -88,9 +97,11 @@ def test_a_reader_does_not_read_the_log_beside_a_backup(path: Path) -> None:
     assert run_ids(ledger) == ["first-1"]
     ledger.close()
     assert log.read_bytes() == before
-    assert restored_backup.is_backup(path)
+    assert restored_backup.is_backup(path, storage_key())
 
 
+@both_forms
+@pytest.mark.usefixtures("at_rest")
 def test_it_is_known_of_a_ledger_that_it_was_restored(path: Path) -> None:
     for _ in range(2):
         ledger = Ledger(path)
@@ -101,6 +112,8 @@ def test_it_is_known_of_a_ledger_that_it_was_restored(path: Path) -> None:
     other.close()
 
 
+@both_forms
+@pytest.mark.usefixtures("at_rest")
 def test_a_second_backup_put_back_gets_a_place_of_its_own(path: Path) -> None:
     backup = path.with_name("backup.sqlite")
     Ledger(path).close()
@@ -111,12 +124,14 @@ def test_a_second_backup_put_back_gets_a_place_of_its_own(path: Path) -> None:
     ledger.close()
 
 
+@both_forms
+@pytest.mark.usefixtures("at_rest")
 def test_a_backup_alone_and_a_ledger_of_our_own_need_nothing(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     back_up(ledger, tmp_path / "backup.sqlite")
-    assert not restored_backup.is_backup(tmp_path / "ledger.sqlite")
+    assert not restored_backup.is_backup(tmp_path / "ledger.sqlite", storage_key())
     ledger.close()
     alone = Ledger(tmp_path / "backup.sqlite")
     assert alone.set_aside is None
     alone.close()
-    assert not restored_backup.is_backup(tmp_path / "nothing")
+    assert not restored_backup.is_backup(tmp_path / "nothing", storage_key())

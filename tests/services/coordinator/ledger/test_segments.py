@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, World, fill, prune
+from ledger_files import both_forms
 
 from paceline.array_frames import Buffer
+from paceline.encryption.storage_key import storage_key
 from paceline.errors import LedgerFault
 from services.coordinator.ledger import segments as payloads
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.segment_writer import BLOCK_BYTES
 from services.coordinator.ledger.segments import Location, Payload, PayloadStore, Record, read_frame
+
+pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 
 
 def look_up(store: PayloadStore, place: Location, *, last: bool = False) -> tuple[bytes, Buffer]:
@@ -29,10 +33,11 @@ def look_up(store: PayloadStore, place: Location, *, last: bool = False) -> tupl
 def test_records_come_back_from_whichever_segment_they_are_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", BLOCK_BYTES + 1)  # two small appends
+    start = 0 if storage_key() is None else BLOCK_BYTES
+    monkeypatch.setattr(payloads, "MAX_SEGMENT_BYTES", start + BLOCK_BYTES + 1)  # two small appends
     monkeypatch.setattr(payloads, "MAX_RECENT_BYTES", 0)
     monkeypatch.setattr(payloads, "MAX_OPEN_SEGMENTS", 2)
-    store = PayloadStore(tmp_path / "ledger")
+    store = PayloadStore(tmp_path / "ledger", storage_key())
     records = [(b"h%d" % i, bytes([i]) * (10 * i)) for i in range(12)]
     places = [
         place
@@ -41,7 +46,7 @@ def test_records_come_back_from_whichever_segment_they_are_in(
     ]
     assert len({place.segment for place in places}) == 3
     assert [look_up(store, place) for place in places] == records
-    again = PayloadStore(tmp_path / "ledger")
+    again = PayloadStore(tmp_path / "ledger", storage_key())
     assert [look_up(again, place) for place in reversed(places)] == records[::-1]
     (after,) = again.append([Record.of(b"", b"new term")])
     assert after.segment == 4  # never behind what another process may have torn
@@ -54,7 +59,7 @@ def test_the_newest_records_are_read_from_memory_until_the_last_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(payloads, "MAX_RECENT_BYTES", 20)
-    store = PayloadStore(tmp_path / "ledger")
+    store = PayloadStore(tmp_path / "ledger", storage_key())
     places = store.append([Record.of(b"h%d" % i, b"arrays%d" % i) for i in range(3)])  # 9 bytes each
     (path,) = store.folder.iterdir()
     path.write_bytes(bytes(path.stat().st_size))
@@ -73,7 +78,7 @@ def test_the_newest_records_are_read_from_memory_until_the_last_time(
 
 @pytest.mark.parametrize("damage", ["a bit", "the end", "the file"])
 def test_what_is_damaged_is_refused_with_its_name(tmp_path: Path, damage: str) -> None:
-    store = PayloadStore(tmp_path / "ledger")
+    store = PayloadStore(tmp_path / "ledger", storage_key())
     (place,) = store.append([Record.of(b"header", b"arrays")])
     store.evict(place.segment, place.start)
     (path,) = store.folder.iterdir()
@@ -94,7 +99,7 @@ def test_a_disk_that_refuses_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    store = PayloadStore(tmp_path / "ledger")
+    store = PayloadStore(tmp_path / "ledger", storage_key())
     monkeypatch.setattr(payloads.os, "fdatasync", full)
     with pytest.raises(
         LedgerFault, match=r"groups cannot be written to .*: No space left on device; make room"

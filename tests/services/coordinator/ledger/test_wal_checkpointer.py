@@ -6,10 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from ledger_files import both_forms
 
 from services.coordinator.ledger import wal_checkpointer
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.wal_checkpointer import WalCheckpointer
+
+pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 
 
 def write(ledger: Ledger, number: int) -> None:

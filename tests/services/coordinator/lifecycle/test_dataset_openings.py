@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import Busy, DataError
 from services.coordinator.lifecycle.dataset_openings import MAX_OPENINGS, Openings
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 async def test_a_fault_is_told_to_whoever_asks_and_the_next_try_begins_anew() -> None:

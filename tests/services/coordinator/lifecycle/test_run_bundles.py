@@ -17,6 +17,7 @@ from paused_runs import state_of
 
 from paceline.bundle.collecting import Bundle, collect, collect_again
 from paceline.bundle_transfer import send
+from paceline.data.preparation.prepared import prepared_data
 from paceline.errors import Unreadable
 from paceline.models.auto_settings import with_engine
 from paceline.spec import RunSpec
@@ -94,6 +95,33 @@ async def test_a_run_starts_without_the_submitters_files(plane: Plane, tmp_path:
     with pytest.raises(Unreadable, match=str(tmp_path / "mine" / "reward.py")), bundled.original_paths():
         raise Unreadable(f"{file} fails")
     bundled.close()
+
+
+async def test_prepared_rows_are_what_a_run_reads(plane: Plane, tmp_path: Path) -> None:
+    spec = spec_in(
+        tmp_path / "mine", data={"train": "train.jsonl", "preparation": {"max_prompt_characters": 4}}
+    )
+    with prepared_data(spec, lambda run: ()) as prepared:
+        bundle = collect(spec, prepared=prepared.files)
+        digest = await sent(plane, bundle)
+        number = prepared.sets["data.train"].rows
+        (line,) = prepared.lines
+    run = await submitted(plane, spec, digest)
+    plane.run_loops()
+    queued = json.loads(plane.ledger.events(run.run_id, 0)[0]["json"])
+    assert queued["message"].endswith(f"; {line}"), "the run's record says what was left out"
+    await plane.watch_until(run.run_id, "state", state="running")
+    active = plane.coordinator.exchange.active
+    assert active is not None
+    assert active.prompts is not None
+    assert len(active.prompts) == number > 0
+    assert active.spec.data.preparation == spec.data.preparation, "the record says how they were made"
+    again = collect_again(spec, bundle.manifest)
+    assert again is not None
+    assert again.manifest == bundle.manifest, "a resume prepares nothing anew"
+
+    refused = await refusal(plane.runs.Submit(run_pb2.SubmitRequest(spec_yaml=spec_to_yaml(spec))))
+    assert "data.preparation is set, but the run came without prepared rows" in refused[1]
 
 
 async def test_a_corrected_function_replaces_the_bundle_at_resume(plane: Plane, tmp_path: Path) -> None:

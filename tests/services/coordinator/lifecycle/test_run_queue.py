@@ -13,13 +13,16 @@ import pytest
 from control_plane import DEADLINE_S, Plane, learner, refusal
 from exchange_drivers import make_spec
 
+from paceline.errors import Busy
 from paceline.files.storage import Folder
+from paceline.retry_hint import from_error
 from paceline.spec.reading import spec_from_yaml, spec_to_yaml
 from protos.paceline.v1 import run_pb2, worker_pb2
+from services.common.access.caller import Caller, CallerRole, set_caller
 from services.coordinator.lifecycle import run_queue
 from services.coordinator.lifecycle.run_data import RunData
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 async def test_specs_beyond_those_that_are_being_read_are_turned_away(
@@ -35,6 +38,42 @@ async def test_specs_beyond_those_that_are_being_read_are_turned_away(
         assert code.name == "RESOURCE_EXHAUSTED"
         assert "1 specs are being read" in details
     assert (await first).run_id == "test-1"
+
+
+async def test_a_full_queue_turns_runs_away_and_says_when_to_come_again(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_queue, "MAX_QUEUED", 2)
+    request = run_pb2.SubmitRequest(spec_yaml=spec_to_yaml(make_spec(plane.directory)), submission="one")
+    await plane.runs.Submit(request)
+    await plane.submit()
+    with pytest.raises(grpc.aio.AioRpcError, match="2 runs wait in the queue") as full:
+        await plane.submit()
+    assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert from_error(full.value) == run_queue.QUEUE_AGAIN_S
+    assert (await plane.runs.Submit(request)).run.run_id == "test-1", (
+        "a repeated submission is no further run"
+    )
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id="test-1"))
+    assert (await plane.submit()).run_id == "test-3"
+
+
+async def test_one_submitter_has_a_share_of_the_queue(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_queue, "MAX_QUEUED_OF_ONE", 2)
+    text = spec_to_yaml(make_spec(plane.directory))
+
+    async def submit(name: str, role: CallerRole) -> str:
+        set_caller(Caller(name, frozenset({role})))
+        return await plane.coordinator.queue.submit(text)
+
+    async def in_task(name: str, role: CallerRole = CallerRole.SUBMITTER) -> str:
+        return await asyncio.create_task(submit(name, role))
+
+    assert [await in_task("ann"), await in_task("ann")] == ["test-1", "test-2"]
+    with pytest.raises(Busy, match="2 runs of ann wait in the queue"):
+        await in_task("ann")
+    assert await in_task("ben") == "test-3"
+    assert await in_task("ann", CallerRole.OPERATOR) == "test-4"
 
 
 async def test_a_client_that_asks_again_joins_the_opening_that_is_under_way(
@@ -53,11 +92,11 @@ async def test_a_client_that_asks_again_joins_the_opening_that_is_under_way(
     monkeypatch.setattr(run_queue, "checked_data", slowly)
     text = spec_to_yaml(make_spec(plane.directory))
     request = run_pb2.SubmitRequest(spec_yaml=text, submission="one")
-    first = plane.runs.Submit(request, timeout=0.5)
+    first = asyncio.ensure_future(plane.runs.Submit(request))
     assert await asyncio.to_thread(opened.acquire, True, PATIENCE_S)
-    with pytest.raises(grpc.aio.AioRpcError) as late:
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await first
-    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     second = asyncio.ensure_future(plane.runs.Submit(request))
     await asyncio.sleep(0)
     go.set()
@@ -79,7 +118,7 @@ async def test_epochs_become_the_steps_of_the_data_set(plane: Plane) -> None:
     assert stored.max_num_steps == run.max_num_steps
     assert stored.max_num_epochs == 1.5
     (event,) = plane.coordinator.ledger.events(run.run_id, 0, 1)
-    expected = f"{run.max_num_steps} steps; max_num_epochs is 1.5, the data has {rows} rows"
+    expected = f"data.train: TRL's prompt-only, standard; {run.max_num_steps} steps; max_num_epochs is 1.5, the data has {rows} rows"
     assert json.loads(event["json"])["message"] == expected
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from paceline.errors import DataError, InvalidInput
 from paceline.spec import RunSpec
-from services.coordinator.lifecycle.submission_checks import checked_data
+from paceline.spec.sections.system import WeightsSection
+from paceline.tls.folder import VARIABLE
+from services.coordinator.lifecycle.submission_checks import check_network, checked_data
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
@@ -105,6 +107,23 @@ def test_a_file_that_is_not_on_this_machine_is_left_to_the_workers(tmp_path: Pat
     checked_data(spec_for(tmp_path, {"prompt": "a"}, {"function": f"{tmp_path / 'away.py'}:f"}))
 
 
+def test_prompts_with_tools_need_a_template_that_reads_them(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    spec = spec_for(tmp_path, {"prompt": CHAT, "tools": tools})
+    (tmp_path / "chat_template.jinja").write_text("{% for tool in tools %}{{ tool }}{% endfor %}")
+    assert checked_data(spec)[1] == []
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(DataError, match="have tools, which the chat template of the tokenizer does not read"):
+        checked_data(spec)
+    checked_data(spec_for(tmp_path, {"prompt": "2+2?", "tools": "any column"}))
+    with pytest.raises(DataError, match=r"column 'tools' has to be a list of JSON schemas of functions"):
+        checked_data(spec_for(tmp_path, {"prompt": CHAT, "tools": "any column"}))
+    (tmp_path / "own.py").write_text("class Own:\n    def reset(self, tools, **columns): ...\n")
+    own = spec_for(tmp_path, {"prompt": CHAT, "tools": "any column"}).model_dump()
+    own["environment"] = {"class": f"{tmp_path / 'own.py'}:Own"}
+    checked_data(RunSpec.model_validate(own))
+
+
 def test_chat_prompts_need_a_chat_template(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     spec = spec_for(tmp_path, {"prompt": CHAT})
@@ -154,3 +173,24 @@ def test_an_architecture_that_cannot_be_trained_is_refused_by_name(tmp_path: Pat
     config.write_text('{"model_type": "deepseek_v3", "kv_lora_rank": 512}')
     with pytest.raises(InvalidInput, match=r"policy\.model_name .* 'deepseek_v3' are not supported: .*MLA"):
         checked_data(spec)
+
+
+def test_links_in_the_clear_are_refused_with_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_for(tmp_path, {"prompt": "a"})
+    by_links = spec.model_copy(update={"weights": WeightsSection(backend="gloo")})
+    to_store = spec.model_copy(update={"weights": WeightsSection(store="http://10.0.0.9/weights")})
+    monkeypatch.delenv(VARIABLE, raising=False)
+    check_network(by_links, "10.0.0.1", "")
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    check_network(spec, "10.0.0.1", "s3://bucket/runs")
+    check_network(by_links, "127.0.0.1", "")
+    with pytest.raises(
+        InvalidInput, match=r"weights\.backend 'gloo' .*set weights\.allow_plaintext_network to true"
+    ):
+        check_network(by_links, "10.0.0.1", "")
+    with pytest.raises(InvalidInput, match=r"the object store .*https://"):
+        check_network(to_store, "127.0.0.1", "")
+    allowed = WeightsSection(backend="gloo", allow_plaintext_network=True)
+    check_network(spec.model_copy(update={"weights": allowed}), "10.0.0.1", "http://10.0.0.9/runs")

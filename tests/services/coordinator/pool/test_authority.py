@@ -60,6 +60,22 @@ async def test_an_acknowledgement_counts_from_whom_it_was_offered_to(plane: Plan
     assert plane.coordinator.exchange.versions == {"rollout-1": (1, 0)}
 
 
+async def test_an_acknowledgement_after_the_end_of_its_run_is_no_warning(
+    plane: Plane, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = await started(plane)
+    worker = rollout(plane, "rollout-late")
+    await worker.hear("run")
+    await plane.runs.Cancel(run_pb2.CancelRequest(run_id=run.run_id))
+    worker.say(weight_ack=ack(run.run_id, 1, 0, member_id="rollout-late"))
+    worker.say(weight_ack=ack("nosuch-1", 1, 0, member_id="rollout-late"))
+    await heard(plane, worker, "rollout-late")
+    lines = [
+        record.getMessage() for record in caplog.records if "ignored a weight_ack" in record.getMessage()
+    ]
+    assert lines == ["ignored a weight_ack of rollout rollout-late: run 'nosuch-1' is not the current one"]
+
+
 async def test_only_the_sessions_learner_speaks_for_the_run(plane: Plane) -> None:
     run = await started(plane)
     trainer, worker = learner(plane), rollout(plane)
@@ -277,3 +293,21 @@ async def test_a_member_whose_bookkeeping_fails_is_looked_at_again(
         assert len(coordinator.members) == 2
     await coordinator.pool.expire_silent()
     assert len(coordinator.members) == 0
+
+
+async def test_refused_strangers_are_recorded_under_the_id_of_the_member_that_reports_them(
+    plane: Plane,
+) -> None:
+    recorded: list[tuple[str, int]] = []
+    plane.coordinator.note_refusals = lambda member_id, reported: recorded.append(
+        (member_id, len(reported.refusals))
+    )
+    worker, scorer = rollout(plane), reward(plane)
+    for one in (worker, scorer):
+        await one.hear("welcome")
+    refusal = worker_pb2.Refusal(what="http/v1/models", result="UNAUTHENTICATED")
+    worker.say(refusals=worker_pb2.Refusals(refusals=[refusal, refusal]))
+    await heard(plane, worker, "rollout-1")
+    scorer.say(refusals=worker_pb2.Refusals(refusals=[refusal]))  # without any run
+    await heard(plane, scorer, "reward-1")
+    assert recorded == [("rollout-1", 2), ("reward-1", 1)]

@@ -247,26 +247,22 @@ async def test_a_member_whose_stream_broke_is_suspected_and_back_with_the_next(p
     await trainer.hear_epoch("rollout-1")
 
 
-async def test_a_quiet_member_is_suspected_until_it_is_heard_of(tmp_path: Path) -> None:
-    plane = await Plane.started(tmp_path, timeout_s=8.0)
-    run = await plane.submit()
-    plane.run_loops()
-    try:
-        await plane.watch_until(run.run_id, "state", state="running")
-        worker = rollout(plane)
-        await worker.hear("run")
-        worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
-        coordinator = plane.coordinator
-        async with asyncio.timeout(DEADLINE_S), coordinator.watchers.changed:
-            await coordinator.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
-        assert plane.coordinator.pool.assignments.roster.member_ids == []
-        assert plane.coordinator.exchange.suspected == {"rollout-1"}
-        worker.say(heartbeat=worker_pb2.Heartbeat())
-        await plane.watch_until(run.run_id, "member", what="heard of again")
-        assert plane.coordinator.exchange.suspected == set()
-        assert plane.coordinator.pool.assignments.roster.member_ids == ["rollout-1"]
-    finally:
-        await plane.stop()
+async def test_a_quiet_member_is_suspected_until_it_is_heard_of(plane: Plane) -> None:
+    run = await plane.run_one()
+    trainer, worker = learner(plane), rollout(plane)
+    await worker.hear("run")
+    worker.say(run_report=worker_pb2.RunReport(run_id=run.run_id))
+    await trainer.hear_epoch("rollout-1")
+    plane.be_silent("rollout-1", 0.6)  # from half the time-out on it is suspected
+    coordinator = plane.coordinator
+    async with asyncio.timeout(DEADLINE_S), coordinator.watchers.changed:
+        await coordinator.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
+    assert plane.coordinator.pool.assignments.roster.member_ids == []
+    assert plane.coordinator.exchange.suspected == {"rollout-1"}
+    worker.say(heartbeat=worker_pb2.Heartbeat())
+    await plane.watch_until(run.run_id, "member", what="heard of again")
+    assert plane.coordinator.exchange.suspected == set()
+    assert plane.coordinator.pool.assignments.roster.member_ids == ["rollout-1"]
 
 
 async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path) -> None:
@@ -282,11 +278,15 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
     run = await plane.submit()
     plane.run_loops()
     coordinator = plane.coordinator
-    belonging = asyncio.create_task(Membership(f"127.0.0.1:{plane.server.port}", hello, on_directive).run())
+    membership, reported = Membership(f"127.0.0.1:{plane.server.port}", hello, on_directive), []
+    membership.refusals.note_handshake("10.0.0.1:5")  # strangers must not speak for it either
+    coordinator.note_refusals = lambda member_id, refusals: reported.append(member_id)
+    belonging = asyncio.create_task(membership.run())
     try:
         await plane.watch_until(run.run_id, "member", member_id="rollout-1", what="joined")
         async with asyncio.timeout(DEADLINE_S), coordinator.watchers.changed:
             await coordinator.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
+        assert reported == []
     finally:
         belonging.cancel()
         await asyncio.wait((belonging,))
@@ -328,16 +328,13 @@ async def test_what_a_quiet_member_holds_is_lent_again_once_the_learner_waits(pl
     assert holder() is None
 
 
-async def test_a_silent_member_is_gone(tmp_path: Path) -> None:
-    plane = await Plane.started(tmp_path, timeout_s=0.2)
+async def test_a_silent_member_is_gone(plane: Plane) -> None:
     plane.run_loops()
-    try:
-        worker = rollout(plane)
-        await worker.hear("welcome")
-        await worker.hear_the_end()
-        assert plane.coordinator.members.get("rollout-1") is None
-    finally:
-        await plane.stop()
+    worker = rollout(plane)
+    await worker.hear("welcome")
+    plane.be_silent("rollout-1")
+    await worker.hear_the_end()
+    assert plane.coordinator.members.get("rollout-1") is None
 
 
 async def test_a_restart_takes_the_run_up_before_anyone_connects(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from exchange_drivers import MakeWorld, Reward, Rollout
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from paceline.encryption.storage_key import StorageKey
 from services.coordinator.reporting.metrics_files import MetricsFiles
 from services.coordinator.reporting.text_samples import evaluation_text
 
@@ -35,6 +37,21 @@ def test_the_first_prompts_with_their_completions(make_world: MakeWorld, tmp_pat
     (shown,) = events.Tensors("eval/samples")
     assert shown.step == 3
     assert shown.tensor_proto.string_val[0].decode() == text
+
+
+def test_with_a_storage_key_no_text_is_written(
+    tmp_path: Path, given_key: StorageKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        files = MetricsFiles(tmp_path, tensorboard=True, next_step=0, is_ahead=lambda kind, step: False)
+    assert "no texts are written for TensorBoard, because of the storage key" in caplog.text
+    files.write_text("eval/samples", 3, "planted text")
+    files.write_extra('{"planted": 1}\n')
+    files.write("train", 0, {"loss": 1.0})
+    files.close()
+    written = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"metrics.jsonl", "extra.jsonl"} < written.keys()
+    assert not any(b"planted" in content for content in written.values())
 
 
 def test_damaged_completions_are_left_out(make_world: MakeWorld) -> None:

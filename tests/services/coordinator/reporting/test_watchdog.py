@@ -185,9 +185,7 @@ async def test_watchers_hear_of_a_stall(plane: Plane) -> None:
 
 async def test_only_a_broken_stream_is_a_crash(tmp_path: Path) -> None:
     """Silence on an open connection is a stopped worker; a broken connection that stays broken is a dead worker."""
-    plane = await Plane.started(
-        tmp_path, timeout_s=2.0
-    )  # enough for both to have come before one of them is silent
+    plane = await Plane.started(tmp_path)
     run = await plane.submit()
     plane.run_loops()
     try:
@@ -200,6 +198,9 @@ async def test_only_a_broken_stream_is_a_crash(tmp_path: Path) -> None:
                 values = (run.run_id, group_id, group_id, name)
                 plane.ledger.db.execute(f"{insert} VALUES (?, ?, 'train', 'leased', ?, ?)", values)
         workers[1].hang_up()
+        await plane.watch_until(run.run_id, "member", member_id="dead", what="suspected: its stream broke")
+        for name in ("stopped", "dead"):
+            plane.be_silent(name)
         for worker in workers:
             await worker.hear_the_end()
         left: set[str] = set()

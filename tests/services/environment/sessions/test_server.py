@@ -20,7 +20,7 @@ from paceline.errors import Conflict, InvalidInput
 from paceline.groups import VersionSpan
 from services.environment.sessions.server import SessionServer
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 MESSAGES: Any = [{"role": "user", "content": "1+1"}]
 TOOL: Any = {
     "type": "function",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 ROOT = Path(__file__).parents[4]
 DEADLINE_S = 60.0
@@ -45,9 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """`start(node_rank)`: one of two nodes, with one rank."""
     (tmp_path / "toy_rank.py").write_text(RANK)
     (tmp_path / "node.py").write_text(NODE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     started = []
 
     def start(node_rank: int) -> subprocess.Popen[str]:

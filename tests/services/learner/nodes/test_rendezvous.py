@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import queue
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from free_ports import free_port
 
 from paceline.errors import Conflict, InvalidInput, Unavailable
 from services.learner.nodes.assembly import SessionEnd
@@ -22,9 +22,7 @@ def never() -> bool:
 
 @pytest.fixture
 def address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def node(address: str, node_rank: int, nodes: int = 2, wait_s: float = DEADLINE_S) -> Rendezvous:

@@ -14,6 +14,7 @@ import torch
 
 from learner.checkpoints import checkpoint, upload_queue, verification
 from learner.checkpoints.checkpoint import Checkpoint, Misfit
+from learner.checkpoints.manifest import read_manifest
 from paceline.errors import CheckpointFault, Unavailable
 from paceline.files.storage import Folder
 from paceline.spec import CheckpointingSection
@@ -88,6 +89,18 @@ def test_a_complete_one_is_reported_and_the_newest(start: Start, trainer: Any, t
     assert (report.run_id, report.session, report.step, report.chain) == ("grpo-1", 2, 5, "c5")
     assert checkpoints.newest == (report.path, 5)
     assert report.path == str(tmp_path / "checkpoints" / "2-5")
+
+
+def test_manifests_name_the_audit_log_as_of_their_begin(start: Start, trainer: Any, tmp_path: Path) -> None:
+    checkpoints = start(str(tmp_path / "where-it-came-from")).checkpoints
+    for step, head in ((5, (0, "")), (6, (7, "ab"))):
+        checkpoints.name_audit_head(*head)
+        checkpoints.begin(trainer, step, f"c{step}")
+        checkpoints.name_audit_head(9, "cd")
+        assert checkpoints.finish() == ""
+        checkpoints.name_audit_head(*head)
+    manifests = [read_manifest(Folder(tmp_path / "checkpoints" / f"2-{step}"))[0] for step in (5, 6)]
+    assert [manifest.extra for manifest in manifests] == [{}, {"audit": {"sequence": 7, "hash": "ab"}}]
     assert not checkpoints.saving
 
 

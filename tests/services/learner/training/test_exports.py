@@ -18,9 +18,13 @@ from tiny_models import tiny_qwen3
 from learner.checkpoints.model_folder import ModelFolder
 from learner.weights import stream
 from paceline.errors import Conflict, Unavailable
+from paceline.files.storage import Folder
+from paceline.registry.origin import Origin, origin_of
 from services.learner.orders import ExportOrder, Orders
 from services.learner.training import exports
 from services.learner.training.exports import Rank0RunExports, RunExports
+
+ORIGIN = Origin(run_id="test-1", session=2, step=3, chain="c4a1", spec_sha256="5bec")
 
 
 class Bench:
@@ -41,7 +45,7 @@ class Bench:
 
     def ordered(self) -> Future[str]:
         future = self.rank.orders.ask_export(ExportOrder("now", False))
-        self.exports.carry_out_orders(self.model, 0)
+        self.exports.carry_out_orders(self.model, ORIGIN)
         return future
 
 
@@ -86,6 +90,7 @@ def test_an_export_that_cannot_be_written_fails_whoever_asked_for_it_alone(
     path = Path(bench.ordered().result(0))
     assert path.name == "now"
     assert {tensor.dtype for tensor in load_file(path / "model.safetensors").values()} == {torch.bfloat16}
+    assert origin_of(Folder(path)) == ORIGIN
 
 
 def test_a_failed_write_still_goes_through_every_collective(

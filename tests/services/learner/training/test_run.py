@@ -16,8 +16,9 @@ from tiny_models import SIZES, tiny_qwen3
 
 from paceline.errors import InvalidInput, Unavailable
 from paceline.spec.reading import spec_to_yaml
+from paceline.tls.folder import VARIABLE
 from protos.paceline.v1 import worker_pb2
-from services.learner.rank_group import long_collectives, set_collective_timeout
+from services.learner.rank_group import STORE_VARIABLE, long_collectives, set_collective_timeout
 from services.learner.training import run as training_run
 from services.learner.training.batches import RankBatch
 from services.learner.training.run import LearnerRun
@@ -68,6 +69,27 @@ def test_a_learner_on_cpus_refuses_a_run_that_names_gpus(tmp_path: Path) -> None
     rank.cpu_chosen = True
     with pytest.raises(InvalidInput, match="model_name"):  # it goes on to the model, which is not there
         run._read()
+
+
+def test_ranks_on_several_hosts_with_certificates_need_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+
+    def run_of(**weights: object) -> LearnerRun:
+        text = spec_to_yaml(make_spec(tmp_path, weights=weights))
+        assignment = worker_pb2.RunAssignment(run_id="test-1", directory=str(tmp_path), spec_yaml=text)
+        return LearnerRun(assignment, LoneRank())  # type: ignore[arg-type]
+
+    run_of()._check_network()  # all ranks are here
+    monkeypatch.setenv(STORE_VARIABLE, "10.0.0.1:29400")
+    run_of(allow_plaintext_network=True)._check_network()
+    run = run_of()
+    assert not run._try_set_up()
+    report: Any = run._rank.reports[-1]  # type: ignore[attr-defined]
+    assert "a learner on several hosts, which meet at 10.0.0.1 would carry weights" in report.error
+    assert "weights.allow_plaintext_network" in report.error
+    assert report.fault == worker_pb2.FAULT_SPEC
 
 
 def test_collectives_time_out_early_once_a_step_is_trained(

@@ -103,7 +103,7 @@ def test_a_server_that_is_away_gets_everything_once(
     proxy.cut()
     run.add_steps(3)  # the run goes on meanwhile
     run.add("warning", message="still here")
-    assert proxy.stalled.wait(30)
+    assert proxy.stalled.wait(60)
     run.add_steps(2)
     assert sender.sent < 5
     getattr(proxy, fault).clear()

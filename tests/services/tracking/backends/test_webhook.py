@@ -75,7 +75,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedRun]:
-    monkeypatch.setattr(webhook, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(webhook, "TIMEOUT_S", 2.0)
     monkeypatch.setattr(following, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setenv("PACELINE_WEBHOOK_SECRET", SECRET.decode())
     recorded = RecordedRun(tmp_path)

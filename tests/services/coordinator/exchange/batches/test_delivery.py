@@ -24,6 +24,7 @@ from exchange_drivers import (
 from paceline.wire import decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from services.coordinator.ledger.tables.audit_heads import AuditHead
 
 
 def score_all(reward: Reward) -> None:
@@ -263,6 +264,18 @@ def test_a_receipt_sent_again_counts_once(world: World) -> None:
         assert learner.receipt(0, 0, part).reply.status == COMMITTED
     assert world.counters["groups:trained"] == 2
     assert world.row["next_step"] == 1
+
+
+def test_the_answer_to_a_receipt_names_the_newest_record_of_the_audit_log(world: World) -> None:
+    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
+    fill(rollout, reward, 2)
+    part = learner.part(0)
+    assert part is not None
+    assert not learner.receipt(0, 0, part).reply.HasField("receipt")  # there is none
+    with world.ledger.transaction():
+        world.ledger.audit_heads.put(1, AuditHead(7, "ab"))
+    head = learner.receipt(0, 0, part).reply.receipt.audit_head
+    assert (head.sequence, head.hash) == (7, "ab")
 
 
 @pytest.mark.parametrize("wrong", ["order", "missing", "foreign", "digest", "scores", "tokens"])

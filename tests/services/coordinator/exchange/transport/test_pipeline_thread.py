@@ -17,7 +17,7 @@ async def test_what_piles_up_is_the_next_portion() -> None:
     def work(portion: list[int]) -> None:
         assert threading.current_thread() is not threading.main_thread()
         begun.set()
-        go_on.wait(20)
+        go_on.wait(60)
 
     def then(portion: list[int]) -> None:
         assert threading.current_thread() is threading.main_thread()

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+from chat_templates import HERMES, character_tokenizer
 from exchange_drivers import make_spec
 
 from paceline.data.tokens import encode_prompt
+from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
 from paceline.groups import Completion, Group, IntArray, VersionSpan
 from paceline.rate_limited_log import unforeseen
 from paceline.spec import RunSpec
@@ -24,6 +27,7 @@ from services.coordinator.ledger.ledger import Ledger
 from services.demo.model import make_tokenizer
 
 PROMPTS = {7: "12+34=", 8: "99+01=", 9: [{"role": "user", "content": "1+1="}]}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +45,8 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     opened = Ledger(path)
     for group_id, prompt in PROMPTS.items():
         opened.db.execute(
-            "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json) VALUES ('a-1', ?, ?, '{}')",
-            (group_id, json.dumps(prompt)),
+            "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json) VALUES ('a-1', ?, ?, ?)",
+            (group_id, json.dumps(prompt), json.dumps({"tools": TOOLS})),
         )
     yield path
     opened.close()
@@ -78,6 +82,45 @@ def test_only_the_leases_own_prompt_passes(begun: PromptCheck) -> None:
     assert "came with 5 prompt tokens" in begun.fault("a-1", 7, own[7][:-1])
     assert begun.fault("a-1", 8, own[8]) == ""
     assert begun.unavailable == ""
+
+
+@pytest.mark.parametrize("variable", [KEY_VARIABLE, FILE_VARIABLE])
+def test_its_process_gets_no_secret(
+    ledger: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    value = {KEY_VARIABLE: "ab" * 32, FILE_VARIABLE: str(tmp_path / "storage.key")}[variable]
+    secrets = {variable: value, "AWS_SECRET_ACCESS_KEY": "planted", "PACELINE_TOKEN_FILE": "planted"}
+    for name, secret in secrets.items():
+        monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    check = PromptCheck(ledger)
+    check.begin("a-1", spec_of(tmp_path, str(model)))
+    try:
+        assert check.fault("a-1", 7, encode_prompt(make_tokenizer(), PROMPTS[7], "auto")) == ""
+        assert check.unavailable == ""
+        assert check._encoder is not None  # it has answered, so its program has begun
+        given = psutil.Process(check._encoder.process.pid).environ()
+        assert not secrets.keys() & given.keys()
+        assert (given["HF_HOME"], given["HF_HUB_OFFLINE"]) == (str(tmp_path), "1")
+    finally:
+        check.close()
+
+
+def test_a_chat_is_encoded_with_the_tools_of_its_row(ledger: Path, tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(HERMES)
+    tokenizer.save_pretrained(tmp_path)
+    check = PromptCheck(ledger)
+    check.begin("a-1", spec_of(tmp_path, str(tmp_path)))
+    try:
+        assert check.fault("a-1", 9, encode_prompt(tokenizer, PROMPTS[9], "auto", {}, TOOLS)) == ""
+        without = check.fault("a-1", 9, encode_prompt(tokenizer, PROMPTS[9], "auto"))
+        assert "that are not those of its lease's prompt" in without
+        assert check.fault("a-1", 7, encode_prompt(tokenizer, PROMPTS[7], "auto")) == "", (
+            "a text has no tools"
+        )
+        assert check.unavailable == ""
+    finally:
+        check.close()
 
 
 def arrived(check: PromptCheck, group_id: int, prompt_ids: IntArray) -> Arrived:
@@ -155,14 +198,15 @@ def test_a_template_that_writes_the_date_is_not_compared(
 def test_a_process_that_fails_holds_nothing_up(
     check: PromptCheck, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr("services.coordinator.exchange.uploads.prompt_check.ANSWER_S", 0.2)
     check.begin("a-1", spec_of(tmp_path, str(model)))
     own = encode_prompt(make_tokenizer(), PROMPTS[7], "auto")
     assert check.fault("a-1", 7, own[:-1]) != "", "it works"
     assert check._encoder is not None
     child = check._encoder.process
     child.send_signal(number)
-    assert check.fault("a-1", 7, own[:-1]) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr("services.coordinator.exchange.uploads.prompt_check.ANSWER_S", 0.2)
+        assert check.fault("a-1", 7, own[:-1]) == ""
     assert "does not answer" in check.unavailable
     assert child.returncode == -signal.SIGKILL, "nothing is left behind"
     check.begin("a-1", spec_of(tmp_path, str(model)))

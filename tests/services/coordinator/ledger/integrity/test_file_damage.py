@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from command_line import paceline
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, fill
+from ledger_files import opened
 
 from paceline.errors import Conflict, LedgerFault
 from services.coordinator.ledger.backup import back_up
@@ -42,9 +42,8 @@ def folder(make_world: MakeWorld, tmp_path: Path) -> Path:
 
 def change(folder: Path, statement: str) -> None:
     """As the disk would: no checksum follows."""
-    with contextlib.closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
+    with contextlib.closing(opened(folder / "ledger.sqlite")) as db:
         assert db.execute(statement).rowcount > 0
-        db.commit()
 
 
 def zero_header(folder: Path) -> None:
@@ -59,7 +58,7 @@ def truncate(folder: Path) -> None:
 
 def smash_groups(folder: Path) -> None:
     path = folder / "ledger.sqlite"
-    with contextlib.closing(sqlite3.connect(path)) as db:
+    with contextlib.closing(opened(path)) as db:
         page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
     with path.open("r+b") as file:
         file.seek((page - 1) * 4096)
@@ -90,7 +89,11 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("damage", "at_rest"),
+    [*((damage, "plain") for damage in DAMAGES), *((damage, "encrypted") for damage in DAMAGES[:-1])],
+    indirect=["at_rest"],
+)
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS.keys())
 def test_a_command_says_that_the_file_is_damaged(
     folder: Path, command: list[str], damage: Callable[[Path], None]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, fill
+from ledger_files import opened
 
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.ledger import Ledger
@@ -76,7 +77,7 @@ def test_the_writer_seals_what_it_writes_and_nobody_else_does(tmp_path: Path) ->
             ledger.evaluations.add_result("a-1", 0, {"reward": 0.5})
         with ledger.transaction():
             ledger.count("a-1", "tokens:wasted", 5)
-    with contextlib.closing(sqlite3.connect(path)) as db:
+    with contextlib.closing(opened(path)) as db:
         for name in ("meta", "runs", "counters", "events", "evaluations"):
             rows = stored(db, name)
             assert rows, name
@@ -103,6 +104,10 @@ def test_a_group_is_sealed_when_it_has_ended(make_world: MakeWorld) -> None:
     assert all(given == seal for given, seal in sealed)
 
 
+NEW_SINCE_7 = ("episodes", "restarts", "audit_heads", "models", "model_changes")
+"""Tables of later formats."""
+
+
 def test_an_upgrade_seals_what_it_finds(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with contextlib.closing(Ledger(path)) as ledger:
@@ -112,7 +117,7 @@ def test_an_upgrade_seals_what_it_finds(tmp_path: Path) -> None:
             if not condition:
                 ledger.db.execute(f"DROP TRIGGER seal_{name}_insert")
                 ledger.db.execute(f"DROP TRIGGER seal_{name}_update")
-            if name in ("episodes", "restarts"):
+            if name in NEW_SINCE_7:
                 ledger.db.execute(f"DROP TABLE {name}")
             else:
                 ledger.db.execute(f"ALTER TABLE {name} DROP COLUMN seal")
@@ -129,12 +134,12 @@ def test_an_upgrade_of_sealed_rows_hides_no_damage(tmp_path: Path) -> None:
     with contextlib.closing(Ledger(path)) as ledger:
         ledger.add_run("a-1", "{}", "dir")
         ledger.update_run("a-1", state="succeeded")
-        for name in ("episodes", "restarts"):
+        for name in NEW_SINCE_7:
             for event in ("insert", "update"):
                 ledger.db.execute(f"DROP TRIGGER seal_{name}_{event}")
             ledger.db.execute(f"DROP TABLE {name}")
         ledger.db.execute("PRAGMA user_version = 7")
-    with contextlib.closing(sqlite3.connect(path)) as db:
+    with contextlib.closing(opened(path)) as db:
         db.execute("UPDATE runs SET spec_yaml = '{ }'")
         db.commit()
     with contextlib.closing(Ledger(path)) as ledger:

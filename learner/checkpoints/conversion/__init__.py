@@ -1,0 +1,1 @@
+"""Conversion of weights between Hugging Face folders and checkpoints of torch.distributed.checkpoint."""

@@ -1,0 +1,219 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP), written and read a block at a time, in one process.
+
+Promise: torch's own loaders read what is written, at any sharding; reading decodes no class that is not one of checkpoint
+metadata, so files of unknown origin run no code. Memory holds a block when writing, and twice the largest stored chunk when
+reading.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_collectively
+from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
+
+from learner.checkpoints.checkpoint import as_error
+from learner.checkpoints.conversion.weights import ModelWeights
+from learner.checkpoints.metadata import METADATA, decode_metadata
+from learner.checkpoints.safetensors_writer import TensorHeader
+from learner.checkpoints.state_files import state_reader
+from learner.weights.gather import unwrapped
+from paceline.errors import Conflict, InvalidInput, Unavailable
+from paceline.files.storage import Folder
+
+KEY = "model"
+"""Entry of the state dict that has the weights, as trainers name it."""
+KEYS_SHOWN = 8
+
+Chunk = Callable[[str, tuple[int, ...], Tensor], None]
+"""Takes name, offset along each axis, and values of a part of a tensor."""
+
+
+def write_dcp(folder: Path, weights: ModelWeights) -> None:
+    """Write `{"model": {name: tensor}}` into `folder`. Raises Unavailable (a full disk)."""
+    with as_error(Unavailable, f"checkpoint {folder} could not be written"):
+        save_collectively(
+            {},
+            # No copy ahead, so that a block is written before the next one is read.
+            storage_writer=FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0),
+            planner=_BlockPlanner(weights),
+            no_dist=True,
+        )
+
+
+class _BlockPlanner(DefaultSavePlanner):
+    """Planner of the blocks of a model, each of which is read when it is written."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        super().__init__()
+        self._weights = weights
+        self._written: Tensor | None = None
+
+    def create_local_plan(self) -> SavePlan:
+        items, names = [], {}
+        for header in self._weights.headers():
+            path = (KEY, header.name)
+            names[".".join(path)] = path
+            items += [self._item(header, *rows) for rows in self._weights.blocks(header)]
+        self.plan = SavePlan(items, planner_data=names)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        assert write_item.tensor_data is not None
+        if self._written is not None:  # torch keeps every tensor of a file until the file is closed
+            self._written.untyped_storage().resize_(0)
+        chunk = write_item.tensor_data.chunk
+        begin, count = (chunk.offsets[0], chunk.sizes[0]) if chunk.sizes else (0, 1)
+        name = write_item.index.fqn.removeprefix(f"{KEY}.")
+        self._written = self._weights.read(
+            name, begin, begin + count
+        ).clone()  # read memory cannot be resized
+        return self._written
+
+    @staticmethod
+    def _item(header: TensorHeader, begin: int, end: int) -> WriteItem:
+        axes = len(header.shape)
+        offsets = torch.Size([begin, *[0] * (axes - 1)] if axes else [])
+        sizes = torch.Size([end - begin, *header.shape[1:]] if axes else [])
+        return WriteItem(
+            index=MetadataIndex(f"{KEY}.{header.name}", offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+                properties=TensorProperties(dtype=header.dtype),
+                size=torch.Size(header.shape),
+            ),
+        )
+
+
+class DcpCheckpoint:
+    """The weights in a checkpoint: those below one key of the saved state dict, by their names there."""
+
+    def __init__(self, folder: Folder, key: str | None = None) -> None:
+        """`key` None is `model`, or the whole state dict where it has no such entry. Raises InvalidInput for a folder that is
+        no such checkpoint or has no weights under the key, Unavailable when it cannot be read now."""
+        self._folder = folder
+        try:
+            self._metadata = decode_metadata(folder.read(METADATA), folder.files())
+        except Conflict as error:
+            raise InvalidInput(f"{folder}: its {METADATA} is refused: {error}") from error
+        except OSError as error:
+            raise Unavailable(f"{folder}: {METADATA} cannot be read: {error}") from error
+        self._tensors = {
+            stored: entry
+            for stored, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        paths = {
+            stored: tuple(map(str, (self._metadata.planner_data or {}).get(stored, (stored,))))
+            for stored in self._tensors
+        }
+        self._names = _weights_under(key, paths, folder)
+        """Names of the model by those in the checkpoint."""
+
+    def headers(self) -> list[TensorHeader]:
+        """Return name, stored type and shape of every tensor."""
+        return [
+            TensorHeader(name, self._tensors[stored].properties.dtype, tuple(self._tensors[stored].size))
+            for stored, name in self._names.items()
+        ]
+
+    def read(self, take: Chunk) -> None:
+        """Call `take` with every stored chunk once. Raises Unavailable."""
+        with as_error(Unavailable, f"checkpoint {self._folder} cannot be read"):
+            load_collectively(
+                {},
+                storage_reader=state_reader(self._folder, self._metadata),
+                planner=_ChunkPlanner(self._names, self._tensors, take),
+                no_dist=True,
+            )
+
+
+class _ChunkPlanner(LoadPlanner):
+    """Planner that reads whole chunks and passes each on as soon as it is there."""
+
+    def __init__(
+        self, names: Mapping[str, str], tensors: Mapping[str, TensorStorageMetadata], take: Chunk
+    ) -> None:
+        self._names, self._tensors, self._take = names, tensors, take
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(
+            [
+                self._item(stored, index, chunk)
+                for stored in self._names
+                for index, chunk in enumerate(self._tensors[stored].chunks)
+            ]
+        )
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("no objects are planned")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        stored = self._tensors[read_item.storage_index.fqn]
+        return torch.empty(read_item.lengths, dtype=stored.properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._take(self._names[read_item.storage_index.fqn], tuple(read_item.dest_offsets), tensor)
+
+    @staticmethod
+    def _item(stored: str, index: int, chunk: ChunkStorageMetadata) -> ReadItem:
+        return ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(stored, chunk.offsets, index),
+            dest_offsets=chunk.offsets,
+            storage_index=MetadataIndex(stored, chunk.offsets, index),
+            storage_offsets=torch.Size([0] * len(chunk.sizes)),
+            lengths=chunk.sizes,
+        )
+
+
+def _weights_under(key: str | None, paths: Mapping[str, tuple[str, ...]], folder: Folder) -> dict[str, str]:
+    """Return the names of the weights by those in the checkpoint. `paths` are the keys of each tensor in the state dict."""
+    wanted = KEY if key is None else key
+    found = {
+        stored: unwrapped(".".join(path[1:]))
+        for stored, path in paths.items()
+        if path[0] == wanted and path[1:]
+    }
+    if not found and key is None:
+        found = {stored: unwrapped(stored) for stored, path in paths.items() if len(path) == 1}
+    if not found:
+        keys = sorted({path[0] for path in paths.values()})
+        raise InvalidInput(
+            f"{folder} has no weights under {wanted!r}; name with --key the entry of the state dict that has them. It has "
+            f"{', '.join(keys[:KEYS_SHOWN]) or 'no tensors'}{' …' if len(keys) > KEYS_SHOWN else ''}"
+        )
+    return found

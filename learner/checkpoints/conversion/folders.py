@@ -1,0 +1,181 @@
+"""`paceline convert`: a model folder becomes a checkpoint of torch.distributed.checkpoint, the other way round, or a model
+folder with other weights.
+
+Promise: names, layouts and, without another type or an adapter, bits of the weights stay; the result appears whole or not
+at all; peak memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from learner.checkpoints.conversion.dcp import DcpCheckpoint, write_dcp
+from learner.checkpoints.conversion.weights import ModelWeights
+from learner.checkpoints.export_folder import written_beside
+from learner.checkpoints.export_manifest import write_export_manifest
+from learner.checkpoints.metadata import METADATA
+from learner.checkpoints.model_folder import empty_model, stored_tensors
+from learner.checkpoints.safetensors_writer import MAX_FILE_BYTES, SafetensorsWriter, TensorHeader
+from learner.checkpoints.verification import Location
+from learner.model.weight_files import INDEX, WeightFiles, find_weight_files
+from paceline.errors import InvalidInput
+from paceline.files.model_source import WEIGHT_SUFFIXES, model_source
+from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
+from paceline.files.storage import Folder, is_url
+
+CONFIG = "config.json"
+NOT_COPIED = {INDEX, EXPORT_MANIFEST, CHECKPOINT_MANIFEST, METADATA}
+NAMES_SHOWN = 3
+
+
+def is_dcp(source: Location) -> bool:
+    """Return whether a folder or URL holds a checkpoint of torch.distributed.checkpoint."""
+    return Folder(source).exists(METADATA)
+
+
+def to_dcp(
+    source: str, destination: Location, *, dtype: torch.dtype | None = None, adapter: Path | None = None
+) -> None:
+    """Write the weights of a model folder as a checkpoint, with its config and tokenizer beside.
+
+    `dtype` None keeps the types; a LoRA adapter in peft's folder is merged. Raises Conflict when `destination` exists,
+    InvalidInput for damaged or foreign files, Unreadable.
+    """
+    with _weight_files(source) as files, written_beside(destination) as partial:
+        write_dcp(partial, ModelWeights(files, dtype, adapter))
+        _copy_other_files(Path(model_source(source, "SOURCE")), partial, dtype)
+
+
+def to_folder(
+    source: str,
+    destination: Location,
+    *,
+    dtype: torch.dtype | None = None,
+    adapter: Path | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write a model folder again, with other weights. Raises as `to_dcp`."""
+    with _weight_files(source) as files, written_beside(destination) as partial:
+        weights = ModelWeights(files, dtype, adapter)
+        headers = weights.headers()
+        with SafetensorsWriter(partial, headers, max_file_bytes) as writer:
+            for header in headers:
+                for begin, end in weights.blocks(header):
+                    first = begin * math.prod(header.shape[1:])
+                    writer.write(header.name, first, weights.read(header.name, begin, end))
+            writer.finish()
+        _copy_other_files(Path(model_source(source, "SOURCE")), partial, dtype)
+        write_export_manifest(partial)
+
+
+def from_dcp(
+    checkpoint: Location,
+    destination: Location,
+    *,
+    config: str | None = None,
+    key: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write the weights of a checkpoint as a model folder whose config and tokenizer are those of the model `config`, by
+    default those in the checkpoint's folder.
+
+    `key` is the entry of the state dict that has the weights (None: `model`, or all). Raises Conflict when `destination`
+    exists, InvalidInput when the weights are not those of the model that the config describes, Unavailable.
+    """
+    folder = Folder(checkpoint)
+    stored = DcpCheckpoint(folder, key)
+    if config is None and not folder.exists(CONFIG):
+        raise InvalidInput(
+            f"{folder} has no {CONFIG} beside its weights; name with --config the model folder that training began from"
+        )
+    described = Path(model_source(config or str(folder), "--config"))
+    headers = [
+        TensorHeader(header.name, _converted(header.dtype, dtype), header.shape)
+        for header in stored.headers()
+    ]
+    _check_names(headers, described, folder)
+    with written_beside(destination) as partial:
+        with SafetensorsWriter(partial, headers, max_file_bytes) as writer:
+            shapes = {header.name: header.shape for header in headers}
+
+            def take(name: str, offsets: tuple[int, ...], values: Tensor) -> None:
+                _write_box(writer, name, shapes[name], offsets, values.to(_converted(values.dtype, dtype)))
+
+            stored.read(take)
+            writer.finish()
+        _copy_other_files(described, partial, dtype)
+        write_export_manifest(partial)
+
+
+def _weight_files(source: str) -> WeightFiles:
+    if not is_url(source) and not Path(source).is_dir():
+        raise InvalidInput(f"SOURCE {source!r} is no folder; fetch a hub's model with `hf download` first")
+    files = find_weight_files(source, model_source(source, "SOURCE"), "SOURCE")
+    if files is None:
+        raise InvalidInput(
+            f"SOURCE {source!r} has no safetensors files; save it with transformers' save_pretrained first"
+        )
+    return files
+
+
+def _converted(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and stored.is_floating_point else stored
+
+
+def _write_box(
+    writer: SafetensorsWriter, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], values: Tensor
+) -> None:
+    """Write a part of a tensor that may be divided along any axis: the longest contiguous runs of it."""
+    axes = len(shape)
+    whole = next((axis for axis in range(axes) if tuple(values.shape[axis + 1 :]) == shape[axis + 1 :]), axes)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(axes)]
+    for index in itertools.product(*(range(size) for size in values.shape[:whole])):
+        at = [*index, *[0] * (axes - whole)]
+        first = sum((o + i) * stride for o, i, stride in zip(offsets, at, strides, strict=True))
+        writer.write(name, first, values[index])
+
+
+def _check_names(headers: list[TensorHeader], described: Path, checkpoint: Folder) -> None:
+    """Raise InvalidInput where the files of the model that the config describes have tensors that these are not."""
+    config = json.loads((described / CONFIG).read_bytes())
+    scoring = any("SequenceClassification" in name for name in config.get("architectures") or ())
+    expected = stored_tensors(empty_model(str(described), scoring))
+    shapes = {header.name: header.shape for header in headers}
+    wrong = [f"{name} is missing" for name in expected if name not in shapes]
+    wrong += [
+        f"{name} has shape {shapes[name]}, not {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in shapes and shapes[name] != tuple(tensor.shape)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
+        raise InvalidInput(
+            f"{checkpoint}: its weights are not those of the model in {described}: {'; '.join(wrong[:NAMES_SHOWN])}{more}. "
+            "A run's checkpoint is exported with `paceline export RUN`; of others name the model with --config, and with "
+            "--key the entry that has the weights"
+        )
+
+
+def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    """Copy all files but weights; in the config, name the new type."""
+    for file in sorted(source.iterdir()):
+        if (
+            file.is_file()
+            and file.suffix not in {*WEIGHT_SUFFIXES, ".distcp"}
+            and file.name not in NOT_COPIED
+        ):
+            shutil.copyfile(file, folder / file.name)
+    if dtype is not None:
+        path = folder / CONFIG
+        config = json.loads(path.read_bytes())
+        named = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
+        config |= dict.fromkeys(named, str(dtype).removeprefix("torch."))
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,39 @@
+"""Quantizing the linear layers of a model folder by torchao, in the form that transformers loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from typing import Any, Literal
+
+from learner.checkpoints.export_folder import written_beside
+from learner.checkpoints.export_manifest import write_export_manifest
+from learner.checkpoints.model_folder import copy_tokenizer
+from learner.checkpoints.verification import Location
+from paceline.errors import InvalidInput
+from paceline.files.model_source import model_source
+
+
+def quantize_folder(source: str, destination: Location, kind: Literal["int8", "float8"]) -> None:
+    """Write the model of a folder with the weights of its linear layers, but for the LM head, in eight bits.
+
+    The weights have a scale for each output; activations keep their type. The whole model is in memory. Raises InvalidInput
+    without torchao, Conflict when `destination` exists.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise InvalidInput("--quantize needs torchao: pip install 'paceline[quantize]'")
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    config = Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(
+        model_source(source, "SOURCE", weights=True), dtype="auto", quantization_config=TorchAoConfig(config)
+    )
+    with written_beside(destination) as partial:
+        model.save_pretrained(partial)
+        for file in partial.glob("*.safetensors"):
+            # safetensors lets nobody but the owner read its files; a server of another user is to read these.
+            shutil.copymode(partial / "config.json", file)
+        copy_tokenizer(source, partial, required=False)
+        write_export_manifest(partial)

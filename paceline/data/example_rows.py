@@ -1,0 +1,239 @@
+"""Rows of supervised and preference data sets: their meaning, and the error for a row that has none.
+
+Forms that are read, by algorithm:
+
+    sft              prompt, completion; or whole conversations (data.messages_key, or `messages`); or text that trains as a
+                     whole (`text`)
+    dpo, orpo, rm    prompt, chosen, rejected (one, or a list of several), and for rm an optional margin;
+                     chosen and rejected without a prompt: the common beginning of both is the prompt;
+                     context, completions: [{rank, completion}, …], as NeMo RL has it: the lowest rank is chosen;
+                     two completions and a number that says which is better (data.preference_key)
+    kto              prompt, completion, label; or pairs, of which each is a good and a bad completion
+
+A completion is text, or the messages that follow the prompt. Promise: whatever `read_*` accepts can be tokenised, short
+of a chat template that refuses it; everything else is a DataError that says what to change, and names the format where another
+algorithm reads it (`paceline.data.formats`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from paceline.data.column_names import conversation_key, has_text, with_keys_of_row
+from paceline.data.messages import are_messages, plain
+from paceline.data.row_checks import check_columns, check_prompt, check_text
+from paceline.data.tokens import with_system_prompt
+from paceline.errors import DataError
+from paceline.spec import DataSection
+
+
+class Demonstration(NamedTuple):
+    """A prompt and the completion that `sft` imitates."""
+
+    prompt: Any
+    """Text or messages; of a whole conversation all but the last message; None where the whole text trains."""
+    completion: Any
+    """Text, or the messages that follow."""
+
+
+class Preference(NamedTuple):
+    """One prompt with a better completion and at least one worse."""
+
+    prompt: Any
+    chosen: Any
+    rejected: tuple[Any, ...]
+    margin: float
+    """Margin of the chosen completion in units of the reward; 0 by default."""
+
+
+class LabeledCompletion(NamedTuple):
+    """One completion, good or bad."""
+
+    prompt: Any
+    completion: Any
+    desirable: bool
+
+
+def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
+    """Raises DataError."""
+    if (key := conversation_key(row, data)) is not None:
+        messages: Any = row.get(key)
+        if not are_messages(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise DataError(
+                f"column {key!r} has to be at least two chat messages, the last by the assistant, not "
+                f"{messages!r:.80}; correct or remove the row"
+            )
+        check_text(messages, key)
+        if data.system_prompt is not None and messages[0]["role"] == "system":
+            raise DataError(
+                "data.system_prompt is set, but the conversation has a system message; keep one of them"
+            )
+        return Demonstration(with_system_prompt(messages[:-1], data), plain(messages[-1:]))
+    if has_text(row, data):
+        return Demonstration(None, _whole_text(row, data))
+    data = with_keys_of_row(row, data)
+    check_prompt(row, data.prompt_key)
+    check_columns(row, (data.completion_key,))
+    completion = _completion(row[data.completion_key], data.completion_key)
+    return Demonstration(as_prompt(row[data.prompt_key], (completion,), data), completion)
+
+
+def _whole_text(row: dict[str, Any], data: DataSection) -> str:
+    """Return the text of a row without a prompt. Raises DataError."""
+    text = row["text"]
+    if not isinstance(text, str) or not text:
+        raise DataError(
+            f"column 'text' has to be text that is not empty, not {text!r:.80}; correct or remove the row"
+        )
+    if data.system_prompt is not None:
+        raise DataError("data.system_prompt is set, but column 'text' is no chat; remove data.system_prompt")
+    return text
+
+
+def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
+    """Raises DataError."""
+    if "completions" in row and data.chosen_key not in row:
+        return _ranked(row, data)
+    check_columns(row, data.pair_keys)
+    chosen, rejected = row[data.chosen_key], row[data.rejected_key]
+    if preference_of(row, data) > 0:
+        chosen, rejected = rejected, chosen
+    several = rejected if isinstance(rejected, list) and not are_messages(rejected) else [rejected]
+    if not several:
+        raise DataError(
+            f"column {data.rejected_key!r} is an empty list; give it at least one completion, or remove the row"
+        )
+    margin = row.get(data.margin_key, 0.0)
+    margin = 0.0 if margin is None else margin
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(
+            f"column {data.margin_key!r} has to be a finite number, not {margin!r:.80}; correct it, or name another column in "
+            "data.margin_key"
+        )
+    if data.prompt_key not in row:
+        prompt, chosen, several = _split_conversations(chosen, several, data)
+    else:
+        check_prompt(row, data.prompt_key)
+        prompt = row[data.prompt_key]
+    return _preference(prompt, chosen, several, float(margin), data, (data.chosen_key, data.rejected_key))
+
+
+def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
+    """Return the number of `data.preference_key`: below 0 where the completion of `chosen_key` is the better one, 0 where
+    neither is; -1 without that key. Raises DataError."""
+    if data.preference_key is None:
+        return -1.0
+    value = row.get(data.preference_key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(
+            f"column {data.preference_key!r} has to be a finite number, below 0 where {data.chosen_key!r} is better and above 0 "
+            f"where {data.rejected_key!r} is, not {value!r:.80}; correct it, or name another column in data.preference_key"
+        )
+    return float(value)
+
+
+def read_labeled_completion(row: dict[str, Any], data: DataSection) -> LabeledCompletion:
+    """Raises DataError."""
+    check_prompt(row, data.prompt_key)
+    check_columns(row, (data.completion_key,))
+    label = row.get(data.label_key)
+    if not isinstance(label, bool) and label not in (0, 1):
+        raise DataError(
+            f"column {data.label_key!r} has to be true or false, not {label!r:.80}; name the column in data.label_key"
+        )
+    completion = _completion(row[data.completion_key], data.completion_key)
+    return LabeledCompletion(as_prompt(row[data.prompt_key], (completion,), data), completion, bool(label))
+
+
+def _ranked(row: dict[str, Any], data: DataSection) -> Preference:
+    """`context` and `completions` with ranks, 0 the best."""
+    ranked = row["completions"]
+    fits = isinstance(ranked, list) and all(
+        isinstance(item, dict) and isinstance(item.get("rank"), int) and item.get("completion")
+        for item in ranked
+    )
+    if not fits or len(ranked) < 2:
+        raise DataError(
+            f"column 'completions' has to be at least two objects with rank and completion, not {ranked!r:.80}; "
+            "correct or remove the row"
+        )
+    ordered = sorted(ranked, key=lambda item: int(item["rank"]))
+    best = [item for item in ordered if item["rank"] == ordered[0]["rank"]]
+    if len(best) > 1:
+        raise DataError(
+            f"{len(best)} completions have the best rank {best[0]['rank']}; exactly one can be the chosen one; "
+            "correct the ranks, or remove the row"
+        )
+    key = "context" if "context" in row else data.prompt_key
+    check_prompt(row, key)
+    rejected = [item["completion"] for item in ordered[1:]]
+    return _preference(row[key], best[0]["completion"], rejected, 0.0, data, ("completions", "completions"))
+
+
+def _preference(
+    prompt: Any, chosen: Any, rejected: list[Any], margin: float, data: DataSection, keys: tuple[str, str]
+) -> Preference:
+    chosen = _completion(chosen, keys[0])
+    worse = tuple(_completion(completion, keys[1]) for completion in rejected)
+    if chosen in worse:
+        raise DataError(
+            f"the chosen completion is also rejected ({chosen!r:.60}); a pair without a difference teaches nothing, "
+            "remove it"
+        )
+    return Preference(as_prompt(prompt, (chosen, *worse), data), chosen, worse, margin)
+
+
+def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) -> tuple[Any, Any, list[Any]]:
+    """Prompt and completions of whole conversations or texts: their common beginning is the prompt."""
+    whole = [chosen, *rejected]
+    if all(isinstance(text, str) for text in whole):
+        return _split_texts(whole, data)
+    if not all(are_messages(conversation) for conversation in whole):
+        raise DataError(
+            f"there is no column {data.prompt_key!r}, so {data.chosen_key!r} and {data.rejected_key!r} have to be whole "
+            "conversations (lists of messages); name the prompt in data.prompt_key"
+        )
+    for conversation, key in zip(whole, (data.chosen_key, *[data.rejected_key] * len(rejected)), strict=True):
+        check_text(conversation, key)
+    common = 0
+    for turn in zip(*whole, strict=False):
+        if any(message != turn[0] for message in turn):
+            break
+        common += 1
+    if common == 0 or any(len(conversation) == common for conversation in whole):
+        raise DataError(
+            f"{data.chosen_key!r} and {data.rejected_key!r} have to begin with the same messages and then to "
+            "differ; correct or remove the row"
+        )
+    return chosen[:common], chosen[common:], [conversation[common:] for conversation in rejected]
+
+
+def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[str]]:
+    """Return the common beginning of texts, without a space at its end, and what follows: as TRL splits them."""
+    first, last = min(whole), max(whole)  # what these two share, all share
+    common = sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    )
+    prompt = first[:common].removesuffix(" ")
+    rests = [text[len(prompt) :] for text in whole]
+    if not prompt or not all(rests):
+        raise DataError(
+            f"there is no column {data.prompt_key!r}, and the texts of {data.chosen_key!r} and {data.rejected_key!r} have no "
+            "common beginning after which both go on; name the prompt in data.prompt_key"
+        )
+    return prompt, rests[0], rests[1:]
+
+
+def as_prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> Any:
+    """Return the prompt with the system prompt; as messages where any completion is messages."""
+    if isinstance(prompt, str) and any(not isinstance(completion, str) for completion in completions):
+        prompt = [{"role": "user", "content": prompt}]
+    return with_system_prompt(prompt, data)
+
+
+def _completion(value: Any, key: str) -> Any:
+    check_text(value, key)
+    return plain(value)

@@ -1,0 +1,129 @@
+"""Formats of data sets, by the columns of a row: those of TRL, of NeMo RL, and traces.
+
+A format has a style: *standard* where its texts are texts, *conversational* where they are chat messages. Promise: a
+format is named as it is read, so what a person is told about a data set and what is trained agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from paceline.data.column_names import conversation_key, has_text, with_keys_of_row
+from paceline.data.row_prompts import is_made
+from paceline.data.traces.rows import format_of, is_trace
+from paceline.spec import DataSection
+
+Kind = Literal[
+    "language modeling", "prompt-only", "prompt-completion", "preference", "ranked completions",
+    "unpaired preference", "stepwise supervision", "traces",
+]  # fmt: skip
+FORMS = {
+    "demonstration": ("language modeling", "prompt-completion"),
+    "preference": ("preference", "ranked completions"),
+    "labeled_completion": ("unpaired preference", "preference"),
+    "traces": ("traces",),
+}
+"""Kinds that can be read, by the form of an algorithm's examples."""
+READERS = {
+    "language modeling": "sft reads it",
+    "prompt-only": "algorithms that sample read it, such as grpo",
+    "prompt-completion": "sft reads it",
+    "preference": "dpo, orpo, rm and kto read it",
+    "ranked completions": "dpo, orpo and rm read it",
+    "unpaired preference": "kto reads it",
+    "stepwise supervision": "no algorithm reads it: write a row for each prompt and its completion, with one label (kto)",
+    "traces": "offline_grpo reads them",
+}
+"""Algorithms that read a kind, or what to do where none does."""
+
+
+class Format(NamedTuple):
+    """A data set's format."""
+
+    kind: Kind
+    name: str
+    """Name for people, with the library that has it."""
+    conversational: bool | None = None
+    """False: standard; None where the format has one style only."""
+    tools: bool = False
+    """Whether rows have definitions of tools for the chat template."""
+    note: str = ""
+    """How the rows are converted; empty where they are read as they are."""
+
+    def __str__(self) -> str:
+        styles = {None: "", False: ", standard", True: ", conversational"}
+        tools = ", with tools" if self.tools else ""
+        return f"{self.name}{styles[self.conversational]}{tools}" + (f" ({self.note})" if self.note else "")
+
+
+def format_of_row(row: Mapping[str, Any], data: DataSection) -> Format | None:
+    """Return the format of a row with the columns that `data` names; None for one that is not known."""
+    has_tools = bool(row.get("tools"))
+
+    def of(kind: Kind, name: str, key: str, note: str = "") -> Format:
+        conversational = not isinstance(row.get(key), str)
+        return Format(kind, name, conversational, has_tools and conversational, note)
+
+    prompt, completion = data.prompt_key, data.completion_key
+    if is_trace(row, prompt, completion):
+        return Format("traces", f"traces ({format_of(row)})")
+    if "completions" in row and data.chosen_key not in row:
+        if prompt in row and "labels" in row:
+            return Format("stepwise supervision", "TRL's stepwise supervision")
+        return Format("ranked completions", "NeMo RL's ranked completions")
+    if data.chosen_key in row and data.rejected_key in row:
+        if data.preference_key in row:
+            name = f"pairs, of which {data.preference_key!r} says the better completion"
+            return of("preference", name, data.chosen_key)
+        if prompt in row:
+            return of("preference", "TRL's preference, explicit prompt", data.chosen_key)
+        note = "the common beginning of both completions is the prompt"
+        return of("preference", "TRL's preference, implicit prompt", data.chosen_key, note)
+    if prompt in row and completion in row:
+        if data.label_key in row:
+            return of("unpaired preference", "TRL's unpaired preference", completion)
+        return of("prompt-completion", "TRL's prompt-completion", completion)
+    if (messages := conversation_key(row, data)) is not None:
+        name = "TRL's language modeling" if messages == "messages" else "conversations"
+        return of("language modeling", name, messages)
+    if has_text(row, data):
+        return Format("language modeling", "TRL's language modeling", False, note="every token trains")
+    if prompt in row:
+        return of("prompt-only", "TRL's prompt-only", prompt)
+    return None
+
+
+def explain_form(row: Mapping[str, Any], data: DataSection, form: str, algorithm: str) -> str:
+    """Return a sentence on a row whose format an algorithm does not read; empty where it does, or the format is unknown."""
+    found = format_of_row(row, data)
+    if found is None or found.kind in FORMS.get(form, ()):
+        return ""
+    return (
+        f"the columns {', '.join(map(repr, sorted(row)))} are {found.name.split(' (')[0]}, which {algorithm} does not read; "
+        f"{READERS[found.kind]}"
+    )
+
+
+def describe(row: Mapping[str, Any], data: DataSection, form: str | None) -> str:
+    """Return the format of a data set for people, by its first row; `form` is that of the algorithm's examples, None for one
+    that samples."""
+    if form is None and is_made(data):
+        named = "data.prompt_template" if data.prompt_template is not None else "data.choices"
+        return f"prompts by {named}, of rows with the columns {', '.join(sorted(row))}"
+    if not data.prompt_key:
+        return (
+            f"rows without prompts, which the environment gives; columns: {', '.join(sorted(row)) or 'none'}"
+        )
+    keys = with_keys_of_row(row, data)
+    found = format_of_row(row, keys)
+    if found is None:
+        return f"columns of no known format: {', '.join(sorted(row))}"
+    text = str(found)
+    if keys is not data:
+        text = text.replace("TRL's prompt-completion", "NeMo RL's prompt-response (input, output)")
+    if form == "labeled_completion" and found.kind == "preference":
+        text += "; each pair is two examples, the chosen completion a good one and the rejected one a bad one"
+    if form is None and found.kind != "prompt-only":
+        text += f"; {keys.prompt_key!r} is sampled from, the other columns go to the reward functions"
+    return text

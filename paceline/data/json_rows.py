@@ -1,0 +1,189 @@
+"""Rows of JSON files: one object on each line, or one array of objects.
+
+Lines are indexed by their offsets and read when they are asked for, so that memory holds sixteen bytes a row. An array is
+copied to lines first, and is read as a whole for that. Files that were encrypted with this process' storage key are read too.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from paceline.data.spooled_rows import SpooledRows
+from paceline.encryption.encrypted_file import WrongKey, open_data
+from paceline.encryption.storage_key import storage_key
+from paceline.errors import DataError, Unreadable
+from paceline.files.line_file import LineReader
+
+MAX_ARRAY_MB = 256
+"""Size of a JSON array."""
+Check = Callable[[dict[str, Any]], None]
+
+
+def open_json(path: Path, check: Check | None = None) -> JsonLines | SpooledRows:
+    """Return the rows of a JSON file. Raises DataError with the line, and the column of broken JSON; OSError."""
+    with LineReader(path, storage_key()) as file:
+        first = next((line.lstrip()[:1] for _, _, line in file if line.strip()), b"")
+    return _array(path, check) if first == b"[" and path.suffix == ".json" else JsonLines(path, check)
+
+
+class JsonLines:
+    """A JSONL file by line offsets; every line is checked once when it is opened. The file stays open, so that its rows stay
+    what they were when somebody puts another one in its place.
+    """
+
+    def __init__(self, path: Path, check: Check | None = None):
+        self._path = path
+        self._digest = xxhash.xxh3_64()
+        self.columns: tuple[str, ...] = ()
+        self._file = LineReader(path, storage_key())
+        offsets, ends = self._index(check)
+        self._offsets, self._ends = np.array(offsets, np.int64), np.array(ends, np.int64)
+        self.fingerprint = f"{len(self._offsets)} rows, XXH3 {self._digest.hexdigest()}"
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Raises Unreadable when the file was changed in its place since it was opened, or its disk cannot be read."""
+        start, end = int(self._offsets[index]), int(self._ends[index])
+        try:
+            row = json.loads(self._file.read(start, end))
+        except (OSError, ValueError, WrongKey) as error:
+            raise self._changed(index, str(error)) from None
+        if not isinstance(row, dict):
+            raise self._changed(index, f"{type(row).__name__} instead of an object with columns")
+        return row
+
+    def _changed(self, index: int, what: str) -> Unreadable:
+        return Unreadable(
+            f"row {index} of {self._path} is not what it was when the file was opened ({what}); put the file back as it was"
+        )
+
+    def _index(self, check: Check | None) -> tuple[array[int], array[int]]:
+        """Return the offsets at which each row begins and ends."""
+        offsets, ends, keys, path = (
+            array("q"),
+            array("q"),
+            None,
+            self._path,
+        )  # eight bytes each, unlike a list
+        for number, (start, end, line) in enumerate(self._file, start=1):
+            self._digest.update(line)
+            if line.strip():
+                row = parse_line(path, number, line)
+                keys = keys or row.keys()
+                if missing := keys - row.keys():
+                    raise DataError(f"{path}, line {number}: {_no_column(sorted(missing)[0])}")
+                if check:
+                    try:
+                        check(row)
+                    except DataError as error:
+                        raise DataError(f"{path}, line {number}: {error}") from None
+                offsets.append(start)
+                ends.append(end)
+        self.columns = tuple(keys or ())
+        return offsets, ends
+
+
+def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """Return the object of line `number` of a file. Raises DataError."""
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise DataError(
+            f"{path}, line {number}: nested too deeply: {line[:60]!r}; fix or remove it"
+        ) from None
+    except ValueError as error:
+        at = ""
+        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            at = f", column {(error.pos if isinstance(error, json.JSONDecodeError) else error.start) + 1}"
+        why = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise DataError(
+            f"{path}, line {number}{at}: not valid JSON ({why}): {line[:60]!r}; fix or remove it"
+        ) from None
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{path}, line {number}: {type(row).__name__} instead of an object with columns; correct or remove it"
+        )
+    return row
+
+
+def _array(path: Path, check: Check | None) -> SpooledRows:
+    """Return the objects of an array. Raises DataError with the line at which a faulty one begins."""
+    if (size_mb := path.stat().st_size / (1 << 20)) > MAX_ARRAY_MB:
+        raise DataError(
+            f"{path} is one JSON array of {size_mb:.0f} MB, which has to be read as a whole; write one object on each line "
+            f"(.jsonl), or keep it below {MAX_ARRAY_MB} MB"
+        )
+    rows, text = SpooledRows(path), _utf8(path)
+    for number, line, row in _objects(path, text):
+        where = f"{path}, line {line} (row {number})"
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: {type(row).__name__} instead of an object with columns; correct it")
+        rows.columns = rows.columns or tuple(row)
+        if missing := sorted(set(rows.columns) - row.keys()):
+            raise DataError(f"{where}: {_no_column(missing[0])}")
+        if check:
+            try:
+                check(row)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from None
+        rows.add(row)
+    return rows.finished()
+
+
+def _objects(path: Path, text: str) -> Iterator[tuple[int, int, Any]]:
+    """Yield the number, the line and the value of each element of an array."""
+    decoder, at, line, number = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    counted = 0
+    while True:
+        at = _after_space(text, at)
+        if text[at : at + 1] == "]" and number == 0:
+            break
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            row, at = decoder.raw_decode(text, at)
+            after = _after_space(text, at)
+            if text[after : after + 1] not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, after)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{path}, line {error.lineno}, column {error.colno}: not valid JSON ({error.msg}): "
+                f"{text[error.pos : error.pos + 60]!r}; fix or remove it"
+            ) from None
+        yield number, line, row
+        number, at = number + 1, after + 1
+        if text[after] == "]":
+            break
+
+
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _utf8(path: Path) -> str:
+    """Return the text of a file. Raises DataError with the line of a byte that is no UTF-8."""
+    with open_data(path) as file:
+        content = file.read()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+
+
+def _no_column(name: str) -> str:
+    return f"no column {name!r}, which earlier rows have; give every row the same columns"

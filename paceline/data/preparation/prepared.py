@@ -1,0 +1,183 @@
+"""The data of a spec after its preparation (`data.preparation`): files in a folder of this machine.
+
+Promise: the user's function runs in a process of this machine, where the spec is submitted, and every row that is left out is
+counted with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.data.examples import check_example
+from paceline.data.exchanges import exchange_of
+from paceline.data.joined_rows import counted
+from paceline.data.preparation.filters import Filter
+from paceline.data.preparation.processor import Processor
+from paceline.data.preparation.spec_filters import Attempts, filters_of
+from paceline.data.row_checks import row_check
+from paceline.data.rows import Rows, open_source
+from paceline.errors import DataError
+from paceline.files.whole_file import written_whole
+from paceline.spec import RunSpec
+from paceline.spec.sections.data import distinct_names
+
+BY_FUNCTION = "by the function"
+Row = dict[str, Any]
+
+
+@dataclass
+class PreparedSet:
+    """One of the spec's data sets, prepared."""
+
+    paths: list[Path] = field(default_factory=list)
+    """A file for each entry of a list, in its order."""
+    rows: int = 0
+    """Rows that stayed."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Rows that were left out, by reason."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The data sets of a spec that its preparation changes, by the field that names them."""
+
+    sets: dict[str, PreparedSet]
+    report: Path | None = None
+    """A file with `lines`."""
+
+    @property
+    def files(self) -> dict[str, list[Path]]:
+        """The files that travel with the run, by field."""
+        report = {} if self.report is None else {"data.preparation": [self.report]}
+        return {name: each.paths for name, each in self.sets.items()} | report
+
+    def spec(self, spec: RunSpec) -> RunSpec:
+        """Return the spec with the prepared files in place of its data sets."""
+        train, validation = (
+            [str(path) for path in self.sets.get(name, PreparedSet()).paths]
+            for name in ("data.train", "data.validation")
+        )
+        return spec.model_copy(update={"data": spec.data.with_prepared(train, validation)})
+
+    @property
+    def lines(self) -> list[str]:
+        """Sentences on the rows of each data set, for people."""
+        return [
+            f"{name}: {each.rows:,} rows after data.preparation; left out: {counted(+each.left_out)}"
+            for name, each in self.sets.items()
+        ]
+
+
+@contextmanager
+def prepared_data(
+    spec: RunSpec, attempts_of: Attempts, *, validation_alone: bool = False
+) -> Iterator[Prepared]:
+    """Prepare the data of a spec in a folder that stays as long as the context. Of a spec without preparation nothing is read.
+
+    Raises InvalidInput for a function that cannot be loaded, or a filter that lacks what it compares with; DataError for a
+    function that fails, a row that the algorithm cannot read, or a data set of which no row is left; Unreadable.
+    """
+    section = spec.data.preparation
+    with tempfile.TemporaryDirectory(prefix="paceline-prepared-") as folder:
+        sets: dict[str, PreparedSet] = {}
+        if section.function is not None and spec.data.validation is not None:
+            sets["data.validation"] = _run(lambda: _prepare(spec, Path(folder), (), validation=True))
+        if section.is_used and not validation_alone:
+            filters = filters_of(spec, Prepared(sets).spec(spec), attempts_of)
+            sets["data.train"] = _run(lambda: _prepare(spec, Path(folder), filters))
+        report = Path(folder, "report.txt")
+        report.write_text("\n".join(Prepared(sets).lines))
+        yield Prepared(sets, report if sets else None)
+
+
+def _run(prepare: Callable[[], Any]) -> PreparedSet:
+    """Run a preparation to its end, also below a running event loop, as that of a notebook."""
+
+    async def work() -> PreparedSet:
+        found: PreparedSet = await prepare()
+        return found
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(work())).result()
+
+
+async def _prepare(
+    spec: RunSpec, folder: Path, filters: Sequence[Filter], *, validation: bool = False
+) -> PreparedSet:
+    source, found = spec.data.source(validation=validation), PreparedSet()
+    names = spec.data.names(validation=validation)
+    for index, (name, stem) in enumerate(zip(names, distinct_names(names), strict=True)):
+        # A folder for each file, so that its stem, which names a source in metrics, stays what it was.
+        name_of_file = re.sub(r"[^\w.-]+", "_", stem)
+        path = folder / source.field.removeprefix("data.") / f"{index:04d}" / f"{name_of_file}.jsonl"
+        path.parent.mkdir(parents=True)
+        rows = open_source(source._replace(name=name))
+        number = await _write(rows, path, spec, filters, found.left_out, f"{source.field}: {name!r}")
+        found.paths.append(path)
+        found.rows += number
+    return found
+
+
+async def _write(
+    rows: Rows, path: Path, spec: RunSpec, filters: Sequence[Filter], left_out: Counter[str], where: str
+) -> int:
+    """Write the rows that stay, and count the others; return the number of those that stay."""
+    has_tools = spec.prompts_have_tools
+    check = row_check(spec.data, has_tools=has_tools) if spec.examples is None else check_example(spec)
+    section, before, written = spec.data.preparation, Counter(left_out), 0
+    # The generator is closed here: later, at the end of the loop, its process would be left behind.
+    async with aclosing(_processed(rows, section.function, section.timeout_s)) as processed:
+        with written_whole(path) as partial, partial.open("w", encoding="utf-8") as file:
+            async for index, made in processed:
+                left_out[BY_FUNCTION] += not made
+                for row in made:
+                    try:
+                        check(row)
+                        reason = _reason(row, spec, filters)
+                    except DataError as error:
+                        raise DataError(f"{where}, row {index}: {error}") from None
+                    if reason:
+                        left_out[reason] += 1
+                        continue
+                    file.write(json.dumps(row, default=str) + "\n")
+                    written += 1
+            if not written:
+                raise DataError(
+                    f"{where}: data.preparation leaves no row; left out: {counted(left_out - before)}"
+                )
+    return written
+
+
+def _reason(row: Row, spec: RunSpec, filters: Sequence[Filter]) -> str:
+    """Return why a row is left out; empty for one that stays. A text that trains as a whole is compared as a prompt is."""
+    if not filters:
+        return ""
+    prompt, completion, _ = exchange_of(row, spec)
+    compared = completion if prompt is None else prompt
+    return next((reason for each in filters if (reason := each(compared, row))), "")
+
+
+async def _processed(
+    rows: Rows, function: str | None, timeout_s: float
+) -> AsyncGenerator[tuple[int, list[Row]], None]:
+    if function is None:
+        for index in range(len(rows)):
+            yield index, [rows[index]]
+        return
+    async with Processor(function, timeout_s) as processor:
+        async for index, made in processor.process(rows):
+            yield index, made

@@ -1,0 +1,142 @@
+"""Prompts of a data set in a seeded order without end.
+
+Promise: given (seed, cursor) the draw is always the same, which is what a restart relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.data.column_names import with_keys_of_row
+from paceline.data.files import names_files
+from paceline.data.formats import describe
+from paceline.data.joined_rows import sizes_of
+from paceline.data.messages import TOOLS_KEY
+from paceline.data.order import Draws, Epochs, Mixture, Order
+from paceline.data.row_checks import check_prepared, row_check
+from paceline.data.row_prompts import columns_of, prompt_of
+from paceline.data.rows import Rows, open_source
+from paceline.data.streamed_rows import StreamedRows
+from paceline.data.table_rows import open_stream
+from paceline.data.tokens import with_system_prompt
+from paceline.errors import DataError, Unreadable
+from paceline.spec import DataSection
+
+
+class PromptSource:
+    """Prompts in a seeded order without end: `draw(cursor)` gives the prompt and the other columns."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        data: DataSection,
+        seed: int,
+        *,
+        shuffle: bool,
+        validation: bool = False,
+        has_tools: bool = False,
+    ) -> None:
+        self.has_tools = has_tools and TOOLS_KEY in rows.columns
+        """Whether the chat template gets the tools of a row."""
+        self._rows = rows
+        self._data = with_keys_of_row(dict.fromkeys(rows.columns), data)
+        self._names = data.source_names(validation=validation) if data.source_key else ()
+        weights = None if validation else data.train_weights
+        self._order = _order(rows, weights, seed, shuffle=shuffle)
+
+    def __len__(self) -> int:
+        """Return the number of rows; 0 for a stream, whose rows are not counted."""
+        return len(self._rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the rows at the time they were opened."""
+        return self._rows.fingerprint
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns besides the prompt, which reward functions get."""
+        own = columns_of(self._rows.columns, self._data)
+        return own if self._added is None else (*own, self._added)
+
+    @property
+    def format(self) -> str:
+        """The data set's format, for people."""
+        return describe(self._rows[0], self._data, None)
+
+    def index(self, cursor: int) -> int:
+        """Row that the `cursor`-th draw takes."""
+        return self._order.index(cursor)
+
+    def rows(self, num_draws: int) -> list[int]:
+        """Return the rows that the first draws take, ascending, each once."""
+        return self._order.rows(num_draws)
+
+    def draw(self, cursor: int) -> tuple[Any, dict[str, Any]]:
+        """Prompt (text or messages) and columns of the `cursor`-th draw. Raises Unreadable when the row cannot be read now."""
+        row = self._rows[self.index(cursor)]
+        try:
+            prompt, columns = prompt_of(row, self._data)
+        except DataError as error:  # every row was checked when the data set was opened
+            raise Unreadable(
+                f"row {self.index(cursor)} of the data set has changed: {error}; put it back as it was"
+            ) from None
+        if self._added is not None:
+            columns[self._added] = self._names[self._order.part(cursor)]
+        return with_system_prompt(prompt, self._data), columns
+
+    @property
+    def _added(self) -> str | None:
+        """The column of the source's name, where the rows have none."""
+        key = self._data.source_key
+        return key if self._names and key not in self._rows.columns else None
+
+
+def open_prompts(
+    data: DataSection, seed: int, *, validation: bool = False, has_tools: bool = True
+) -> PromptSource:
+    """Return the training (or validation) prompts; with `has_tools` the chat template gets the tools of a row. Raises DataError:
+    empty, malformed row, no prompt column; Unreadable: not there."""
+    rows: Rows
+    if data.streaming and not validation:
+        check_prepared(data)
+        rows = open_streamed(data, seed, row_check(data, has_tools=has_tools))
+    else:
+        rows = prompt_rows(data, validation=validation, has_tools=has_tools)
+    shuffle = data.shuffle and not validation
+    return PromptSource(rows, data, seed, shuffle=shuffle, validation=validation, has_tools=has_tools)
+
+
+def prompt_rows(data: DataSection, *, validation: bool = False, has_tools: bool = True) -> Rows:
+    """Return the rows of the training (or validation) data, each of which has a usable prompt. Raises as `open_prompts`."""
+    check_prepared(data)
+    return open_source(data.source(validation=validation), row_check(data, has_tools=has_tools))
+
+
+def open_streamed(data: DataSection, seed: int, check: Callable[[dict[str, Any]], object]) -> StreamedRows:
+    """Return the training data as a stream, whose first block is read and checked. Raises DataError, Unreadable."""
+    source = data.source()
+    name = source.name
+    if not isinstance(name, str) or names_files(name):
+        raise DataError(
+            f"data.streaming is true, but data.train is {name!r:.80}: files are read row by row anyway; remove data.streaming, or "
+            "name one data set on the hub or a folder of files"
+        )
+    return StreamedRows(
+        name,
+        lambda: open_stream(name, source.split, source.field, source.config),
+        check,
+        seed,
+        block_rows=data.streaming_block_rows,
+        shuffle=data.shuffle,
+    )
+
+
+def _order(rows: Rows, weights: Sequence[float] | None, seed: int, *, shuffle: bool) -> Order:
+    if isinstance(rows, StreamedRows):
+        return Draws()
+    sizes = sizes_of(rows)
+    if weights is None or len(weights) == 1:
+        return Epochs(sizes, seed, shuffle=shuffle)
+    return Mixture(sizes, weights, seed, shuffle=shuffle)

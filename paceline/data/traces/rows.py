@@ -1,0 +1,184 @@
+"""Rows of traces: recorded completions with rewards.
+
+Forms that are read:
+
+    own export     prompt_ids, token_ids, logprobs and final_reward, as `paceline traces export` writes them: the behaviour
+                   policy is the recorded one
+    text           prompt, completion and a reward: the behaviour policy is taken to be the starting policy
+    TRL            the Parquet files of its completions: step, prompt, completion, a column for each reward function, and
+                   advantage; the reward is the sum over the functions
+    verifiers      prompt and completion as messages, reward and example_id, as its `results.jsonl` has them
+
+Records of other forms become such rows first (`paceline.data.traces.conversion`). Promise: a completion is the model's alone;
+one with messages of a tool or a user in between is refused, because they would train.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.data.messages import plain, tools_of
+from paceline.data.row_checks import check_columns, check_prompt, check_text
+from paceline.errors import DataError
+from paceline.groups import FloatArray, IntArray
+
+REWARD_KEY = "final_reward"
+TRL_COLUMNS = frozenset({"step", "prompt", "completion", "advantage"})
+"""Columns of TRL's completions that are no reward functions."""
+VERIFIERS_COLUMNS = frozenset({"example_id", "prompt", "completion", "reward"})
+"""Columns of each line of verifiers' `results.jsonl`."""
+TOKEN_COLUMNS = ("prompt_ids", "token_ids", "logprobs")
+
+
+class TraceTokens(NamedTuple):
+    """Tokens of a trace, with the log-probabilities under the policy that sampled them."""
+
+    prompt_ids: IntArray
+    token_ids: IntArray
+    logprobs: FloatArray
+
+
+class Trace(NamedTuple):
+    """One recorded completion."""
+
+    prompt: Any
+    """Text or chat messages."""
+    completion: Any
+    """Text, or messages that follow the prompt."""
+    reward: float | None
+    """None where the row has none: nothing judged the completion."""
+    tokens: TraceTokens | None
+    """None for a text row."""
+    tools: list[Any] | None = None
+    """Definitions of tools that the chat template gets with the prompt of a text row."""
+
+
+class TraceKeys(NamedTuple):
+    """Columns of a trace."""
+
+    prompt: str = "prompt"
+    completion: str = "completion"
+    rewards: tuple[str, ...] = ()
+    """Columns whose sum is the reward; empty: `final_reward`, the reward functions of TRL's completions, or verifiers' `reward`."""
+
+
+def read_trace(row: Mapping[str, Any], keys: TraceKeys) -> Trace:
+    """Return the trace of a row. Raises DataError with the column, the value and a remedy."""
+    check_prompt(dict(row), keys.prompt)
+    reward = _reward(row, keys)
+    tokens = _tokens(row)
+    if tokens is None:
+        check_columns(dict(row), (keys.completion,))
+        check_text(row[keys.completion], keys.completion)
+    prompt, completion = row[keys.prompt], row.get(keys.completion, "")
+    if tokens is None:
+        _check_authors(completion, keys.completion)
+    if not isinstance(prompt, str) and isinstance(completion, str) and tokens is None:
+        completion = [{"role": "assistant", "content": completion}]
+    return Trace(plain(prompt), plain(completion), reward, tokens, None if tokens else tools_of(row))
+
+
+def format_of(row: Mapping[str, Any]) -> str:
+    """Return the name of a trace row's format, for people."""
+    if all(row.get(name) is not None for name in TOKEN_COLUMNS):
+        return "own export"
+    if REWARD_KEY in row:
+        return "text"
+    if row.keys() >= TRL_COLUMNS:
+        return "TRL completions"
+    return "verifiers" if row.keys() >= VERIFIERS_COLUMNS else "text"
+
+
+def is_trace(row: Mapping[str, Any], prompt_key: str, completion_key: str) -> bool:
+    """Return whether a row has the columns of a trace whose reward needs no name."""
+    if prompt_key not in row or not (completion_key in row or row.keys() >= set(TOKEN_COLUMNS)):
+        return False
+    return REWARD_KEY in row or row.keys() >= TRL_COLUMNS or row.keys() >= VERIFIERS_COLUMNS
+
+
+def _check_authors(completion: Any, key: str) -> None:
+    """Raises DataError for messages of others than the assistant in a completion."""
+    for index, message in enumerate(completion if isinstance(completion, list) else ()):
+        if message["role"] != "assistant":
+            raise DataError(
+                f"column {key!r} has a message {index} of the {message['role']}, which the model did not write; give a row "
+                "to each answer of the assistant, with the messages before it as its prompt, or remove the row"
+            )
+
+
+def prompt_digest(prompt: Any) -> bytes:
+    """Return 16 bytes that identify a prompt, text or messages."""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _reward(row: Mapping[str, Any], keys: TraceKeys) -> float | None:
+    """Return the reward of a row; None where it has none. Raises DataError."""
+    names = keys.rewards or _reward_columns(row)
+    if not names:
+        raise DataError(
+            f"no column {REWARD_KEY!r} among {sorted(row)}; name the columns of the reward in offline_grpo.reward_keys"
+        )
+    total, known = 0.0, False
+    for name in names:
+        if name not in row:
+            raise DataError(f"no column {name!r} among {sorted(row)}; correct offline_grpo.reward_keys")
+        value = row[name]
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            continue
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise DataError(
+                f"column {name!r} has to be a finite number, not {value!r:.80}; correct the row or remove it"
+            )
+        total, known = total + float(value), True
+    return total if known else None
+
+
+def _reward_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns of the reward: of TRL's completions those of its functions, which hold numbers; none where the row
+    has no reward that is known by its name."""
+    if REWARD_KEY in row:
+        return (REWARD_KEY,)
+    if not row.keys() >= TRL_COLUMNS:
+        return ("reward",) if row.keys() >= VERIFIERS_COLUMNS else ()
+    return tuple(
+        name for name, value in row.items() if name not in TRL_COLUMNS and isinstance(value, int | float)
+    )
+
+
+def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
+    """Return the recorded tokens; None for a text row. Raises DataError where they cannot belong together."""
+    if any(row.get(name) is None for name in TOKEN_COLUMNS):
+        return None
+    if row.get("messages") is not None:
+        raise DataError(
+            "column 'messages' is that of an episode, whose rows have several prompts; export a run without an environment"
+        )
+    try:
+        prompt_ids, token_ids = (np.asarray(row[name], np.int32) for name in TOKEN_COLUMNS[:2])
+        logprobs = np.asarray(row["logprobs"], np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"columns {', '.join(TOKEN_COLUMNS)} have to be lists of numbers ({error}); write the export as JSONL or Parquet"
+        ) from None
+    if (
+        prompt_ids.ndim != 1
+        or not len(prompt_ids)
+        or token_ids.ndim != 1
+        or token_ids.shape != logprobs.shape
+    ):
+        raise DataError(
+            f"column 'token_ids' has {token_ids.size} tokens and 'logprobs' {logprobs.size} values for a prompt of "
+            f"{prompt_ids.size}; each token needs one log-probability and a prompt before it"
+        )
+    if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
+        raise DataError(
+            "column 'logprobs' has a value that is no log-probability (finite, at most 0); export the run again"
+        )
+    return TraceTokens(prompt_ids, token_ids, logprobs)

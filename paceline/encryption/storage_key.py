@@ -1,0 +1,82 @@
+"""The key that a deployment's files are encrypted with: 32 random bytes, given as 64 hexadecimal digits.
+
+Every use gets a key of its own, derived with HKDF-SHA-256 (RFC 5869), so that the given key encrypts nothing by itself.
+The key's name tells two keys apart and says nothing about their bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from paceline.errors import InvalidInput
+
+FILE_VARIABLE = "PACELINE_STORAGE_KEY_FILE"
+KEY_VARIABLE = "PACELINE_STORAGE_KEY"
+KEY_BYTES = 32
+NAME_BYTES = 8
+MAX_FILE_BYTES = 4096
+REMEDY = "it has to be 64 hexadecimal digits, such as `openssl rand -hex 32` prints"
+
+
+class StorageKey:
+    """One key. Its `repr` shows the name alone."""
+
+    def __init__(self, secret: bytes):
+        """`secret` has 32 bytes. Raises InvalidInput for another number."""
+        if len(secret) != KEY_BYTES:
+            raise InvalidInput(f"a storage key has {len(secret)} bytes; {REMEDY}")
+        self._secret = secret
+        self.name = self.derive("name")[:NAME_BYTES]
+        """8 bytes that tell this key from others."""
+
+    def __repr__(self) -> str:
+        return f"StorageKey({self.name.hex()})"
+
+    def derive(self, purpose: str, salt: bytes = b"") -> bytes:
+        """Return 32 bytes for one purpose and salt."""
+        info = f"paceline storage {purpose}".encode()
+        return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt or None, info=info).derive(self._secret)
+
+
+def storage_key(environment: Mapping[str, str] | None = None) -> StorageKey | None:
+    """Return the key that PACELINE_STORAGE_KEY_FILE or PACELINE_STORAGE_KEY gives, or None when neither is set. A file is read once
+    in a process.
+
+    Raises InvalidInput for both at once, a file that cannot be read, and a text that is no key.
+    """
+    variables = os.environ if environment is None else environment
+    path, text = variables.get(FILE_VARIABLE, ""), variables.get(KEY_VARIABLE, "")
+    if path and text:
+        raise InvalidInput(f"{FILE_VARIABLE} and {KEY_VARIABLE} are both set; unset one of them")
+    if path:
+        return _key_of_file(path)
+    return _parsed(text, KEY_VARIABLE) if text else None
+
+
+@functools.lru_cache(maxsize=8)
+def _key_of_file(path: str) -> StorageKey:
+    return _parsed(_file_text(Path(path)), f"{FILE_VARIABLE}: {path!r}")
+
+
+def _file_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_FILE_BYTES).decode("ascii", errors="replace")
+    except OSError as error:
+        raise InvalidInput(
+            f"{FILE_VARIABLE}: {str(path)!r} cannot be read ({error.strerror}); name a file that has the storage key"
+        ) from None
+
+
+def _parsed(text: str, where: str) -> StorageKey:
+    text = text.strip()
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        raise InvalidInput(f"{where} holds {len(text)} characters that are no storage key; {REMEDY}")
+    return StorageKey(bytes.fromhex(text))

@@ -1,0 +1,1 @@
+"""Registered models: their names, evidence, statement, signature and folder; see docs/registry.md."""

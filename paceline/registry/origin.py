@@ -1,0 +1,63 @@
+"""The run that exported model files, as the files' own manifest says it.
+
+Promise: the manifest is one of the exported files, so a registered folder's statement and signature cover what it says. Folders that
+were exported by an earlier version, were converted or come from elsewhere have no origin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from paceline.errors import Conflict, DataError
+from paceline.files.names import EXPORT_MANIFEST
+from paceline.files.storage import Folder
+
+
+class Origin(BaseModel):
+    """Where exported weights come from; `run` in the manifest."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+    run_id: str
+    session: int
+    """Session of the learner that trained the last step."""
+    step: int
+    """Steps that were trained."""
+    chain: str
+    """Chain of the run's batches until then; empty for a run on examples."""
+    spec_sha256: str
+    """Of the resolved spec's YAML text."""
+
+
+class _Manifest(BaseModel):
+    run: Origin | None = None
+
+
+def origin_of(export: Folder) -> Origin | None:
+    """Return the origin that an exported folder names; None where it names none. Raises DataError for a damaged manifest."""
+    if not export.exists(EXPORT_MANIFEST):
+        return None
+    try:
+        manifest = _Manifest.model_validate_json(export.read(EXPORT_MANIFEST))
+    except ValidationError as error:
+        raise DataError(
+            f"{export}: {EXPORT_MANIFEST} does not say which run exported the files ({error.errors()[0]['msg']}); export them again"
+        ) from None
+    return manifest.run
+
+
+def check_origin(origin: Origin, run_id: str, step: int, chain: str, specs: Collection[str]) -> None:
+    """Raise Conflict unless the files come from this run after `step` steps, with `chain` and a spec whose digest is among `specs`."""
+    expected = {"run_id": run_id, "step": step, "chain": chain}
+    for field, value in expected.items():
+        if (named := getattr(origin, field)) != value:
+            raise Conflict(
+                f"the exported files say {field} {named!r} ({EXPORT_MANIFEST}), and the records of run {run_id} say {value!r}; name "
+                "the run and step that exported them, or export the model again"
+            )
+    if origin.spec_sha256 not in specs:
+        raise Conflict(
+            f"the exported files name a spec with the SHA-256 {origin.spec_sha256} ({EXPORT_MANIFEST}), and that of run {run_id} is "
+            "another one; export the model again"
+        )

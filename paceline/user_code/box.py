@@ -1,0 +1,159 @@
+"""The box around a process of user code, from within: which processes it may touch, and which files it may not.
+
+Promises, from Linux 6.12 on (Landlock ABI 6), for the process and all that it starts, root included: it reads no environment, memory or
+descriptor of a process outside, sends no signal there, and connects to no abstract socket there. Root has there what it needs for
+files and users, and no other capability (`OF_FILES_AND_USERS`). Hidden files it can neither read
+nor change, kept ones it cannot change; `paceline.user_code.surroundings` names them.
+
+Landlock knows what is allowed and nothing else, so a folder with something hidden in it is opened entry by entry: what is made
+directly in such a folder later is closed too, and an error says so (`why_refused`). Secrets in folders of their own avoid that. This
+module imports little, because each process of user code imports it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.errors import Unavailable
+from paceline.host.capabilities import keep_capabilities
+from paceline.host.landlock import (
+    ALL_FILE_RIGHTS,
+    READ_DIR,
+    READ_FILE,
+    SCOPES_ABI,
+    landlock_abi,
+    restrict,
+)
+
+NAMED_FOLDERS = 3
+"""The most that a sentence names."""
+
+
+def why_no_isolation() -> str:
+    """Return why this kernel cannot keep the promise of `--require-isolation`; empty where it can."""
+    abi = landlock_abi()
+    if abi >= SCOPES_ABI:
+        return ""
+    found = f"Landlock ABI {abi}" if abi else "no Landlock"
+    return f"this kernel has {found}, and ABI {SCOPES_ABI} is needed (Linux 6.12, with landlock in its list of security modules)"
+
+
+@dataclass(frozen=True)
+class Box:
+    """Files of one process of user code: resolved paths. Without hidden ones all files are open."""
+
+    hidden: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+    """Folders within hidden ones that it may read."""
+    kept: tuple[str, ...] = ()
+    """Folders that it may read and not change, but for what is hidden in them. They count only beside hidden ones."""
+
+    @classmethod
+    def read(cls, text: str) -> Box:
+        """Return the box of which `text` is the `text()`."""
+        values = json.loads(text)
+        return cls(tuple(values["hidden"]), tuple(values["shown"]), tuple(values["kept"]))
+
+    def text(self) -> str:
+        """Return this box as the argument of a process."""
+        return json.dumps(asdict(self))
+
+    def close(self) -> None:
+        """Put this process into the box, for good. Raises Unavailable where files have to be hidden and cannot be."""
+        if why := why_no_isolation():
+            if self.hidden:
+                raise Unavailable(f"user code has to be isolated, but {why}")
+            return
+        keep_capabilities()
+        if not self.hidden:
+            restrict()
+            return
+        readable = [*self.shown, *kept_paths(self.kept, self.hidden)]
+        rules = [("/", READ_DIR), *((path, READ_FILE | READ_DIR) for path in readable)]
+        opened = open_paths((*self.hidden, *self.kept))
+        restrict(ALL_FILE_RIGHTS, [*rules, *((path, ALL_FILE_RIGHTS) for path in opened)])
+        global _entered
+        _entered = self
+
+    def closed_folders(self) -> list[str]:
+        """Return the folders that are opened entry by entry: user code can make nothing directly in them."""
+        if not self.hidden:
+            return []
+        return sorted({str(folder) for path in (*self.hidden, *self.kept) for folder in Path(path).parents})
+
+    def sentence(self, path: str = "") -> str:
+        """Return the sentence for a person whose code was refused a file, empty where this box is not the reason. Without a `path`, for
+        one that is not known, it names the folders in which this user could make files outside the box."""
+        closed = self.closed_folders()
+        if path:
+            name = os.path.join(os.path.realpath(os.path.dirname(path) or "."), os.path.basename(path))
+            for folders, what in (
+                (self.shown, "is read-only for user code: write into TMPDIR or another folder"),
+                (self.kept, "is read-only for user code, because this worker loads code from it"),
+                (self.hidden, "is hidden from user code"),
+            ):
+                if found := [each for each in folders if Path(name).is_relative_to(each)]:
+                    return f"on this worker {found[0]} {what} (docs/security.md)"
+            closed = [each for each in closed if each == os.path.dirname(name)]
+        else:
+            writable = [each for each in closed if os.access(each, os.W_OK)]
+            closed = sorted(writable, key=lambda each: -each.count("/"))[:NAMED_FOLDERS]
+        if not closed:
+            return ""
+        return (
+            f"this worker hides its secrets from user code, which therefore cannot make files directly in {', '.join(closed)}: use "
+            "TMPDIR or a folder that was there when the process began, or a worker with --no-isolation (docs/security.md)"
+        )
+
+
+_entered = Box()
+"""The box of this process."""
+
+
+def why_refused(error: BaseException) -> str:
+    """Return `; ` and the sentence for an error of user code in this process if its box may be the cause; else an empty text."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EXDEV):
+            paths = [
+                os.fsdecode(path)
+                for path in (cause.filename, cause.filename2)
+                if isinstance(path, str | bytes)
+            ]
+            if sentence := next(filter(None, map(_entered.sentence, paths)), ""):
+                return f"; {sentence}"
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def open_paths(hidden: Iterable[str]) -> Iterator[str]:
+    """Yield paths below which everything is but what is `hidden`: the entries beside each hidden path and beside its parents."""
+    return _beside({Path(path) for path in hidden})
+
+
+def kept_paths(kept: Iterable[str], hidden: Iterable[str]) -> Iterator[str]:
+    """Yield paths below which everything is that is `kept` and not `hidden`. What is kept within something hidden is not hidden."""
+    closed = {Path(path) for path in hidden}
+    for folder in map(Path, kept):
+        inside = {path for path in closed if path.is_relative_to(folder)}
+        if inside:
+            yield from _beside(inside, folder)
+        else:
+            yield str(folder)
+
+
+def _beside(closed: set[Path], top: Path = Path("/")) -> Iterator[str]:
+    parents = {parent for path in closed for parent in path.parents if parent.is_relative_to(top)}
+    for folder in parents - {inner for inner in parents if closed & {inner, *inner.parents}}:
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue  # it is not there, or this user cannot read it anyway
+        yield from (str(folder / name) for name in names if folder / name not in closed | parents)

@@ -1,0 +1,192 @@
+"""What a process of user code gets from its service: environment variables, a folder for temporary files, and the box with what is
+hidden from it.
+
+By `isolation()`, hidden are:
+
+OPEN      nothing
+SECRETS   the token or the coordinator's directory, the certificates, the storage key's file, and the bundles of other runs; workers beyond
+          loopback choose it where the kernel can (`services.common.secret_hiding`)
+REQUIRED  these and `CREDENTIALS`; a service does not start where that cannot be kept
+
+With SECRETS and REQUIRED, what Python loads when the next such process starts, before its box, is read-only (`loaded_code`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import shutil
+import site
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.bundle.cache import KIND
+from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
+from paceline.files.names import LEDGER_NAME
+from paceline.tls.folder import VARIABLE as TLS_VARIABLE
+from paceline.token import token_path
+from paceline.user_code.box import Box
+from paceline.user_code.variables import passed_variables
+
+VARIABLE = "PACELINE_REQUIRE_ISOLATION"
+ANSWERS_VARIABLE = "PACELINE_ANSWER_CACHE_MB"
+TEMPORARY_PREFIX = "paceline-user-code-"
+ROOT = str(Path(__file__).resolve().parents[2])
+"""Folder with the packages of this project."""
+CREDENTIALS = (
+    "~/.ssh",
+    "~/.aws",
+    "~/.kube",
+    "~/.netrc",
+    "~/.config/gcloud",
+    "~/.docker/config.json",
+    "~/.cache/huggingface/token",
+    "~/.cache/huggingface/stored_tokens",
+    "/var/run/secrets",
+)
+"""Where other programs keep their users' credentials."""
+
+
+class Isolation(enum.Enum):
+    """What is hidden from user code of this process; the value is that of the variable."""
+
+    OPEN = "0"
+    SECRETS = "secrets"
+    REQUIRED = "1"
+
+
+def isolation() -> Isolation:
+    """Return what the variable says; OPEN without it."""
+    match os.environ.get(VARIABLE, ""):
+        case "1" | "true" | "yes":
+            return Isolation.REQUIRED
+        case Isolation.SECRETS.value:
+            return Isolation.SECRETS
+        case _:
+            return Isolation.OPEN
+
+
+def isolation_is_required() -> bool:
+    """Return whether this process may run user code only in a box with hidden files."""
+    return isolation() is Isolation.REQUIRED
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one process of user code gets."""
+
+    environment: dict[str, str]
+    box: Box
+    temporary: str = ""
+    """Its own folder for temporary files; empty where that of the user is open to it."""
+
+    def remove(self) -> None:
+        """Remove the temporary files, after the end of the process. Blocks."""
+        if self.temporary:
+            try:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+            except RecursionError:  # folders as deep as user code likes; they are left
+                return
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Those of the user code of one run."""
+
+    code: tuple[str, ...] = ()
+    """Paths of its files; their bundle is shown to it."""
+    variables: tuple[str, ...] = ()
+    """Names of environment variables that its spec names."""
+    may_mount: bool = False
+    """It is this project's own code, whose sandbox for programs may need mounts. A box with hidden files refuses them, so it gets one
+    only where isolation is required."""
+
+    def place(self) -> Place:
+        """Make what a process of this code gets. Raises OSError where there is no room for temporary files."""
+        box, variables = self.box(), self.environment()
+        closed = box.closed_folders()
+        if not closed:
+            return Place(variables, box)
+        for folder in _caches():
+            if str(folder.parent.resolve()) in closed:
+                with contextlib.suppress(OSError):  # a home that is not this user's
+                    folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.gettempdir()).resolve()
+        if str(folder) not in closed:
+            return Place(variables, box)
+        temporary = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder)
+        return Place({**variables, "TMPDIR": temporary}, box, temporary)
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of its processes. With a storage key, which they do not get, judges keep no answers in files."""
+        variables = passed_variables(self.variables)
+        if any(os.environ.get(name) for name in (FILE_VARIABLE, KEY_VARIABLE)):
+            variables[ANSWERS_VARIABLE] = "0"
+        return variables
+
+    def box(self) -> Box:
+        """Return the box of its processes."""
+        chosen = isolation()
+        if chosen is Isolation.OPEN or (self.may_mount and chosen is Isolation.SECRETS):
+            return Box()
+        bundles = bundles_folder()
+        inside = [Path(path).resolve() for path in self.code if path]
+        own = {path.relative_to(bundles).parts[0] for path in inside if path.is_relative_to(bundles)}
+        hidden = [*secret_paths(), bundles]
+        if chosen is Isolation.REQUIRED:
+            hidden += [path for path in _credentials() if path.exists()]
+        shown = [bundles / name for name in sorted(own)]
+        return Box(tuple(map(str, hidden)), tuple(map(str, shown)), tuple(map(str, loaded_code(hidden))))
+
+
+def secret_paths() -> Iterator[Path]:
+    """Yield this project's own secrets on this host: the token or the coordinator's directory, the certificates, the storage key."""
+    token = token_path().resolve()
+    yield token.parent if (token.parent / LEDGER_NAME).exists() else token
+    for variable in (TLS_VARIABLE, FILE_VARIABLE):
+        if path := os.environ.get(variable):
+            yield Path(path).resolve()
+
+
+def bundles_folder() -> Path:
+    """Return the folder of unpacked bundles of all runs."""
+    return KIND.of_user("bundles").folder.resolve()
+
+
+def _credentials() -> Iterator[Path]:
+    if home := os.environ.get("HF_HOME"):
+        yield from (Path(home, name).resolve() for name in ("token", "stored_tokens"))
+    yield from (Path(path).expanduser().resolve() for path in CREDENTIALS)
+
+
+def _caches() -> Iterator[Path]:
+    """Yield folders that libraries and built-in functions make at their first use, which they cannot do in a closed folder."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    yield Path(os.environ.get("HF_HOME") or caches / "huggingface")
+    yield Path(os.environ.get("TORCH_HOME") or caches / "torch")
+    yield Path(os.environ.get("PACELINE_ANSWER_CACHE") or caches / "paceline" / "answers")
+
+
+def loaded_code(hidden: Iterable[Path]) -> list[Path]:
+    """Return the folders from which the next process loads code before it is in its box, but those that this user can neither write nor
+    replace. Could user code write there, its text would read secrets in the next process. One within a `hidden` folder is
+    returned in any case, so that it is read there."""
+    packages = [os.path.join(ROOT, name) for name in ("paceline", "protos", "reward", "environment")]
+    paths = sysconfig.get_paths()
+    libraries = [paths[name] for name in ("stdlib", "purelib", "platlib")]
+    own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    variables = ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH")
+    named = [path for name in variables for path in os.environ.get(name, "").split(os.pathsep)]
+    known = {Path(path).resolve() for path in (sys.prefix, *libraries, *packages, *own)}
+    known |= {Path(path).resolve() for path in named if os.path.isabs(path)}
+    closed = set(hidden)
+    return sorted(path for path in known if closed & set(path.parents) or _may_change(path))
+
+
+def _may_change(path: Path) -> bool:
+    return any(os.access(folder, os.W_OK) for folder in (path, *path.parents))

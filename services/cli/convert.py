@@ -1,0 +1,116 @@
+"""`paceline convert SOURCE DESTINATION`: weights between model folders and checkpoints of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from services.common.options import json_option, print_json
+
+
+@click.command()
+@click.argument("source", metavar="FOLDER|URL")
+@click.argument("destination", metavar="FOLDER|URL")
+@click.option(
+    "--to",
+    type=click.Choice(["folder", "dcp"]),
+    default="folder",
+    show_default=True,
+    help="A Hugging Face model folder, or a checkpoint of torch.distributed.checkpoint.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Type of the weights; default the source's.",
+)
+@click.option(
+    "--adapter",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder of a LoRA adapter, as peft saves it, to merge into the model.",
+)
+@click.option(
+    "--quantize",
+    type=click.Choice(["int8", "float8"]),
+    help="Quantize the weights of linear layers by torchao, from 16-bit or 32-bit ones.",
+)
+@click.option(
+    "--config",
+    metavar="FOLDER|URL",
+    help="Of a checkpoint: model folder with its config.json and tokenizer; default those in the checkpoint's folder.",
+)
+@click.option(
+    "--key",
+    help="Of a checkpoint: entry of the state dict that has the weights; default model, or the whole state dict.",
+)
+@json_option
+def convert(
+    source: str,
+    destination: str,
+    to: str,
+    dtype: str | None,
+    adapter: Path | None,
+    quantize: Literal["int8", "float8"] | None,
+    config: str | None,
+    key: str | None,
+    as_json: bool,
+) -> None:
+    """Write the weights of a model folder as a checkpoint of torch.distributed.checkpoint (--to dcp), those of such a
+    checkpoint as a model folder, or a model folder with another type, an adapter merged or quantized weights.
+
+    Without --dtype, --adapter and --quantize every bit of the weights stays. Peak memory does not grow with the model, but
+    for --quantize, which loads it.
+    """
+    import torch
+
+    from learner.checkpoints.conversion import folders
+    from paceline.host.freed_memory import return_large_tensors
+
+    return_large_tensors()  # else blocks of several sizes leave holes in the heap
+    wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
+    of_dcp = folders.is_dcp(source)
+    _check_options(of_dcp, to, dtype, adapter, quantize, config, key)
+    options: dict[str, Any] = {"dtype": wanted}
+    if of_dcp:
+        folders.from_dcp(source, destination, config=config, key=key, **options)
+    elif to == "dcp":
+        folders.to_dcp(source, destination, adapter=adapter, **options)
+    elif quantize:
+        from learner.checkpoints.conversion.quantized import quantize_folder
+
+        quantize_folder(source, destination, quantize)
+    else:
+        folders.to_folder(source, destination, adapter=adapter, **options)
+    if as_json:
+        print_json({"source": source, "path": destination, "to": to})
+    else:
+        click.echo(f"{destination}: the weights of {source}")
+
+
+def _check_options(
+    of_dcp: bool,
+    to: str,
+    dtype: str | None,
+    adapter: Path | None,
+    quantize: str | None,
+    config: str | None,
+    key: str | None,
+) -> None:
+    """Raise click.UsageError for options that do not go together."""
+    if of_dcp and to == "dcp":
+        raise click.UsageError(
+            "SOURCE is such a checkpoint already; leave --to dcp out to make a model folder of it"
+        )
+    if of_dcp and (adapter or quantize):
+        raise click.UsageError(
+            "--adapter and --quantize take a model folder; make one of the checkpoint first, then convert that"
+        )
+    if not of_dcp and (config or key):
+        raise click.UsageError("--config and --key are for a checkpoint, and SOURCE is none")
+    if quantize and (to == "dcp" or adapter or dtype):
+        raise click.UsageError(
+            "--quantize stands alone; convert first, then quantize the model folder that results"
+        )
+    if not of_dcp and to == "folder" and not (dtype or adapter or quantize):
+        raise click.UsageError("nothing to convert: name --to dcp, --dtype, --adapter or --quantize")

@@ -1,0 +1,94 @@
+"""`paceline audit verify|show`: the audit log of the coordinator whose directory this is. They need no coordinator."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.errors import LedgerFault, NotFound
+from paceline.files.names import AUDIT_NAME, LEDGER_NAME
+from services.cli import render
+from services.cli.recorded.opening import opened_ledger
+from services.common.options import directory_option, json_option, print_json
+
+COLUMNS = ("record", "time", "who", "from", "what", "about", "result", "why")
+
+
+@click.group()
+def audit() -> None:
+    """Show or verify who changed something and who was refused, on the coordinator's host."""
+
+
+@audit.command()
+@directory_option
+@json_option
+def verify(directory: Path, as_json: bool) -> None:
+    """Verify the chain of the audit log, with the ledger and the manifests of checkpoints; exit status 1 if a record was changed
+    or is missing."""
+    from services.coordinator.audit_log import verification
+
+    with opened_ledger(directory / LEDGER_NAME) as opened:
+        report = verification.verify(opened)
+    if as_json:
+        print_json({"problems": report.problems, "facts": report.facts})
+    else:
+        click.echo(render.verify_text("audit log", report.problems, report.facts))
+    if report.problems:
+        raise click.exceptions.Exit(1)
+
+
+@audit.command()
+@click.option(
+    "--last", type=click.IntRange(min=1), default=50, show_default=True, help="Newest records to show."
+)
+@click.option("--all", "shows_all", is_flag=True, help="All records, from the oldest.")
+@directory_option
+@json_option
+def show(last: int, shows_all: bool, directory: Path, as_json: bool) -> None:
+    """Show the newest records, oldest first; `at MEMBER` names the worker that reported a refusal of its own ports. With --json one
+    JSON object a line, with all fields."""
+    from services.coordinator.audit_log.verification import records
+
+    folder = directory / AUDIT_NAME
+    if not folder.is_dir():
+        raise NotFound(f"no audit log at {folder}; name the coordinator's --directory")
+    newest: deque[Mapping[str, Any]] = deque(maxlen=None if shows_all else last)
+    damage = ""
+    try:
+        for record in records(folder):
+            if shows_all and as_json:  # a gigabyte need not fit into memory
+                print_json(record.fields)
+            else:
+                newest.append(record.fields)
+    except ValueError as fault:
+        damage = str(fault)
+    if not as_json:
+        render.print_table(COLUMNS, [_row(fields) for fields in newest], empty="no records")
+    elif not shows_all:
+        for fields in newest:
+            print_json(fields)
+    if damage:
+        raise LedgerFault(f"a record of {folder} was changed: {damage}; `paceline audit verify` names it")
+
+
+def _row(fields: Mapping[str, Any]) -> list[str]:
+    count, why = fields.get("count", 1), fields.get("why", "")
+    result = f"{fields['result']} ×{count}" if count > 1 else str(fields["result"])
+    why = why.partition("; ")[0]  # without the remedy, which was for the caller
+    who = " ".join(
+        each for each in (fields.get("who", ""), _in_brackets(fields.get("certificate", ""))) if each
+    )
+    subject, address = fields.get("subject", ""), fields.get("address", "")
+    what = str(fields["what"]).removeprefix("paceline.v1.")
+    if member := fields.get("reported_by", ""):
+        what = f"{what} at {member}"
+    time = str(fields["time"])[:19]
+    return [str(fields["sequence"]), time, who, address, what, subject, result, why]
+
+
+def _in_brackets(certificate: str) -> str:
+    return f"({certificate})" if certificate else ""

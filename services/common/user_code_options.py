@@ -1,0 +1,64 @@
+"""The options of services that run user code: `--require-isolation`, `--no-isolation` and `--pass-env`. Without either of the first two
+`services.common.secret_hiding` chooses."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from paceline.user_code.box import why_no_isolation
+from paceline.user_code.surroundings import VARIABLE, Isolation
+from paceline.user_code.variables import PASSED_VARIABLE
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+def _require(_context: click.Context, option: click.Parameter, is_required: bool | None) -> None:
+    """Set the choice in the environment, so that child processes have it too. Raises click.UsageError."""
+    if is_required is None:
+        return
+    if is_required and (why := why_no_isolation()):
+        raise click.UsageError(
+            f"{option.opts[0]} cannot be kept here: {why}; docs/security.md says what it needs"
+        )
+    os.environ[VARIABLE] = (Isolation.REQUIRED if is_required else Isolation.OPEN).value
+
+
+def _pass(_context: click.Context, option: click.Parameter, names: tuple[str, ...]) -> None:
+    """Add the names to those in the environment. Raises click.BadParameter."""
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise click.BadParameter(f"{name!r} is not the name of a variable; write {option.opts[0]} NAME")
+    if names:
+        os.environ[PASSED_VARIABLE] = ",".join(filter(None, [os.environ.get(PASSED_VARIABLE, ""), *names]))
+
+
+_require_option = click.option(
+    "--require-isolation/--no-isolation",
+    default=None,
+    envvar=VARIABLE,
+    callback=_require,
+    expose_value=False,
+    help="Run user code of bundles only, and only where secrets and other programs' credentials can be hidden from it (Linux 6.12); also "
+    f"{VARIABLE}=1. Or hide nothing; also {VARIABLE}=0. Default: where coordinator and worker are on loopback nothing is hidden; else the "
+    "token, the certificates and other runs' bundles, if the kernel can.",
+)
+_pass_option = click.option(
+    "--pass-env",
+    multiple=True,
+    metavar="NAME",
+    callback=_pass,
+    expose_value=False,
+    help="Environment variable that user code gets besides those that say how this host works; may be given several times.",
+)
+
+
+def user_code_options(command: CommandT) -> CommandT:
+    """Add the options."""
+    decorated: CommandT = _require_option(_pass_option(command))
+    return decorated

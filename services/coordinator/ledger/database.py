@@ -1,0 +1,121 @@
+"""Opens the SQLite files of ledgers and their copies: plain ones without a storage key, encrypted ones with it.
+
+Promises: every connection to a ledger comes from here. With a key, nothing of a file's content reaches the disk in plain: its pages,
+its log and its journal are encrypted, and temporary tables stay in memory. A file of another key, an encrypted file
+without a key and a plain file with one are refused (`check_key`).
+
+An encrypted file begins with 16 bytes that SQLCipher calls its salt: 8 bytes of magic, and the name of the key
+(`paceline/encryption/storage_key.py`). So it shows which key it needs, wherever it is moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from paceline.encryption.encrypted_file import REMEDY, WrongKey, wrong_key
+from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, NAME_BYTES, StorageKey
+from paceline.errors import InvalidInput
+
+MAGIC = b"PLCLEDG1"
+PLAIN_MAGIC = b"SQLite format 3\0"
+BUSY_S = 5.0
+"""Seconds for which a statement waits for a lock of another connection, if no other number is given."""
+
+
+def connect(
+    path: Path,
+    key: StorageKey | None,
+    *,
+    read_only: bool = False,
+    immutable: bool = False,
+    any_thread: bool = False,
+    named: bool = False,
+    busy_s: float = BUSY_S,
+) -> sqlite3.Connection:
+    """Open the file at `path` without transactions of the library.
+
+    `immutable` reads it alone, without the log beside it; `any_thread` is for a connection that is used by one thread after
+    another; `named` rows have columns by name. Raises InvalidInput when the library for encrypted files is missing.
+    """
+    mode = "?mode=ro" if read_only or immutable else "?mode=rwc"
+    target = f"file:{quote(str(path))}{mode}{'&immutable=1' if immutable else ''}"
+    options: dict[str, Any] = {
+        "uri": True,
+        "isolation_level": None,
+        "check_same_thread": not any_thread,
+        "timeout": busy_s,
+    }
+    if key is None:
+        db: sqlite3.Connection = sqlite3.connect(target, **options)
+        if named:
+            db.row_factory = sqlite3.Row
+        return db
+    try:
+        from services.coordinator.ledger import cipher_connection
+    except ImportError as error:
+        raise InvalidInput(
+            f"the ledger {path} cannot be opened with a storage key: {error}; pip install 'paceline[encryption]'"
+        ) from None
+    db = cipher_connection.connect(target, **options)
+    # Before the key, because the library writes to the standard error output what its exceptions say as well.
+    db.execute("PRAGMA cipher_log_level = NONE")
+    db.execute(f'PRAGMA key = "{key_text(key)}"')
+    db.execute("PRAGMA temp_store = MEMORY")
+    if named:
+        db.row_factory = cipher_connection.Row
+    return db
+
+
+def key_text(key: StorageKey) -> str:
+    """Return key and salt as SQLCipher reads them: in this form it uses them as they are, without a slow derivation."""
+    return f"x'{(key.derive('ledger') + MAGIC + key.name).hex()}'"
+
+
+def check_key(path: Path, key: StorageKey | None, remedy: str = "") -> None:
+    """Refuse a ledger that the given key does not open. Raises WrongKey, with `remedy` where the key does not come from the
+    environment; a missing or empty file passes."""
+    start = _start(path)
+    encrypted_with = start[len(MAGIC) :] if start.startswith(MAGIC) else None
+    name = f"the ledger {path}"
+    if encrypted_with is not None and (key is None or key.name != encrypted_with):
+        raise wrong_key(name, encrypted_with, key, remedy or REMEDY)
+    if key is not None and start == PLAIN_MAGIC:
+        remedy = remedy or (
+            f"stop its coordinator and run `paceline ledger encrypt --directory {path.parent}`, or unset"
+            f" {FILE_VARIABLE} and {KEY_VARIABLE}"
+        )
+        raise WrongKey(f"{name} is not encrypted, and the storage key {key.name.hex()} is given; {remedy}")
+
+
+def is_encrypted_with(path: Path, key: StorageKey) -> bool:
+    """Return whether the file is a ledger that is encrypted with this key."""
+    return _start(path) == MAGIC + key.name
+
+
+def is_plain(path: Path) -> bool:
+    """Return whether the file is a SQLite file that is not encrypted."""
+    return _start(path) == PLAIN_MAGIC
+
+
+def application_id(path: Path, key: StorageKey) -> int:
+    """Return the application_id in an encrypted file itself, without its log; 0 where the file cannot be read so.
+
+    The first page may be written by its coordinator at the same time. Then it has no mark of a backup either.
+    """
+    with (
+        contextlib.suppress(sqlite3.DatabaseError),
+        contextlib.closing(connect(path, key, immutable=True)) as db,
+    ):
+        return int(db.execute("PRAGMA application_id").fetchone()[0])
+    return 0
+
+
+def _start(path: Path) -> bytes:
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC) + NAME_BYTES)

@@ -1,0 +1,47 @@
+"""The newest record of each file of the audit log: the table `audit_heads`.
+
+It stands beside the receipts and outside the chain of batches, which a replay has to repeat. A log whose end was cut off, or that
+was replaced by an older copy, no longer has the record that is named here.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import NamedTuple
+
+
+class AuditHead(NamedTuple):
+    """The newest record of the audit log at some time."""
+
+    sequence: int
+    """Its number; 0: there is none."""
+    hash: str
+    """SHA-256 over it and all records before it, in hexadecimal digits."""
+
+
+NONE = AuditHead(0, "")
+
+
+class AuditHeads:
+    """Key by the number of the file. Methods that write run inside a transaction of the ledger."""
+
+    def __init__(self, db: sqlite3.Connection):
+        self._db = db
+
+    def put(self, file: int, head: AuditHead) -> None:
+        """Record the newest record of a file, in the place of an earlier one."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO audit_heads (file, sequence, hash) VALUES (?, ?, ?)", (file, *head)
+        )
+
+    def newest(self) -> AuditHead:
+        """Return the newest record of all; `NONE` without any."""
+        row = self._db.execute(
+            "SELECT sequence, hash FROM audit_heads WHERE file = (SELECT MAX(file) FROM audit_heads)"
+        ).fetchone()
+        return NONE if row is None else AuditHead(row["sequence"], row["hash"])
+
+    def all(self) -> dict[int, AuditHead]:
+        """Return the newest record of each file, by the file's number, the oldest first."""
+        rows = self._db.execute("SELECT file, sequence, hash FROM audit_heads ORDER BY file")
+        return {row["file"]: AuditHead(row["sequence"], row["hash"]) for row in rows}

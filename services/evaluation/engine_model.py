@@ -1,0 +1,84 @@
+"""`EngineModel`: a model in this process, asked through its engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from paceline.data.tokens import encode_prompt
+from paceline.errors import InvalidInput
+from paceline.groups import Completion, IntArray
+from rollout.engine import GenerationRequest, sample_seed
+from rollout.stop_strings import StopStrings
+from services.evaluation.models import ContinuationScore, split
+from services.model_server.serving import ServedModel
+
+
+class EngineModel:
+    """See `AskedModel`. Completions are sampled by the settings of the spec that the model was opened with."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self.name = served.spec.policy.model_name
+        self.concurrency = served.engine.max_batch_size
+
+    async def sample(
+        self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None
+    ) -> list[Completion]:
+        """See `AskedModel.sample`."""
+        served, generation = self._served, self._served.spec.policy.generation
+        ids = self._encode(prompt, tools)
+        decode = partial(served.tokenizer.decode, skip_special_tokens=True)
+        stop = StopStrings(generation.stop_strings, decode) if generation.stop_strings else None
+        requests = [
+            GenerationRequest(
+                f"eval/{index}/{each}", ids, served.params, sample_seed(seed, index, each), stop=stop
+            )
+            for each in range(served.spec.grpo.val_samples_per_prompt)
+        ]
+        done = await asyncio.gather(*(served.engine.generate(request) for request in requests))
+        return [replace(each, text=_text(each, stop, decode)) for each in done]
+
+    async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
+        """See `AskedModel.score`: the tokens of a continuation are those behind the prompt's in the whole text."""
+        pairs = [self._pair(prompt, each) for each in continuations]
+        return await asyncio.gather(*(self._score(ids, start) for ids, start in pairs))
+
+    def _encode(self, prompt: Any, tools: list[Any] | None = None) -> IntArray:
+        data = self._served.spec.data
+        return encode_prompt(
+            self._served.tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs, tools
+        )
+
+    def _pair(self, prompt: Any, continuation: str) -> tuple[IntArray, int]:
+        """Return the tokens of prompt and continuation, and the index of the continuation's first one."""
+        if isinstance(prompt, str) and self._served.spec.data.apply_chat_template != "always":
+            prompt, continuation = split(prompt, continuation)
+            start = len(self._encode(prompt)) if prompt else 1
+            return self._encode(prompt + continuation), start
+        begin = self._encode(prompt)
+        end = self._served.tokenizer(continuation, add_special_tokens=False)["input_ids"]
+        return np.concatenate([begin, np.array(end, np.int32)]), len(begin)
+
+    async def _score(self, ids: IntArray, start: int) -> ContinuationScore:
+        if start >= len(ids):
+            raise InvalidInput(
+                "a continuation adds no token to its prompt, so it has no log-probability; correct evaluation.continuation"
+            )
+        found = await self._served.engine.prompt_logprobs(ids)
+        logprob = float(found.logprobs[start:].astype(np.float64).sum())
+        # A token that is as likely as the likeliest one is the greedy choice, whichever of them the engine names.
+        greedy = bool((found.logprobs[start:] >= found.top_logprobs[start:]).all())
+        return ContinuationScore(logprob, greedy)
+
+
+def _text(completion: Completion, stop: StopStrings | None, decode: Callable[[list[int]], str]) -> str:
+    """Return the text of a completion; one that a stop string ended ends with that string."""
+    if stop is not None and completion.finish_reason == "stop":
+        return stop.text(completion.token_ids)
+    return str(decode(completion.token_ids.tolist()))

@@ -1,0 +1,1 @@
+"""Outside harnesses as drivers of a served model: `paceline eval --with`."""

@@ -1,0 +1,182 @@
+"""`UrlModel`: a model behind an OpenAI-compatible endpoint, ours or another.
+
+Promise: a request ends in an answer or in an error. What the service refuses is a failed problem; a service that does not
+answer after all attempts ends the evaluation, because its absence says nothing about the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import InvalidInput, Unavailable
+from paceline.groups import Completion
+from paceline.spec import RunSpec
+from reward.endpoints.client import BadAnswer, Endpoint, EndpointUnavailable, RequestRefused
+from reward.endpoints.settings import EndpointSettings
+from rollout.engine import sample_seed
+from services.evaluation.models import ContinuationScore, split
+
+Json = dict[str, Any]
+
+SEED_BITS = 31
+"""Bits of a seed that every service takes."""
+READS_TOKENS = ("length", "soft_overlong")
+"""Built-in reward functions that count tokens, which such an endpoint does not give."""
+
+
+class UrlModel:
+    """See `AskedModel`. Texts alone are known of its completions: reward functions get no token ids."""
+
+    def __init__(self, spec: RunSpec, endpoint: Endpoint, model: str, concurrency: int) -> None:
+        self._spec, self._endpoint = spec, endpoint
+        self.name = model
+        self.concurrency = concurrency
+
+    async def sample(
+        self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None
+    ) -> list[Completion]:
+        """See `AskedModel.sample`: one request for each completion, because not every service takes `n`."""
+        route, body = self._body(prompt)
+        if tools is not None:
+            body["tools"] = tools
+        seeds = [sample_seed(seed, index, each) for each in range(self._spec.grpo.val_samples_per_prompt)]
+        answers = await asyncio.gather(
+            *(self._post(route, {**body, "seed": each % (1 << SEED_BITS)}) for each in seeds)
+        )
+        return [_completion(answer) for answer in answers]
+
+    async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
+        """See `AskedModel.score`: the service repeats the text (`echo`) with its log-probabilities."""
+        if not isinstance(prompt, str) or self._spec.data.apply_chat_template == "always":
+            raise InvalidInput(
+                "a model behind a URL gives log-probabilities of texts, not of chats; set data.apply_chat_template=never and "
+                "no data.system_prompt"
+            )
+        pairs = [split(prompt, each) for each in continuations]
+        begin, rest = pairs[0][0], [each for _, each in pairs]
+        start = await self._num_tokens(begin) if begin else 1
+        return await asyncio.gather(*(self._score(begin + each, start) for each in rest))
+
+    def _body(self, prompt: Any) -> tuple[str, Json]:
+        """Return route and body of a request for a completion; parameters that are the API's defaults are left out."""
+        data, generation = self._spec.data, self._spec.policy.generation
+        body: Json = {
+            "model": self.name,
+            "max_tokens": generation.max_new_tokens,
+            "temperature": generation.temperature,
+            "top_p": generation.top_p,
+        }
+        further = {
+            "stop": list(generation.stop_strings),
+            "top_k": generation.top_k,
+            "min_p": generation.min_p,
+            "min_tokens": generation.min_new_tokens,
+            "stop_token_ids": list(generation.stop_token_ids),
+        }
+        body |= {name: value for name, value in further.items() if value}
+        if generation.repetition_penalty != 1.0:
+            body["repetition_penalty"] = generation.repetition_penalty
+        if isinstance(prompt, str) and data.apply_chat_template != "always":
+            return "completions", body | {"prompt": prompt}
+        if data.chat_template_kwargs:
+            body["chat_template_kwargs"] = data.chat_template_kwargs
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return "chat/completions", body | {"messages": messages}
+
+    async def _num_tokens(self, text: str) -> int:
+        answer = await self._post("completions", {"model": self.name, "prompt": text, "max_tokens": 1})
+        return _prompt_tokens(answer)
+
+    async def _score(self, text: str, start: int) -> ContinuationScore:
+        body = {
+            "model": self.name,
+            "prompt": text,
+            "max_tokens": 1,
+            "temperature": 0,
+            "echo": True,
+            "logprobs": 1,
+        }
+        answer = await self._post("completions", body)
+        try:
+            found = answer["choices"][0]["logprobs"]
+            end = _prompt_tokens(answer)
+            logprobs = [float(each) for each in found["token_logprobs"][start:end]]
+            tops = [max(each.values()) for each in found["top_logprobs"][start:end]]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidInput(
+                f"the service does not give the log-probabilities of a prompt (echo with logprobs: {error!r}); use one that "
+                "does, such as `paceline serve model`"
+            ) from None
+        if not logprobs:
+            raise InvalidInput(
+                "a continuation adds no token to its prompt, so it has no log-probability; correct evaluation.continuation"
+            )
+        greedy = all(each >= top for each, top in zip(logprobs, tops, strict=True))
+        return ContinuationScore(sum(logprobs), greedy)
+
+    async def _post(self, route: str, body: Json) -> Json:
+        try:
+            return await self._endpoint.post(route, body)
+        except EndpointUnavailable as error:
+            raise Unavailable(str(error)) from None
+        except (RequestRefused, BadAnswer) as error:
+            raise InvalidInput(str(error)) from None
+
+
+@contextlib.asynccontextmanager
+async def opened_url(spec: RunSpec, settings: EndpointSettings) -> AsyncIterator[UrlModel]:
+    """Give the model behind an endpoint; an empty `settings.model` is the only one that it serves. Raises InvalidInput for a
+    function that reads tokens, Unavailable where the service does not answer."""
+    for reward in spec.rewards:
+        if reward.function in READS_TOKENS and spec.evaluation.method == "sample":
+            raise InvalidInput(
+                f"reward function {reward.function!r} counts tokens, and a model behind a URL gives texts alone; leave it out"
+            )
+    try:
+        async with Endpoint(settings, lambda name, value: None) as endpoint:
+            name = settings.model or await _only_model(endpoint, settings.base_url)
+            yield UrlModel(spec, endpoint, name, settings.max_concurrency)
+    except EndpointUnavailable as error:
+        raise Unavailable(str(error)) from None
+
+
+async def _only_model(endpoint: Endpoint, url: str) -> str:
+    """Return the name of the model that an endpoint serves; `NAME@VERSION` of our own is another name of `NAME`."""
+    try:
+        names = [str(entry["id"]) for entry in (await endpoint.get("models"))["data"]]
+    except (RequestRefused, BadAnswer, KeyError, TypeError) as error:
+        raise InvalidInput(
+            f"{url}/models does not list models ({error!r}); name one in --model-name"
+        ) from None
+    own = [name for name in names if name.partition("@")[0] == name or name.partition("@")[0] not in names]
+    if len(own) != 1:
+        raise InvalidInput(
+            f"{url} serves {len(own)} models ({', '.join(own[:8])}); name one of them in --model-name"
+        )
+    return own[0]
+
+
+def _completion(answer: Json) -> Completion:
+    try:
+        choice = answer["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"].get("content")
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise InvalidInput(
+            f"the service answers without a completion ({error!r}); is it OpenAI's API?"
+        ) from None
+    nothing = np.empty(0)
+    reason = str(choice.get("finish_reason") or "stop")
+    return Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), reason, str(text or ""))
+
+
+def _prompt_tokens(answer: Json) -> int:
+    usage = answer.get("usage")
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    if not isinstance(count, int):
+        raise InvalidInput("the service does not say how many tokens a prompt has (usage.prompt_tokens)")
+    return count

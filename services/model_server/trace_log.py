@@ -1,0 +1,228 @@
+"""Traces of a served model: every answered request, and those that got feedback, as rows that training reads.
+
+    requests-000001.jsonl   every choice that was sent, with `final_reward` null
+    rated-000001.jsonl      the whole row again, with its score as `final_reward`
+
+With a storage key each row is encrypted (`paceline/files/line_file.py`); training and `paceline traces` read the files with the same key.
+
+Promise: the folder stays below its bound, because the oldest files go. A request is written before its answer is sent, feedback
+before it is confirmed; both survive the end of the process, not a power cut. Feedback counts once: the same score again changes
+nothing, another one is refused. One thread writes; whoever waits for it is a request under way, of which there is a bounded number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from paceline.chat.messages import Json
+from paceline.encryption.storage_key import storage_key
+from paceline.errors import Conflict, NotFound, Unavailable
+from paceline.files.line_file import HEADER_BYTES, LineReader, LineWriter, stored_size
+from paceline.rate_limited_log import RateLimitedLog
+from services.rollout.openai.recording import FeedbackAsk
+
+REQUESTS, RATED = "requests", "rated"
+NAME = re.compile(r"(requests|rated)-(\d{6,})\.jsonl")
+PARTS = 16
+"""Files of one kind that the bound is for, so that a sixteenth of the room is given up at a time."""
+SCORE_BYTES = 32
+"""Room for the score in a row."""
+MAX_OPEN = 100_000
+"""Newest choices that can get feedback."""
+
+seldom = RateLimitedLog(logging.getLogger(__name__))
+Key = tuple[str, int]
+ResultT = TypeVar("ResultT")
+
+
+@dataclass
+class _Choice:
+    """A choice that can get feedback."""
+
+    file: Path
+    offset: int
+    score: float | None = None
+
+
+class TraceLog:
+    """The traces of one model in a folder; the caller sees to it that no other process writes there."""
+
+    def __init__(
+        self, folder: Path, model: str, max_bytes: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`model` names the model in every row. `clock` gives seconds since 1970. Raises OSError, WrongKey for traces of another storage
+        key."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._model, self._max_bytes, self._clock = folder, model, max_bytes, clock
+        self._open: OrderedDict[Key, _Choice] = OrderedDict()
+        self._files: dict[str, LineWriter] = {}
+        self._key = storage_key()
+        self._file_room = max_bytes // PARTS - (0 if self._key is None else HEADER_BYTES)
+        """Bytes of rows in a file."""
+        self._thread = ThreadPoolExecutor(1, "traces")
+        self._read_earlier()
+
+    async def record(self, answer_id: str, rows: Sequence[Json]) -> None:
+        """See `Recorder`. A disk that refuses costs the traces and not the answer; the log says so."""
+        try:
+            await self._run(lambda: self._record(answer_id, rows))
+        except OSError as error:
+            seldom.warning("traces", "requests cannot be written to %s: %s", self._folder, error)
+
+    async def rate(self, feedback: FeedbackAsk) -> Json:
+        """See `Recorder`. `duplicate` in the answer is true where the same feedback was there before."""
+        try:
+            is_duplicate = await self._run(lambda: self._rate(feedback))
+        except OSError as error:
+            raise Unavailable(
+                f"the feedback cannot be written ({error.strerror}); send it again later"
+            ) from None
+        return {"object": "feedback", **feedback.model_dump(), "duplicate": is_duplicate}
+
+    def close(self) -> None:
+        """Write what is under way, and close the files."""
+        self._thread.shutdown()
+        for file in self._files.values():
+            file.close()
+
+    async def _run(self, call: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    def _record(self, answer_id: str, rows: Sequence[Json]) -> None:
+        for index, row in enumerate(rows):
+            whole = {
+                **{"id": answer_id, "choice": index, **row},
+                **{"final_reward": None, "model": self._model, "time_s": self._clock()},
+            }
+            line = _line(whole)
+            if stored_size(len(line) + SCORE_BYTES, self._key) > self._file_room:
+                seldom.warning(
+                    "size", "a request of %d bytes is no trace: the folder is too small for it", len(line)
+                )
+                continue
+            file, offset = self._append(REQUESTS, line)
+            self._note((answer_id, index), _Choice(file, offset))
+
+    def _rate(self, feedback: FeedbackAsk) -> bool:
+        """Write the rated row; return False for the first feedback on a choice, True for the same again."""
+        key = feedback.completion_id, feedback.index
+        found = self._open.get(key)
+        row = self._read(found) if found is not None else None
+        if found is None or row is None:
+            raise NotFound(
+                f"no completion {feedback.completion_id!r} with the index {feedback.index} is on record; it was not answered here, or "
+                f"is older than the {MAX_OPEN} newest or than the room for traces"
+            )
+        if found.score is not None:
+            if found.score == feedback.score:
+                return True
+            raise Conflict(
+                f"completion {feedback.completion_id!r} has the score {found.score:g} already, and the first one counts; "
+                f"{feedback.score:g} is not recorded"
+            )
+        if row["completion"]:  # training refuses rows without a text
+            self._append(RATED, _line(row | {"final_reward": feedback.score}))
+        found.score = feedback.score
+        return False
+
+    # Files
+
+    def _append(self, kind: str, line: bytes) -> tuple[Path, int]:
+        """Write a row; return its file and offset."""
+        file = self._files.get(kind)
+        if file is None or file.tell() + stored_size(len(line), self._key) > self._max_bytes // PARTS:
+            file = self._next_file(kind)
+        try:
+            return file.path, file.write(line)
+        except OSError:
+            self._files.pop(kind).close()  # its end may be half a row; the next one begins a file
+            _cut_half_row(file.path)
+            raise
+
+    def _next_file(self, kind: str) -> LineWriter:
+        """Begin a file after those of its kind, and remove the oldest ones that there is no room for."""
+        if kind in self._files:
+            self._files.pop(kind).close()
+        numbers = [number for number, _ in self._parts(kind)]
+        path = self._folder / f"{kind}-{max(numbers, default=0) + 1:06}.jsonl"
+        self._make_room()
+        self._files[kind] = LineWriter(path, self._key)
+        return self._files[kind]
+
+    def _make_room(self) -> None:
+        """Remove old files, requests first, until two new ones fit."""
+        room = self._max_bytes - 2 * (self._max_bytes // PARTS)
+        current = {file.path for file in self._files.values()}
+        candidates = [
+            path for kind in (REQUESTS, RATED) for _, path in self._parts(kind) if path not in current
+        ]
+        size = sum(path.stat().st_size for kind in (REQUESTS, RATED) for _, path in self._parts(kind))
+        for path in candidates:
+            if size <= room:
+                return
+            size -= path.stat().st_size
+            path.unlink()
+
+    def _parts(self, kind: str) -> list[tuple[int, Path]]:
+        """Return number and path of the files of a kind, oldest first."""
+        matches = [(NAME.fullmatch(path.name), path) for path in self._folder.iterdir()]
+        return sorted((int(match[2]), path) for match, path in matches if match and match[1] == kind)
+
+    def _read(self, choice: _Choice) -> Json | None:
+        """Return the row of a choice; None when its file is gone."""
+        try:
+            with LineReader(choice.file, self._key) as file:
+                row: Json = json.loads(file.read_at(choice.offset))
+        except FileNotFoundError:
+            return None
+        return row
+
+    def _note(self, key: Key, choice: _Choice) -> None:
+        self._open[key] = choice
+        while len(self._open) > MAX_OPEN:
+            self._open.popitem(last=False)
+
+    def _read_earlier(self) -> None:
+        """Take up the choices of earlier processes. A process that was killed may have left half a row, which is cut off."""
+        for kind in (REQUESTS, RATED):
+            for _, path in self._parts(kind):
+                _cut_half_row(path)
+                with LineReader(path, self._key) as file:
+                    for offset, _, line in file:
+                        row = json.loads(line)
+                        key = row["id"], row["choice"]
+                        if kind == REQUESTS:
+                            self._note(key, _Choice(path, offset))
+                        elif key in self._open:
+                            self._open[key].score = row["final_reward"]
+
+
+def _line(row: Json) -> bytes:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+
+
+def _cut_half_row(path: Path) -> None:
+    """Remove what stands after the last end of a line."""
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - (1 << 16))
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)

@@ -1,0 +1,122 @@
+"""Strangers that the ports of real workers and hosts' agents refuse are in the audit log of the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from aiohttp import ClientSession
+from audit_records import found, knock, refused, shown
+from free_ports import free_port
+from joined_worker import JoinedWorker
+from service_processes import Services, wait_for
+
+from paceline.errors import Unavailable
+from paceline.tls.channels import open_aio_channel
+from paceline.tls.folder import VARIABLE, TlsFolder
+from paceline.tls.peers import PeerTls
+from paceline.token import metadata
+from paceline.weights.hosts import frames
+from paceline.weights.hosts.local_socket import LABEL_VARIABLE
+from paceline.weights.hosts.tls_transport import TlsTransport
+from paceline.weights.hosts.transport import TcpTransport
+from protos.paceline.v1 import host_agent_pb2, reward_pb2, reward_pb2_grpc
+from services.common.access.caller import CallerRole
+from services.common.access.token_table import create
+from services.common.host_agent import HostAgentConnection
+from services.local.cluster import LocalCluster
+
+DEADLINE_S = 60.0
+
+
+async def ask_for_functions(address: str, token: str) -> grpc.StatusCode:
+    """Ask a reward worker for its functions; return the status of the refusal."""
+    async with open_aio_channel(address) as channel:
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        listing: Any = stub.ListFunctions(
+            reward_pb2.ListFunctionsRequest(),
+            metadata=metadata(token),  # type: ignore[call-arg]  # its types are those of blocking calls
+            wait_for_ready=True,
+        )
+        return await refused(listing)
+
+
+def read_weights(agent: str, folder: TlsFolder | None) -> None:
+    """Ask a host's agent for weights, without the run's secret; without TLS for no `folder`."""
+    transport = TcpTransport() if folder is None else TlsTransport(PeerTls(folder))
+    with contextlib.closing(transport.connect(agent, DEADLINE_S)) as channel:
+        if folder is None:
+            channel.send(b"no handshake of TLS\n" * 10)
+        with contextlib.suppress(Unavailable):
+            nonce = frames.receive(channel, frames.NONCE_BYTES)
+            request = host_agent_pb2.ReadRequest(protocol=frames.PROTOCOL, run_id="x", proof=nonce)
+            frames.send_request(channel, request)
+            assert frames.receive_head(channel)[0] is frames.Kind.REFUSED
+
+
+async def until_recorded(directory: Path, *wanted: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the records, once each of these is there."""
+    async with asyncio.timeout(2 * DEADLINE_S):
+        while True:
+            records = await asyncio.to_thread(shown, directory)
+            if all(found(records, **each) for each in wanted):
+                return records
+            await asyncio.sleep(0.2)
+
+
+async def test_what_a_worker_and_its_hosts_agent_refuse_is_on_record(
+    guarded: LocalCluster, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A reward worker's gRPC server and metrics port, and the agent of a host with another worker."""
+    eve = create(guarded.directory / "tokens.json", "eve", CallerRole.SCRAPER, 0.0)
+    monkeypatch.setenv(VARIABLE, str(folders["pool-a"]))
+    monkeypatch.setenv(LABEL_VARIABLE, str(tmp_path))  # an agent of this test alone
+    services, port, metrics = Services(tmp_path / "services"), free_port(), free_port()
+    member = JoinedWorker(guarded.address, "rollout-a")
+    agent = HostAgentConnection(guarded.address, "127.0.0.1", "127.0.0.1", member.membership.refusals.add)
+    services.start(
+        "reward",
+        *("--coordinator", guarded.address, "--host", "0.0.0.0", "--advertise-host", "127.0.0.1"),
+        *("--port", str(port), "--metrics-port", str(metrics), "--name", "reward-a"),
+        *("--ready-file", str(tmp_path / "ready")),
+    )
+    try:
+        async with asyncio.timeout(4 * DEADLINE_S):
+            await member.is_here.wait()
+            await asyncio.to_thread(wait_for, tmp_path / "ready", services.processes["reward"])
+            assert await ask_for_functions(f"127.0.0.1:{port}", "") is grpc.StatusCode.UNAUTHENTICATED
+            assert await ask_for_functions(f"127.0.0.1:{port}", eve) is grpc.StatusCode.PERMISSION_DENIED
+            context = ssl.create_default_context(cafile=str(folders["person"] / "ca.crt"))
+            async with ClientSession() as http:
+                page = f"https://127.0.0.1:{metrics}/metrics"
+                async with http.get(page, ssl=context) as answer:
+                    assert answer.status == 401
+            own = await knock(f"127.0.0.1:{port}", b"GET / HTTP/1.1\r\n\r\n")
+            assert await agent.connected() is not None
+            assert agent.identity is not None
+            for folder in (None, TlsFolder(folders["pool-b"])):
+                await asyncio.to_thread(read_weights, agent.identity.address, folder)
+            rpc = "paceline.v1.RewardService/ListFunctions"
+            here = {"address": "127.0.0.1", "reported_by": "reward-a-"}
+            by_agent = {"address": "127.0.0.1:", "reported_by": "rollout-a"}
+            records = await until_recorded(
+                guarded.directory,
+                here | {"what": rpc, "result": "UNAUTHENTICATED", "why": "no token"},
+                here | {"what": rpc, "result": "PERMISSION_DENIED", "who": "eve"},
+                here | {"what": "http/metrics", "result": "UNAUTHENTICATED", "why": "requires a token"},
+                here | {"what": "tls/handshake", "result": "UNAUTHENTICATED", "address": own},
+                by_agent | {"what": "tls/handshake", "result": "UNAUTHENTICATED", "why": "TLS"},
+                by_agent | {"what": "agent/read", "result": "PERMISSION_DENIED", "why": "no proof"},
+            )
+    finally:
+        agent.close()
+        await member.end()
+        services.processes["reward"].kill()
+        services.processes["reward"].wait()
+    assert eve not in json.dumps(records)

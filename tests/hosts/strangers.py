@@ -1,0 +1,342 @@
+"""Strangers against a deployment with certificates, while it trains: `make strangers`.
+
+    python tests/hosts/strangers.py [--minutes 2.5] [--keep FOLDER]
+
+A coordinator, a learner of two ranks, two rollout workers and a reward worker each run on a host of their own, started by the commands
+of docs/security.md, beside an S3 server and a client, who submits examples/arithmetic. While the run trains, a host without rights
+tries what `probes.py` lists. Every attempt has to be refused and to leave a line in a log; calls and handshakes with the coordinator
+have to be in the audit log too, with what the ports of workers and the hosts' agents refused; those with every right have to be let in.
+The token of a worker that has joined is revoked too, and it has to be out within five seconds. The last line is the verdict; exit
+status 0 only if all were refused, the run ended well with balanced books in one session, and no group was given out twice.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from deployment import BUCKET, DEADLINE_S, Submitter, until
+from isolated_host import ROOT, Switch, wait_for
+from judged_campaign import keep_option, run_and_judge
+from secure_deployment import SecureDeployment, write_folder
+
+DIRECTORY = "runs"
+"""Directory of the coordinator, below its working directory."""
+PROBES = ("python", f"{ROOT}/tests/hosts/probes.py", "/tmp/plan.json")
+OUT_WITHIN_S = 5.0
+GRPC, AGENT, HTTP = "coordinator", "rollout-0", "refused an HTTP request"
+LOGGED = (
+    ("no TLS, port", GRPC, "WRONG_VERSION_NUMBER"),
+    ("no certificate", GRPC, "PEER_DID_NOT_RETURN_A_CERTIFICATE"),
+    ("certificate: other-authority", GRPC, "unable to get local issuer certificate"),
+    ("certificate: expired", GRPC, "certificate has expired"),
+    ("a coordinator's certificate joins", GRPC, "refused a worker at"),
+    ("a worker without certificate at", GRPC, "refused a worker at"),
+    ("a member speaks for another", GRPC, "refused a request"),
+    ("a foreign peer without CURVE", GRPC, "its handshake failed"),
+    ("a replayed connection", GRPC, "its handshake failed"),
+    ("a foreign peer with a key", GRPC, "its key is no member's"),
+    ("a peer that has left", GRPC, "its key is no member's"),
+    ("reads weights: insider", AGENT, "refused a reader at"),
+    ("reads weights:", AGENT, "a reader on another host is gone"),
+    ("metrics with", GRPC, HTTP),
+    ("completions with", "rollout-", HTTP),
+)
+"""What a service's log says of a refused probe: the beginnings of the probe's name and of the log's, and the text."""
+
+
+AUDITED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "FAILED_PRECONDITION")
+"""Statuses of calls that were refused, and not by TLS."""
+TLS = "tls/handshake"
+HANDSHAKES = {
+    TLS: ("no TLS, port", "no certificate", "certificate:"),
+    "exchange/handshake": ("a foreign peer without CURVE", "a replayed connection"),
+}
+"""What the audit log has of refused handshakes with the coordinator, by the beginnings of the probes' names."""
+CALLS = {
+    f"paceline.v1.{call}" for call in ("WorkerService/Connect", "RunService/Submit", "RunService/Cancel")
+} | {"exchange/task"}
+"""What the audit log has refusals of."""
+
+REPORTED = (
+    ("reads weights: no TLS", TLS, "handshake operation timed out"),
+    ("reads weights: other-authority", TLS, "unable to get local issuer certificate"),
+    ("reads weights: expired", TLS, "certificate has expired"),
+    ("reads weights: wrong-role", TLS, "gives the role coordinator"),
+    ("reads weights: insider", "agent/read", "no proof that its sender belongs to run"),
+    ("completions with token: none", "http/v1/models", "requires a token"),
+    ("completions with token: wrong", "http/v1/models", "the call has another token"),
+    ("completions with token: scraper", "http/v1/models", "stranger-scraper has scraper"),
+    ("completions with token: revoked", "http/v1/models", "stranger-revoked was revoked"),
+)
+"""What the audit log has of a probe at a worker's own port, or a host's agent: what was tried, and a part of the reason."""
+
+
+@dataclass
+class Outcome:
+    """How the strangers and the run fared."""
+
+    refused: int = 0
+    tried: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """Return whether all were refused and the run was not disturbed."""
+        return self.tried > 0 and self.refused == self.tried and not self.problems
+
+    @property
+    def line(self) -> str:
+        """Return the verdict."""
+        run = "run undisturbed" if not self.problems else f"{len(self.problems)} problems"
+        return f"refused {self.refused} of {self.tried}, {run}"
+
+
+class Strangers:
+    """A host with certificates and tokens that give no right, and one insider's."""
+
+    def __init__(self, deployment: SecureDeployment) -> None:
+        self._deployment = deployment
+        self._host = deployment.host("stranger")
+
+    @property
+    def address(self) -> str:
+        """Their host's address."""
+        return self._host.address
+
+    def prepare(self) -> None:
+        """Make what they have."""
+        deployment, coordinator = self._deployment, self._deployment.coordinator
+        deployment.operator.run("paceline", "certs", "init", "other")
+        trusted = deployment.files("person")
+        here = f"--host {self._host.address}"
+        certificates = {
+            "insider": deployment.issue("insider", f"--role worker {here}"),
+            "wrong-role": deployment.issue("elsewhere", f"--role coordinator {here}"),
+            "expired": deployment.issue("late", f"--role worker --days 0.00001 {here}"),
+            # It knows the authority, which is no secret, and has its certificate from another.
+            "other-authority": deployment.issue("insider", f"--role worker {here}", "other") | trusted,
+            "person": trusted,
+        }
+        self._folders = {name: f"/tmp/{name}" for name in certificates}
+        for name, files in certificates.items():
+            write_folder(self._host, self._folders[name], files)
+        tokens = self._tokens = {"none": "", "wrong": "w" * 43, "worker": deployment.token("workers").strip()}
+        for name in ("viewer", "scraper", "submitter"):
+            tokens[name] = self._token(name, name)
+        tokens["revoked"] = self._token("revoked", "worker")
+        tokens["short-lived"] = self._token("short-lived", "worker")
+        tokens["expired"] = self._token("expired", "worker", "--days", "0.00001")
+        coordinator.run("paceline", "token", "revoke", "stranger-revoked")
+
+    def plan(self, run_id: str) -> None:
+        """Write the plan for `probes.py`, once a run trains."""
+        deployment, coordinator = self._deployment, self._deployment.coordinator
+        members = [json.loads(line) for line in deployment.members().splitlines()]
+        (first, *_) = [member for member in members if member["role"] == "rollout"]
+        plan = {
+            "coordinator": deployment.address,
+            "people": deployment.people_address,
+            "metrics": f"https://{coordinator.address}:9464/metrics",
+            "http": f"https://{first['http_address']}/v1/models",
+            "agents": self._agents(),
+            "victim": first["member_id"],
+            "folders": self._folders,
+            "tokens": self._tokens,
+            "run_id": run_id,
+        }
+        self._host.write("/tmp/plan.json", json.dumps(plan))
+
+    def try_all(self) -> list[dict[str, Any]]:
+        """Run the probes and return what came of each."""
+        done = self._host.run(*PROBES, timeout_s=DEADLINE_S)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def revoke_one(self) -> float:
+        """Revoke the token of a worker that has joined; return the seconds until its stream has ended."""
+        log = self._deployment.logs / "stranger.log"
+        self._host.start(*PROBES, "--stay")
+        for _line in wait_for(log, '"joined"', DEADLINE_S):
+            pass
+        self._deployment.coordinator.run("paceline", "token", "revoke", "stranger-short-lived")
+        revoked_s = time.time()
+        (line,) = [line for line in wait_for(log, '"ended"', DEADLINE_S) if '"ended"' in line]
+        return float(json.loads(line)["ended"]) - revoked_s
+
+    def _token(self, name: str, role: str, *options: str) -> str:
+        done = self._deployment.coordinator.run(
+            "paceline", "token", "create", f"stranger-{name}", "--role", role, *options
+        )
+        return done.stdout.strip()
+
+    def _agents(self) -> list[str]:
+        """Return where the hosts' agents listen: the ports of the learner's and the rollout hosts."""
+        found = []
+        for name in ("learner", "rollout-0", "rollout-1"):
+            address = self._deployment.hosts[name].address
+            log = (self._deployment.logs / f"{name}.log").read_text()
+            port = log.split(f" and on {address}:")[1].split()[0]
+            found.append(f"{address}:{port}")
+        return found
+
+
+class Campaign:
+    """The run, and the verdict."""
+
+    def __init__(self, deployment: SecureDeployment, minutes: float) -> None:
+        self._deployment, self._minutes = deployment, minutes
+        self._submitter = Submitter(deployment.client, deployment.access)
+        self.outcome = Outcome()
+
+    def run(self) -> None:
+        """Train, and let the strangers try meanwhile."""
+        strangers = Strangers(self._deployment)
+        strangers.prepare()
+        self._submitter.prepare()
+        until(lambda: self._deployment.members().count("member_id") >= 5, "five workers are members")
+        run_id = self._submitter.submit(
+            "grpo.yaml",
+            f"policy.model_name={BUCKET}/model",
+            f"max_hours={self._minutes / 60}",
+            "grpo.max_num_steps=1000000",
+            "checkpointing.save_period=50",
+            "grpo.num_prompts_per_step=16",
+            "grpo.max_val_samples=32",
+        )
+        until(lambda: self._submitter.run(run_id)["step"] >= 2, "step 2")
+        strangers.plan(run_id)
+        probes = strangers.try_all()
+        out_s = strangers.revoke_one()
+        click.echo(f"a worker whose token was revoked was out after {out_s:.1f} s")
+        if out_s > OUT_WITHIN_S:
+            self._problem(f"a revoked worker was out after {out_s:.1f} s, later than {OUT_WITHIN_S:g} s")
+        if self._submitter.run(run_id)["state"] != "running":
+            self._problem("the run ended before the strangers had tried everything; give more --minutes")
+        self._judge_probes(probes)
+        self._judge_run(run_id, self._submitter.wait(run_id))
+        self._judge_audit(probes, strangers.address)
+
+    def _judge_probes(self, probes: Sequence[dict[str, Any]]) -> None:
+        logs = {path.stem: path.read_text() for path in self._deployment.logs.glob("*.log")}
+        for probe in probes:
+            name, said = probe["name"], probe["said"]
+            click.echo(
+                f"{'refused' if probe['refused'] else 'let in':8} {name} ({probe['seconds']} s): {said}"
+            )
+            if name.startswith("control"):
+                if probe["refused"] or said:
+                    self._problem(f"{name}: {said}")
+                continue
+            self.outcome.tried += 1
+            self.outcome.refused += probe["refused"]
+            for start, log, text in LOGGED:
+                if name.startswith(start):
+                    if not any(text in content for stem, content in logs.items() if stem.startswith(log)):
+                        self._problem(f"{name}: no {log} log has {text!r}")
+                    break
+
+    def _judge_run(self, run_id: str, ended: dict[str, Any]) -> None:
+        click.echo(f"the run has {ended['step']} steps")
+        if ended["state"] != "succeeded":
+            self._problem(f"the run is {ended['state']} at step {ended['step']}: {ended.get('message')}")
+        host = self._deployment.coordinator
+        done = host.run("python", "-c", JUDGE, f"{DIRECTORY}/ledger.sqlite", run_id, timeout_s=DEADLINE_S)
+        for problem in json.loads(done.stdout.splitlines()[-1]):
+            self._problem(problem)
+        audit = host.run("sh", "-c", f"paceline ledger verify {run_id} --directory {DIRECTORY}", check=False)
+        if audit.returncode:
+            self._problem(f"the books: {audit.stdout}{audit.stderr}")
+
+    def _judge_audit(self, probes: Sequence[dict[str, Any]], address: str) -> None:
+        """Compare the audit log with what was refused to the strangers' host. A record may stand for several refusals."""
+        host = self._deployment.coordinator
+        shown = host.run("paceline", "audit", "show", "--all", "--json", "--directory", DIRECTORY)
+        records = [json.loads(line) for line in shown.stdout.splitlines()]
+        refusals = [record for record in records if record["result"] != "OK"]
+        own = [record for record in refusals if "reported_by" not in record]
+        by_call = sum(probe["said"].startswith(AUDITED) for probe in probes)
+        recorded = sum(record.get("count", 1) for record in own)
+        click.echo(f"{recorded} refusals are in the audit log, {by_call} calls were refused")
+        if recorded < by_call:
+            self._problem(f"the audit log has {recorded} refusals, {by_call} calls were refused")
+        for call in CALLS - {record["what"] for record in own}:
+            self._problem(f"the audit log has no refusal of {call}")
+        for what, probes_of in HANDSHAKES.items():
+            counted = sum(record.get("count", 1) for record in own if record["what"] == what)
+            tried = sum(probe["name"].startswith(probes_of) for probe in probes)
+            click.echo(f"{counted} of {what} are in the audit log, {tried} probes made some")
+            if counted < tried:
+                self._problem(f"the audit log has {counted} of {what}, {tried} probes made some")
+        from_there = [record for record in own if record.get("address", "").startswith(address)]
+        if not any(record["what"] == TLS for record in from_there):
+            self._problem(f"the audit log has no {TLS} of {address}")
+        self._judge_reports(probes, address, refusals)
+        verified = host.run("paceline", "audit", "verify", "--directory", DIRECTORY, check=False)
+        if verified.returncode:
+            self._problem(f"the audit log: {verified.stdout}{verified.stderr}")
+
+    def _judge_reports(
+        self, probes: Sequence[dict[str, Any]], address: str, refusals: Sequence[dict[str, Any]]
+    ) -> None:
+        """Look for a record of each probe that a worker or a host's agent refused, with the strangers' address."""
+        reported = [record for record in refusals if record.get("reported_by")]
+        reporters = {record["reported_by"] for record in reported}
+        click.echo(f"{len(reported)} records are reported by {len(reporters)} workers")
+        tried = {probe["name"] for probe in probes}
+        for name, what, why in REPORTED:
+            if name not in tried or not any(
+                record["what"] == what
+                and why in record.get("why", "")
+                and record.get("address", "").startswith(address)
+                for record in reported
+            ):
+                self._problem(f"{name}: the audit log has no {what} with {why!r}")
+
+    def _problem(self, text: str) -> None:
+        self.outcome.problems.append(text)
+
+
+JUDGE = """
+import json, pathlib, sys
+from services.coordinator.ledger.ledger import Ledger
+
+ledger, run_id, problems = Ledger(pathlib.Path(sys.argv[1]), read_only=True), sys.argv[2], []
+counted = dict(
+    again="SELECT COUNT(*) FROM groups WHERE attempt > 1 AND run_id = ?",
+    sessions="SELECT COUNT(DISTINCT session) - 1 FROM receipts WHERE run_id = ?",
+)
+for name, query in counted.items():
+    if number := ledger.db.execute(query, (run_id,)).fetchone()[0]:
+        problems.append(f"{name}: {number}")
+print(json.dumps(problems))
+"""
+"""Prints what was disturbed: groups that were given out again, and sessions of the learner beyond the first."""
+
+
+def run_campaign(minutes: float, logs: Path) -> Outcome:
+    """Run all of it."""
+    with Switch() as switch:
+        deployment = SecureDeployment(switch, logs)
+        deployment.start()
+        campaign = Campaign(deployment, minutes)
+        campaign.run()
+        for host in (*deployment.hosts.values(), deployment.client):
+            host.stop()
+        return campaign.outcome
+
+
+@click.command()
+@click.option("--minutes", default=2.5, show_default=True, help="Time for which the run trains.")
+@keep_option
+def main(minutes: float, keep: Path | None) -> None:
+    """Run the campaign and print the verdict."""
+    run_and_judge("strangers", lambda logs: run_campaign(minutes, logs), keep)
+
+
+if __name__ == "__main__":
+    main()

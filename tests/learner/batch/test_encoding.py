@@ -1,0 +1,67 @@
+"""Tokens of examples: whole texts, and tools that reach the chat template."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from chat_templates import character_tokenizer
+
+from learner.batch.encoding import ExampleEncoder
+from learner.objectives.dpo import Dpo
+from learner.objectives.sft import Sft
+from paceline.errors import InvalidInput
+from paceline.spec import RunSpec
+
+TEMPLATE = (
+    "{% if tools %}T:{{ tools[0].function.name }}<|im_end|>{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": None}}]
+USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+
+
+def spec_of(**sections: Any) -> RunSpec:
+    tree = {"algorithm": "sft", "policy": {"model_name": "m"}, "data": {"train": "x"}, **sections}
+    return RunSpec.model_validate(tree)
+
+
+def test_a_whole_text_trains_after_its_first_token() -> None:
+    tokenizer = character_tokenizer(None)
+    (sample,) = Sft(spec_of()).samples({"text": "2+2=4"}, 0, ExampleEncoder(spec_of(), tokenizer), None)
+    assert tokenizer.decode(sample.prompt_ids) == "2"
+    assert tokenizer.decode(sample.completion_ids) == "+2=4<|im_end|>"
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tools_of_a_row_are_in_its_prompt(tools: Any) -> None:
+    tokenizer, spec = character_tokenizer(TEMPLATE), spec_of()
+    encoder = ExampleEncoder(spec, tokenizer)
+    (sample,) = Sft(spec).samples({"messages": [USER, ANSWER], "tools": tools}, 0, encoder, None)
+    assert tokenizer.decode(sample.prompt_ids) == "T:add<|im_end|>[user]2+2?<|im_end|>[assistant]"
+    assert tokenizer.decode(sample.completion_ids) == "4<|im_end|>"
+    (plain,) = Sft(spec).samples({"messages": [USER, ANSWER], "tools": None}, 0, encoder, None)
+    assert tokenizer.decode(plain.prompt_ids) == "[user]2+2?<|im_end|>[assistant]", "another row has none"
+
+    pair = {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "5"}], "tools": tools}
+    samples = Dpo(spec_of(algorithm="dpo")).samples(pair, 0, encoder, None)
+    assert [tokenizer.decode(s.prompt_ids)[:5] for s in samples] == ["T:add", "T:add"]
+
+
+def test_masks_of_the_assistant_are_after_the_tools() -> None:
+    tokenizer = character_tokenizer(TEMPLATE)
+    spec = spec_of(sft={"loss_mask": "assistant"}, data={"train": "x", "messages_key": "messages"})
+    row = {"messages": [USER, ANSWER, USER, ANSWER], "tools": TOOLS}
+    (sample,) = Sft(spec).samples(row, 0, ExampleEncoder(spec, tokenizer), None)
+    assert sample.trained_T is not None
+    assert tokenizer.decode(sample.completion_ids[sample.trained_T]) == "4<|im_end|>4<|im_end|>"
+
+
+def test_a_template_that_reads_no_tools_is_refused() -> None:
+    tokenizer = character_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(
+        InvalidInput, match=r"column 'tools' defines 1 tools, but the chat template .* reads none"
+    ):
+        ExampleEncoder(spec_of(), tokenizer).of_row({"tools": TOOLS})

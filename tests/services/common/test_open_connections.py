@@ -1,0 +1,70 @@
+"""The connections of this process by port and peer, and names of peers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+from services.common.open_connections import Connection, OpenConnections, end, peer_of
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+@linux
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_accepted_connections_are_found_until_they_are_closed(
+    family: socket.AddressFamily, address: str
+) -> None:
+    connections = OpenConnections()
+    try:
+        listener = socket.create_server((address, 0), family=family)
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    port = listener.getsockname()[1]
+    with listener:
+        assert connections.to({port}) == []
+        with socket.create_connection((address, port)) as client:
+            accepted, _ = listener.accept()
+            own = (address, client.getsockname()[1])
+            number = accepted.fileno()
+            there = [Connection(os.fstat(number).st_ino, number, own)]
+            assert connections.to({port}) == there
+            assert connections.to({port + 1}) == []
+            client.close()
+            assert connections.to({port}) == there
+            accepted.close()
+            with open(os.devnull, "rb") as other:  # has the number now
+                assert connections.to({port}) == []
+                assert not end(number, own)
+                assert not other.closed
+
+
+@linux
+def test_a_connection_is_ended_if_it_is_still_that_peers() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+    ):
+        accepted, peer = listener.accept()
+        with accepted:
+            assert not end(accepted.fileno(), ("127.0.0.1", peer[1] + 1))
+            assert end(accepted.fileno(), ("127.0.0.1", peer[1]))
+            assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("name", "peer"),
+    [
+        ("ipv4:10.0.0.7:5432", ("10.0.0.7", 5432)),
+        ("ipv6:%5B::1%5D:5432", ("::1", 5432)),
+        ("ipv6:[fe80::1]:1", ("fe80::1", 1)),
+        ("ipv6:[::ffff:10.0.0.7]:1", ("10.0.0.7", 1)),
+        ("ipv6:[fe80::1%25eth0]:1", ("fe80::1", 1)),
+        ("unix:", ("", 0)),
+    ],
+)
+def test_a_peer_by_its_name(name: str, peer: tuple[str, int]) -> None:
+    assert peer_of(name) == peer
