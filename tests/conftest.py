@@ -65,6 +65,17 @@ def no_process_group_stays() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def environment_is_put_back() -> Iterator[None]:
+    """Options of our commands set variables for child processes, also where a test calls a command in this process; the
+    next test's services must not read them."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture
 def given_key(monkeypatch: pytest.MonkeyPatch) -> StorageKey:
     """A storage key in the environment of this process and of those that it starts."""

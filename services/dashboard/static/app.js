@@ -51,6 +51,8 @@ async function show() {
   const guarded = async (call) => {
     try { await call(); say(""); } catch (error) { if (error.name !== "AbortError") say(error.message); }
   };
+  main.setAttribute("aria-busy", "true");
+  delete main.dataset.shown;
   current = { stop() { abort.abort(); timers.forEach(clearInterval); stops.forEach((stop) => stop()); } };
   try {
     if (OF_RUN.has(here.view) && !here.run) {
@@ -66,13 +68,21 @@ async function show() {
     if (abort.signal.aborted) return;
     replace(main, el("p", { class: "hint" }, "Loading …"));
     await module.show(context);
+    if (abort.signal.aborted) return;
+    shown();
     say("");
   } catch (error) {
     if (error.name === "AbortError") return;
     drawHeader(here);
     replace(main, el("section", { class: "card" }, el("h1", {}, "This cannot be shown"), el("p", {}, error.message),
       error.code === "unauthenticated" ? keyForm() : el("button", { onclick: show }, "Try again")));
+    shown();
   }
+}
+
+function shown() {
+  main.removeAttribute("aria-busy");
+  main.dataset.shown = location.hash;
 }
 
 function keyForm() {

@@ -48,11 +48,9 @@ class Browser:
     said: list[str] = field(default_factory=list)
 
     def open(self, view: str) -> None:
-        """Open a view and wait for its heading."""
+        """Open a view and wait until it is shown, with what it asks for."""
         self.page.goto(f"{self.base}/#/{view}")
-        self.page.wait_for_selector("main h1", timeout=WAIT_MS)
-        self.page.wait_for_load_state("networkidle")
-        self.page.locator("main", has_not_text="Loading …").wait_for(timeout=WAIT_MS)
+        self.page.wait_for_selector(f'main[data-shown="#/{view}"]', timeout=WAIT_MS)
 
 
 @pytest.fixture(scope="module")
