@@ -162,9 +162,11 @@ async def _reports(
 ) -> AsyncIterator[worker_pb2.ConnectRequest]:
     while True:
         try:
-            yield await asyncio.wait_for(outbox.get(), 1.0)
+            async with asyncio.timeout(1.0):
+                report = await outbox.get()
         except TimeoutError:
-            yield worker_pb2.ConnectRequest(heartbeat=worker_pb2.Heartbeat())
+            report = worker_pb2.ConnectRequest(heartbeat=worker_pb2.Heartbeat())
+        yield report
 
 
 def _random_completion(seed: int, tokens: int) -> Completion:

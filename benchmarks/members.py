@@ -198,7 +198,8 @@ class Thin:
         yield worker_pb2.ConnectRequest(hello=self._hello)
         while True:
             try:
-                report = await asyncio.wait_for(reports.get(), BEAT_S)
+                async with asyncio.timeout(BEAT_S):
+                    report = await reports.get()
             except TimeoutError:
                 report = worker_pb2.ConnectRequest(heartbeat=worker_pb2.Heartbeat())
             if report is None:

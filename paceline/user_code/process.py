@@ -105,7 +105,8 @@ class UserProcess:
         except (EOFError, OSError):
             if process.returncode is None:  # it closed the socket, or is ending
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(watch), timeout=1.0)
+                    async with asyncio.timeout(1.0):
+                        await asyncio.shield(watch)
             died = ProcessDied(describe_end(process.returncode))
             # Another caller of `kill` may have dropped the process meanwhile.
             died.by_signal = (process.returncode or 0) < 0 and process is self._process

@@ -63,7 +63,8 @@ class SharedProcess:
         except BaseException as error:
             late = isinstance(error, TimeoutError)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), timeout=0.0 if late else 1.0)
+                async with asyncio.timeout(0.0 if late else 1.0):
+                    await self._process.wait()
             returncode = self._process.returncode
             writer.transport.abort()
             await self.close()
@@ -149,7 +150,8 @@ class SharedProcess:
             ended_here = self._writer is None
             if not ended_here and not fault:  # it is ending by itself, and the way it does is of interest
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), timeout=1.0)
+                    async with asyncio.timeout(1.0):
+                        await process.wait()
             by_signal = not ended_here and not fault and (process.returncode or 0) < 0
             self.kill()
             await process.wait()

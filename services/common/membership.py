@@ -227,7 +227,8 @@ class Membership:
         self._leaving.set()
         await self.report(worker_pb2.ConnectRequest(leave=worker_pb2.Leave(reason=reason)))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._left.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._left.wait()
         return self._left.is_set()
 
     async def request(

@@ -29,7 +29,8 @@ async def wait_for_space(directory: Path, stop: asyncio.Event) -> None:
             )
             is_logged = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), 0.5)
+            async with asyncio.timeout(0.5):
+                await stop.wait()
 
 
 def is_disk_full(error: BaseException) -> bool:

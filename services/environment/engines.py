@@ -126,7 +126,8 @@ class Engines:
                     "old", "no rollout worker has weights of step %d yet; turns wait", wanted.oldest_step
                 )
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), LIST_S if pause_s is None else pause_s)
+                async with asyncio.timeout(LIST_S if pause_s is None else pause_s):
+                    await self._changed.wait()
             gone_s += loop.time() - began_s
             if wanted.pinned is not None and pause_s is None and gone_s >= GONE_S:
                 raise PinLost(f"worker {wanted.pinned_member} does not serve {tuple(wanted.pinned)} any more")

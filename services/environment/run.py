@@ -118,13 +118,15 @@ class EnvironmentRun:
         self._room.set()
         return_s = min(RETURN_S, grace_s / 2)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace_s - return_s)
+            async with asyncio.timeout(grace_s - return_s):
+                await self._idle.wait()
             return 0
         left = list(self._groups.values())
         for task in left:
             task.cancel()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), return_s)
+            async with asyncio.timeout(return_s):
+                await self._idle.wait()
         return len(left)
 
     # Leases
@@ -160,7 +162,8 @@ class EnvironmentRun:
         pause_s = self.refused_pause.next_s()
         log.error("asking for leases again in %.0f s, the exchange refuses: %s", pause_s, refusal)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._draining.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._draining.wait()
 
     async def _end_earlier(self, group_id: int) -> None:
         """End the earlier attempt at a group that is leased to this worker again: the journal belongs to the new one."""

@@ -24,7 +24,8 @@ ORDER_TIMEOUT_S = 600.0
 async def _carried_out(order: Future[ResultT]) -> ResultT:
     """Return the result of an order. Raises Unavailable, and withdraws the order, when no step ends in time."""
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(order), ORDER_TIMEOUT_S)
+        async with asyncio.timeout(ORDER_TIMEOUT_S):
+            return await asyncio.wrap_future(order)
     except TimeoutError:
         raise Unavailable(
             f"nothing came of the order within {ORDER_TIMEOUT_S:g} s; it waits for the step under way, see the learner's log"

@@ -95,7 +95,8 @@ def main(
             worker.membership.draining = True
             worker.stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(working), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await asyncio.shield(working)
             await worker.membership.leave()
             working.cancel()
             belonging.cancel()

@@ -150,7 +150,8 @@ class RewardWorker:
         """Report why the run cannot be set up, and wait until the set-up is retried or another run is assigned."""
         await self.assigned.failed(assignment.run_id, error, self.membership.report)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.assigned.changed.wait(), self._set_up_pause.next_s())
+            async with asyncio.timeout(self._set_up_pause.next_s()):
+                await self.assigned.changed.wait()
 
     def _forget_run(self) -> None:
         self._spec = self._runner = self._reference = None
@@ -209,7 +210,8 @@ class RewardWorker:
         pause_s = self.refused_pause.next_s()
         log.error("asking for tasks again in %.0f s, the exchange refuses: %s", pause_s, refusal)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.assigned.changed.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self.assigned.changed.wait()
 
     async def _score(
         self,
@@ -301,7 +303,8 @@ class RewardWorker:
         next task at once."""
         pause_s = pause_after(failures + 1, FIRST_PAUSE_S, MAX_PAUSE_S)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
 
     async def _run_functions(
         self, runner: RewardRunner, inputs: GroupInputs, state: Mapping[str, Any] | None

@@ -192,7 +192,8 @@ class RolloutRun:
                     with contextlib.suppress(
                         TimeoutError
                     ):  # the capacity may have grown without a sample's end
-                        await asyncio.wait_for(self._room.wait(), CAPACITY_S)
+                        async with asyncio.timeout(CAPACITY_S):
+                            await self._room.wait()
                     continue
                 request = pb.ExchangeRequest(
                     run_id=self.run_id,
@@ -229,7 +230,8 @@ class RolloutRun:
         log.error("asking for leases again in %.0f s, the exchange refuses: %s", pause_s, refusal)
         self._room.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._room.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._room.wait()
 
     async def _end_if_hung(self) -> None:
         """Exit with status 1, as after a crash, because nothing else ends a hung engine. The coordinator counts the crash for
@@ -259,14 +261,16 @@ class RolloutRun:
         group_size = self.spec.grpo.num_generations_per_prompt
         return_s = return_seconds(self.num_leases * group_size * self.params.max_new_tokens, grace_s)
         try:
-            await asyncio.wait_for(asyncio.shield(ended), grace_s - return_s)
+            async with asyncio.timeout(grace_s - return_s):
+                await asyncio.shield(ended)
         except TimeoutError:
             left = self.num_leases
             self._sampler.abort()
             for request_id in list(self._external):
                 self.engine.abort(request_id)
             try:
-                await asyncio.wait_for(ended, return_s)
+                async with asyncio.timeout(return_s):
+                    await ended
             except TimeoutError:
                 log.warning("%d leases could not be returned: no answer from the exchange", self.num_leases)
             return left

@@ -113,7 +113,7 @@ class RolloutWorker:
     async def _work_on(self, assignment: worker_pb2.RunAssignment) -> None:
         await self._close_ended_run()
         run = await self._set_up(assignment)
-        self._run, is_over = run, False
+        self._run, has_failed = run, True
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(run.engine.watch())
@@ -124,12 +124,14 @@ class RolloutWorker:
                     await self.assigned.changed.wait()  # the run is over; the next directive is on its way
                 watch.cancel()
                 progress.cancel()
+            has_failed = False
         except asyncio.CancelledError:
-            is_over = self.assigned.assignment is None
+            has_failed = False
             raise
         finally:
             self._run = None
-            if is_over and run.engine.version is not None:
+            is_over = self.assigned.assignment is None
+            if is_over and not has_failed and run.engine.version is not None:
                 run.weights.close()
                 self._ended_run = run
             else:

@@ -157,8 +157,9 @@ class RunQueue:
         if not self._ledger.store:
             return
         with contextlib.suppress(TimeoutError):
-            asked = asyncio.to_thread(refusal_of_store, self._ledger.store)
-            if why := await asyncio.wait_for(asked, STORE_WAIT_S):
+            async with asyncio.timeout(STORE_WAIT_S):
+                why = await asyncio.to_thread(refusal_of_store, self._ledger.store)
+            if why:
                 raise InvalidInput(why)
 
     def _checked_data(self, spec: RunSpec, bundle: str) -> tuple[RunData, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,11 +110,21 @@ class EndedRun:
         self.closed = True
 
 
+class EndedByItself(EndedRun):
+    """Run that the exchange has ended by the time that it is cancelled: it returns."""
+
+    async def generate_forever(self) -> None:
+        self.began.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._forever()
+
+
+@pytest.mark.parametrize("kind", [EndedRun, EndedByItself])
 @pytest.mark.parametrize("version", [Version(1, 8), None])
 async def test_the_engine_of_a_run_that_is_over_serves_until_the_next_run(
-    version: Version | None, monkeypatch: pytest.MonkeyPatch
+    version: Version | None, kind: type[EndedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = [EndedRun(version), EndedRun(None)]
+    runs = [kind(version), EndedRun(None)]
     worker = RolloutWorker("127.0.0.1:1", "rollout-0", "cpu", 1.0, "127.0.0.1")
     worker.membership._context.term()
     given = iter(runs)
