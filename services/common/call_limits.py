@@ -20,8 +20,9 @@ import grpc
 
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.retry_hint import USUAL_S, to_metadata
-from services.common.aborted_calls import handler_with, method_of
 from services.common.access.caller import current_caller
+from services.common.grpc_peers import host_of
+from services.common.outermost_interceptor import handler_with, method_of
 
 MAX_KEPT = 8192
 """Callers and methods whose calls are counted; beyond it those that have been quiet the longest begin anew."""
@@ -195,8 +196,3 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
                 counter[each] -= 1
                 if not counter[each]:
                     del counter[each]
-
-
-def host_of(peer: str) -> str:
-    """Return the address in gRPC's name of a peer, such as `ipv4:10.0.0.7:5432`, without its port."""
-    return peer.rpartition(":")[0].partition(":")[2][:64] or peer[:64]

@@ -22,12 +22,13 @@ from paceline.errors import Busy, Conflict, PacelineError
 from paceline.rate_limited_log import RateLimitedLog, SeldomFilter, unforeseen
 from paceline.retry_hint import to_metadata
 from paceline.tls.folder import TlsFolder, tls_folder
-from services.common.aborted_calls import AbortedCalls
 from services.common.call_limits import CallLimits
 from services.common.error_status import status_of
 from services.common.handshakes import SWEEP_S, Handshakes
-from services.common.insecure import remind
+from services.common.insecure import insecurity
 from services.common.open_connections import OpenConnections
+from services.common.outermost_interceptor import OutermostInterceptor
+from services.common.reminder import remind
 from services.common.stranger_connections import CHECK_S, StrangerConnections
 from services.common.tls import server_credentials
 from services.common.token_guard import TokenGuard
@@ -180,7 +181,9 @@ class GrpcServer:
         folder, connections = tls_folder(), OpenConnections()
         self._handshakes = Handshakes(lambda: connections.to(self._ports), HANDSHAKE_S) if folder else None
         self._on_refused_handshake = on_refused_handshake
-        outermost = AbortedCalls(self._handshakes.called) if self._handshakes else AbortedCalls()
+        outermost = (
+            OutermostInterceptor(self._handshakes.called) if self._handshakes else OutermostInterceptor()
+        )
         interceptors: list[Any] = [outermost, *([guard] if guard else []), limits]
         self._has_guard = guard is not None
         limit = ("grpc.max_allowed_incoming_connections", max_connections)
@@ -218,7 +221,7 @@ class GrpcServer:
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
-        self._tasks = [asyncio.create_task(remind(self.host))]
+        self._tasks = [asyncio.create_task(remind(insecurity(self.host)))]
         if self._has_guard:  # without one nobody is known
             self._tasks.append(asyncio.create_task(self._end_strangers()))
         if self._handshakes is not None:

@@ -16,7 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from services.common.open_connections import Connection, Peer, peer_of
+from services.common.grpc_peers import Peer, peer_of
+from services.common.open_connections import Connection
 
 SWEEP_S = 2.0
 """Seconds between two sweeps."""

@@ -1,13 +1,11 @@
 """Consent to connections beyond this host that are not encrypted: `--insecure`. With `--tls-dir` none is needed.
 
-A process that uses the consent says so: in its log at its start and every `REMIND_S` seconds, in a gauge, and the coordinator in
+A process that uses the consent says so: in its log at its start and every ten minutes, in a gauge, and the coordinator in
 `paceline status`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,11 +19,7 @@ from services.common.tls_option import tls_option
 
 VARIABLE = "PACELINE_INSECURE"
 """Environment variable that stands for the option, also for the processes that a command starts."""
-REMIND_S = 600.0
-"""Seconds between two lines in the log of a process that is not encrypted."""
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
-
-log = logging.getLogger(__name__)
 
 
 def _accept(_context: click.Context, _option: click.Parameter, is_accepted: bool) -> None:
@@ -77,10 +71,3 @@ def insecurity(host: str) -> str:
     if is_loopback(host) or tls_folder() is not None:
         return ""
     return f"NOT ENCRYPTED: --insecure listens on {host} without TLS; give certificates with --tls-dir"
-
-
-async def remind(host: str) -> None:
-    """Write that sentence to the log, now and every `REMIND_S` seconds, until cancelled; return at once where there is none."""
-    while sentence := insecurity(host):
-        log.warning("%s", sentence)
-        await asyncio.sleep(REMIND_S)

@@ -7,16 +7,11 @@ import os
 import socket
 import stat
 from collections.abc import Collection
-from functools import lru_cache
 from typing import NamedTuple
-from urllib.parse import unquote
+
+from services.common.grpc_peers import Peer, plain
 
 FOLDER = "/proc/self/fd"
-MAX_CACHED = 8192
-"""Names of peers whose parts are kept."""
-
-Peer = tuple[str, int]
-"""Address and port of the other side."""
 
 
 class Connection(NamedTuple):
@@ -82,16 +77,3 @@ def end(descriptor: int, peer: Peer) -> bool:
             connection.shutdown(socket.SHUT_RDWR)
             return True
     return False
-
-
-@lru_cache(MAX_CACHED)
-def peer_of(name: str) -> Peer:
-    """Return address and port of a peer by gRPC's name, such as `ipv4:10.0.0.7:5432` or `ipv6:[::1]:5432`; no port for another
-    kind."""
-    address, _, port = unquote(name).partition(":")[2].rpartition(":")
-    return plain(address.strip("[]")), int(port) if port.isascii() and port.isdigit() else 0
-
-
-def plain(address: str) -> str:
-    """Return an address without scope, and that of IPv4 in its own form: a socket may take both kinds."""
-    return address.partition("%")[0].removeprefix("::ffff:")

@@ -1,11 +1,10 @@
 """Whether a worker hides secrets from user code where no option says so: beyond loopback it does, if the kernel can.
 
-A worker beyond loopback that cannot says so in its log, at its start and every `REMIND_S` seconds.
+A worker beyond loopback that cannot says so in its log, at its start and every ten minutes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 
@@ -21,7 +20,6 @@ from paceline.user_code.surroundings import (
     isolation,
     secret_paths,
 )
-from services.common.insecure import REMIND_S
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +54,6 @@ def choose_isolation(coordinator: str, host: str) -> str:
                 "(serve reward --only FUNCTION); --no-isolation accepts it (docs/security.md)"
             )
     return ""
-
-
-async def remind(warning: str) -> None:
-    """Write a warning to the log, now and every `REMIND_S` seconds, until cancelled; return at once where it is empty."""
-    while warning:
-        log.warning("%s", warning)
-        await asyncio.sleep(REMIND_S)
 
 
 def _readable() -> str:

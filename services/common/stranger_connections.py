@@ -14,7 +14,8 @@ import os
 from collections import defaultdict
 from collections.abc import Collection
 
-from services.common.open_connections import FOLDER, Connection, OpenConnections, Peer, end, peer_of
+from services.common.grpc_peers import Peer, peer_of
+from services.common.open_connections import FOLDER, Connection, OpenConnections, end
 
 MAX_OF_ADDRESS = 256
 """Connections without an accepted call that stay open from one address."""

@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 
@@ -292,12 +291,6 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 def worker_guard(coordinator: str = "", note: Callable[[Call], None] = lambda call: None) -> TokenGuard:
     """Return the guard of a worker's services: the coordinator says who a caller is. `note` is that of `TokenGuard`."""
     return TokenGuard(WorkerCallers(coordinator), note=note)
-
-
-def peer_address(peer: str) -> str:
-    """Return host:port of gRPC's text for a peer, such as `ipv4:10.0.0.3:4711`."""
-    kind, colon, address = unquote(peer).partition(":")
-    return address if colon and kind in ("ipv4", "ipv6") else peer
 
 
 def _check_role(method: str, right: Right | None, caller: Caller) -> None:

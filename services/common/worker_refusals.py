@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from paceline.refusal_sums import RefusalSums
-from services.common.token_guard import OF_GUARD, Call, peer_address
+from services.common.grpc_peers import address_of
+from services.common.token_guard import OF_GUARD, Call
 
 
 class WorkerRefusals(RefusalSums):
@@ -16,4 +17,4 @@ class WorkerRefusals(RefusalSums):
         """Take a call, or an HTTP request, that was refused because of who made it; whatever else a guard notes is left out."""
         if call.code in OF_GUARD:
             who = call.caller.name if call.caller else ""
-            self.note(call.method, call.code.name, peer_address(call.peer), call.details, who=who)
+            self.note(call.method, call.code.name, address_of(call.peer), call.details, who=who)

@@ -13,9 +13,10 @@ from paceline.files.names import LEDGER_NAME
 from paceline.token import TOKEN_NAME, token_path
 from services.common.access.worker_callers import WorkerCallers
 from services.common.grpc_server import run_service
-from services.common.insecure import check_coordinator, check_host, insecure_option, remind
+from services.common.insecure import check_coordinator, check_host, insecure_option, insecurity
 from services.common.options import directory_option, token_file_option
 from services.common.processes.ready_file import announce
+from services.common.reminder import remind
 from services.common.scrape import metrics_endpoint
 from services.common.zmq_keepalive import in_brackets
 from services.dashboard.access import Access
@@ -86,7 +87,7 @@ def main(
             if not ready_file:  # a supervisor prints them itself, and logs should not have keys
                 say_links(address, access)
             log.info("the dashboard of %s listens on %s", coordinator or ledger, address)
-            reminding = asyncio.create_task(remind(host))
+            reminding = asyncio.create_task(remind(insecurity(host)))
             async with metrics_endpoint(host, metrics_port, WorkerCallers(coordinator or "")):
                 await stop.wait()
             reminding.cancel()

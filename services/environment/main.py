@@ -20,7 +20,8 @@ from services.common.processes.file_limit import raise_file_limit
 from services.common.processes.parent_death import die_with_starter
 from services.common.processes.quiet_libraries import quiet_libraries
 from services.common.processes.ready_file import announce
-from services.common.secret_hiding import choose_isolation, remind
+from services.common.reminder import remind
+from services.common.secret_hiding import choose_isolation
 from services.common.token_guard import worker_guard
 from services.common.user_code_options import user_code_options
 from services.environment.worker import EnvironmentWorker

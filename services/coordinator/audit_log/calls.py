@@ -13,7 +13,8 @@ import grpc
 
 from paceline.refusal_sums import MAX_AT_ONCE, MAX_COUNT, MAX_NAME, MAX_REASON
 from protos.paceline.v1 import worker_pb2
-from services.common.token_guard import OF_GUARD, Call, peer_address
+from services.common.grpc_peers import address_of
+from services.common.token_guard import OF_GUARD, Call
 from services.coordinator.audit_log.record import Entry
 from services.coordinator.text_limits import one_line
 
@@ -33,7 +34,7 @@ def entry_of_call(call: Call) -> Entry:
         call.caller.name if call.caller else "",
         tuple(sorted(call.caller.roles)) if call.caller else (),
         call.certificate,
-        peer_address(call.peer),
+        address_of(call.peer),
         _subject(message) or _subject(getattr(call.answer, "run", None)),
         call.details if keeps_reason else "",
         _digest(call.request),

@@ -25,7 +25,6 @@ from services.common.call_limits import (
     CallLimits,
     Limit,
     Rates,
-    host_of,
 )
 from services.common.grpc_server import GrpcServer, with_status, with_stream_status
 from services.common.token_guard import TokenGuard
@@ -183,9 +182,3 @@ def test_every_limit_is_of_a_method_that_exists() -> None:
     }
     assert LIMITS.keys() - open_streams <= RPCS.keys()
     assert USUAL.in_all < NO_LIMIT
-
-
-def test_an_address_is_without_its_port() -> None:
-    assert host_of("ipv4:10.0.0.7:5432") == "10.0.0.7"
-    assert host_of("ipv6:%5B::1%5D:5432") == "%5B::1%5D"
-    assert host_of("unix:") == "unix:"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from tls_folders import make_folders
 
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from services.cli.main import main
-from services.common.insecure import VARIABLE, insecurity, remind
+from services.common.insecure import VARIABLE, insecurity
 
 
 @pytest.fixture(autouse=True)
@@ -64,17 +63,10 @@ def test_certificates_need_no_consent(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "no.yaml" in done.output
 
 
-async def test_a_process_that_is_not_encrypted_says_so(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_is_not_encrypted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TLS_VARIABLE, "")
     assert insecurity("127.0.0.1") == ""
-    await remind("127.0.0.1")
-    assert caplog.text == ""
-    reminding = asyncio.create_task(remind("0.0.0.0"))
-    await asyncio.sleep(0)
-    reminding.cancel()
-    assert "NOT ENCRYPTED: --insecure listens on 0.0.0.0 without TLS" in caplog.text
+    assert "NOT ENCRYPTED: --insecure listens on 0.0.0.0 without TLS" in insecurity("0.0.0.0")
 
 
 def test_a_malformed_address_is_called_that() -> None:

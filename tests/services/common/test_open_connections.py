@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from services.common.open_connections import Connection, OpenConnections, end, peer_of
+from services.common.open_connections import Connection, OpenConnections, end
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -53,18 +53,3 @@ def test_a_connection_is_ended_if_it_is_still_that_peers() -> None:
             assert not end(accepted.fileno(), ("127.0.0.1", peer[1] + 1))
             assert end(accepted.fileno(), ("127.0.0.1", peer[1]))
             assert client.recv(1) == b""
-
-
-@pytest.mark.parametrize(
-    ("name", "peer"),
-    [
-        ("ipv4:10.0.0.7:5432", ("10.0.0.7", 5432)),
-        ("ipv6:%5B::1%5D:5432", ("::1", 5432)),
-        ("ipv6:[fe80::1]:1", ("fe80::1", 1)),
-        ("ipv6:[::ffff:10.0.0.7]:1", ("10.0.0.7", 1)),
-        ("ipv6:[fe80::1%25eth0]:1", ("fe80::1", 1)),
-        ("unix:", ("", 0)),
-    ],
-)
-def test_a_peer_by_its_name(name: str, peer: tuple[str, int]) -> None:
-    assert peer_of(name) == peer

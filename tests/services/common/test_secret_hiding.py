@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from paceline.user_code.surroundings import VARIABLE
 from services.common import secret_hiding
-from services.common.secret_hiding import choose_isolation, remind
+from services.common.secret_hiding import choose_isolation
 
 KERNEL = "this kernel has no Landlock"
 
@@ -71,11 +70,8 @@ def test_beyond_loopback_secrets_are_hidden_unless_an_option_says_otherwise(
     assert line in record.getMessage()
 
 
-async def test_a_worker_that_cannot_hide_them_complains_again_and_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_worker_that_cannot_hide_them_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(secret_hiding, "why_no_isolation", lambda: KERNEL)
-    monkeypatch.setattr(secret_hiding, "REMIND_S", 0.0)
     warning = choose_isolation("10.0.0.1:7070", "10.0.0.2")
     assert os.environ[VARIABLE] == ""
     for part in (
@@ -84,24 +80,6 @@ async def test_a_worker_that_cannot_hide_them_complains_again_and_again(
         "--no-isolation accepts it (docs/security.md)",
     ):
         assert part in warning
-    third, seen = asyncio.Event(), []
-
-    class Seen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append(record.getMessage())
-            if len(seen) == 3:
-                third.set()
-
-    handler = Seen()
-    secret_hiding.log.addHandler(handler)
-    reminding = asyncio.create_task(remind(warning))
-    try:
-        await asyncio.wait_for(third.wait(), 60)
-    finally:
-        reminding.cancel()
-        secret_hiding.log.removeHandler(handler)
-    assert set(seen) == {warning}
-    await remind("")
 
 
 def test_a_worker_that_does_not_know_the_folder_of_bundles_does_not_start(

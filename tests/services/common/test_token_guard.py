@@ -25,7 +25,7 @@ from services.common.access.callers import TokenCallers
 from services.common.access.rights import Right
 from services.common.grpc_server import GrpcServer
 from services.common.membership import Membership
-from services.common.token_guard import Call, TokenGuard, peer_address, worker_guard
+from services.common.token_guard import Call, TokenGuard, worker_guard
 from services.local.cluster import LocalCluster
 from services.reward.servicer import RewardServicer
 
@@ -249,16 +249,3 @@ async def test_a_workers_own_service_wants_the_same_token(
         make_token(path)
         assert "the call has no token" in await asyncio.to_thread(ask_as_a_stranger)
         assert await asyncio.to_thread(ask) > 0
-
-
-@pytest.mark.parametrize(
-    ("peer", "address"),
-    [
-        ("ipv4:10.0.0.3:41", "10.0.0.3:41"),
-        ("ipv6:%5B::1%5D:41", "[::1]:41"),
-        ("unix:/tmp/socket", "unix:/tmp/socket"),
-        ("", ""),
-    ],
-)
-def test_peers_are_named_by_their_address(peer: str, address: str) -> None:
-    assert peer_address(peer) == address

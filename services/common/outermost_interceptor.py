@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 
-class AbortedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
+class OutermostInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
     """The interceptor; it has to be the first."""
 
     def __init__(self, called: Callable[[str], None] = lambda peer: None):
