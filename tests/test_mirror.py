@@ -20,6 +20,7 @@ COVERED_BY = {
     "paceline/registry/signing.py": "test_folder.py",
     "services/cli/registry/facts.py": "test_models.py",
     "services/cli/registry/source.py": "test_models.py",
+    "services/coordinator/ledger/integrity/lost_runs.py": "tests/services/coordinator/audit/test_repair.py",
     "services/coordinator/ledger/tables/models.py": "tests/services/coordinator/test_model_servicer.py",
     "services/coordinator/model_registry.py": "test_model_servicer.py",
     "paceline/data/column_names.py": "test_formats.py",

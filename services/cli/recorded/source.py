@@ -62,11 +62,14 @@ class Source:
         return [run_message(self.ledger, row) for row in self.ledger.runs()]
 
     def run_ids(self) -> list[str]:
-        """Return the ids of all runs, oldest first, also where other columns cannot be read."""
+        """Return the ids of all runs, oldest first, also where other columns cannot be read. From a ledger, the runs whose rows are
+        lost come last."""
         if self.client is not None:
             return [run.run_id for run in self.client.runs()]
         assert self.ledger is not None
-        return [row["run_id"] for row in self.ledger.runs()]
+        from services.coordinator.ledger.integrity.lost_runs import lost_runs
+
+        return [*(row["run_id"] for row in self.ledger.runs()), *lost_runs(self.ledger.db)]
 
     def run(self, run_id: str) -> Run:
         """Return a run. Raises NotFound."""

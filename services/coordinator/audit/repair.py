@@ -32,6 +32,7 @@ from services.coordinator.ledger.folders import resolved
 from services.coordinator.ledger.group_queries import OPEN_SQL
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.integrity.file_check import DamagedRow, damaged_rows
+from services.coordinator.ledger.integrity.lost_runs import LOST, lost_runs
 from services.coordinator.ledger.integrity.report import UNREADABLE, VerifyReport
 from services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
 from services.coordinator.ledger.segments import DamagedRecord
@@ -131,7 +132,8 @@ def _repair_rows(path: Path, key: StorageKey | None, say: Say) -> None:
                 elif name != "counters":
                     say(f"{damaged.name}: it cannot be repaired; only a backup has it")
         _find_payloads(db, say)
-        _name_lost_runs(db, say)
+        for run_id in lost_runs(db):
+            say(f"run {run_id}: {LOST}")
         _fill_gaps(db, say)
         db.execute("COMMIT")
 
@@ -158,15 +160,6 @@ def _has_spec(damaged: DamagedRow) -> bool:
     except UNREADABLE:
         return False
     return True
-
-
-def _name_lost_runs(db: sqlite3.Connection, say: Say) -> None:
-    """Name the runs of which only other tables have rows: their specs are nowhere else."""
-    others = " UNION ".join(f"SELECT run_id FROM {table}" for table in ("groups", "batches", "events"))
-    for (run_id,) in db.execute(f"SELECT run_id FROM ({others}) EXCEPT SELECT run_id FROM runs").fetchall():
-        say(
-            f"run {run_id}: its row with the spec is lost, and no command finds the run; only a backup has it"
-        )
 
 
 def _put_back(db: sqlite3.Connection, damaged: DamagedRow, say: Say) -> None:

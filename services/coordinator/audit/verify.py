@@ -21,6 +21,7 @@ from services.coordinator.audit_log.verification import check_end
 from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 from services.coordinator.ledger.groups import OPEN_STATES
 from services.coordinator.ledger.integrity.file_check import check_file, tolerant
+from services.coordinator.ledger.integrity.lost_runs import LOST, lost_runs
 from services.coordinator.ledger.integrity.report import REMEDY, VerifyReport
 from services.coordinator.ledger.ledger import Ledger
 
@@ -70,6 +71,9 @@ def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
 def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Record | None:
     """Return the run's rows; None where they cannot be read, which is then a problem in the report. Raises NotFound."""
     if not report.found:
+        if run_id in lost_runs(ledger.db):
+            report.problem(f"run {run_id}", LOST)
+            return None
         ledger.run(run_id)
     with report.reading(f"run {run_id}", f"its row of the table runs, column spec_yaml, ({REMEDY})"):
         run, db = ledger.run(run_id), ledger.db

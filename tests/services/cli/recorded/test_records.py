@@ -50,6 +50,16 @@ def test_verify_fails_when_a_record_was_tampered_with(writer: Writer, tmp_path: 
     assert " problems in sums-1:\n  ✗ " in paceline("ledger", "verify", tmp_path / "runs" / RUN_ID).stdout
 
 
+def test_verify_of_all_runs_names_one_whose_row_is_lost(writer: Writer, tmp_path: Path) -> None:
+    writer.ledger.db.execute("PRAGMA foreign_keys = OFF")
+    with writer.ledger.transaction():
+        writer.ledger.db.execute("DELETE FROM runs")
+    result = paceline("ledger", "verify", "--directory", tmp_path / "runs")
+    assert result.exit_code == 1
+    assert f"✗ run {RUN_ID}: its row with the spec is lost" in result.stdout
+    assert "only a backup has it" in paceline("ledger", "verify", tmp_path / "runs" / RUN_ID).stdout
+
+
 def test_a_backup_is_a_whole_ledger_although_one_writes(writer: Writer, tmp_path: Path) -> None:
     copies = tmp_path / "copies"
     copies.mkdir()

@@ -169,6 +169,8 @@ def test_a_damaged_row_with_a_readable_spec_is_left_to_a_backup(closed: World) -
 def test_a_run_whose_row_is_lost_is_named(closed: World) -> None:
     overwrite(closed, root_of(closed, "runs"), bytes(range(200)))
     assert "run test-1: its row with the spec is lost" in repaired(closed)
+    (problem,) = problems(closed)
+    assert problem.startswith("run test-1: its row with the spec is lost")
 
 
 @both_forms
