@@ -4,6 +4,7 @@ those of the real vLLM run where it is installed (`make test-vllm`)."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -65,15 +66,28 @@ def no_process_group_stays() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def environment_is_put_back() -> Iterator[None]:
-    """Options of our commands set variables for child processes, also where a test calls a command in this process; the
-    next test's services must not read them."""
+@contextlib.contextmanager
+def _environment_put_back() -> Iterator[None]:
     before = dict(os.environ)
     yield
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment_of_the_next_file() -> Iterator[None]:
+    """As `environment_of_the_next_test`, for what a fixture of a whole file calls."""
+    with _environment_put_back():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def environment_of_the_next_test() -> Iterator[None]:
+    """Options of our commands set variables for child processes, also where a test calls a command in this process; the
+    next test's services must not read them."""
+    with _environment_put_back():
+        yield
 
 
 @pytest.fixture
