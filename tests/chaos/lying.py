@@ -26,21 +26,28 @@ class LyingWorker:
         self._directory, self._coordinator = directory, coordinator
         self._orders, self._report = directory / "lie.orders", directory / "lies.jsonl"
         self._process: subprocess.Popen[bytes] | None = None
-        self._ordered = 0
+        self._num_before: int | None = None
+        """Lies that it had told when the one was ordered that it has not told yet."""
 
     def tell(self, index: int, lasts_s: float) -> bool:
-        """Orders the lie of that number; False while the one before is still to be told, and when it was not there yet."""
+        """Orders the lie of that number, unless it is ordered; True once it has been told: the run may end before."""
         if self._process is None or self._process.poll() is not None:
             self._start()
             return False
-        if not self._directory.joinpath("liar.ready").exists() or len(self.told()) < self._ordered:
+        if not self._directory.joinpath("liar.ready").exists():
+            return False
+        number = len(self.told())
+        if self._num_before is not None:
+            if number > self._num_before:
+                self._num_before = None
+                return True
             return False
         ledger = str(self._directory / "ledger.sqlite")
         orders = {"lie": LIES[index], "report": str(self._report), "ledger": ledger, "lasts_s": lasts_s}
         self._orders.write_text(json.dumps(orders))
         self._process.send_signal(signal.SIGUSR1)
-        self._ordered += 1
-        return True
+        self._num_before = number
+        return False
 
     def told(self) -> list[dict[str, Any]]:
         """Return its messages so far, with the exchange's answers."""
@@ -71,6 +78,7 @@ class LyingWorker:
             self._process.wait(END_S)
 
     def _start(self) -> None:
+        self._num_before = None
         ready = self._directory / "liar.ready"
         ready.unlink(missing_ok=True)
         paths = [str(HERE), *sys.path[:1], os.environ.get("PYTHONPATH", "")]

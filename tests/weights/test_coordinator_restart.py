@@ -39,9 +39,10 @@ class Restarts:
         with self.run.learner_status() as status:
             while True:
                 until("the learner trains", lambda: status().phase == "training", pause_s=0.002)
-                step = status().version.step
                 self.run.cluster.kill("coordinator", 0, signal.SIGSTOP)
-                if status().version.step == step:
+                now = status()
+                if now.phase == "training":
+                    step = now.version.step
                     break
                 self.run.cluster.kill("coordinator", 0, signal.SIGCONT)
             until("the step is over", lambda: status().version.step == step + 1)

@@ -49,7 +49,7 @@ class LearnerServiceStatusResponse(_message.Message):
     world_size: _builtins.int
     """Number of ranks."""
     phase: _builtins.str
-    """`idle`, `loading`, `waiting`, `training` or `saving`."""
+    """`idle`, `loading`, `waiting`, `training`, `publishing` or `saving`."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Its session and the next step."""

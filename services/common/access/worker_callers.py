@@ -26,6 +26,8 @@ KEPT_S = 300.0
 CALL_S = 5.0
 MAX_KEPT = 1024
 """Answers that are kept, the newest."""
+OWN_TOKEN = "this worker's own token, while the coordinator does not answer,"
+"""Name of a caller of whom nothing else is known."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -73,7 +75,7 @@ class WorkerCallers:
             if error.code() in AWAY and kept is not None and now_s - kept.time_s < KEPT_S:
                 return kept
             if error.code() in AWAY and is_own:
-                return _Answer(Caller("worker", frozenset({CallerRole.WORKER}), digest), "", now_s)
+                return _Answer(Caller(OWN_TOKEN, frozenset({CallerRole.WORKER}), digest), "", now_s)
             raise Unavailable(
                 f"this worker cannot ask the coordinator at {self._coordinator} about the call's token: "
                 f"{error.code().name.lower()}"

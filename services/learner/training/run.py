@@ -115,7 +115,8 @@ class LearnerRun:
 
     @property
     def phase(self) -> str:
-        """Current work of the main thread: `loading`, `waiting` for a batch, `training` or `saving`."""
+        """Current work of the main thread: `loading`, `waiting` for a batch, `training`, `publishing` or
+        `saving`."""
         return "saving" if self._checkpoints.saving else self._phase
 
     def train(self) -> None:
@@ -335,6 +336,7 @@ class LearnerRun:
             self._reports.warn(f"step {self.step}: an update was left out, {skipped}")
         metrics |= pace(metrics, self._rank.world_size, self._rank.device)
         self._chain = batch.reply.chain
+        self._phase = "publishing"
         self.step += 1
         metrics |= {f"validation_before/{name}": value for name, value in before.items()}
         metrics |= {f"validation/{name}": value for name, value in self._validate().items()}
