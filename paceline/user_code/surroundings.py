@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import shutil
 import site
 import sys
 import sysconfig
@@ -31,11 +30,11 @@ from paceline.files.names import LEDGER_NAME
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from paceline.token import token_path
 from paceline.user_code.box import Box
+from paceline.user_code.temporary_folder import TemporaryFolder
 from paceline.user_code.variables import passed_variables
 
 VARIABLE = "PACELINE_REQUIRE_ISOLATION"
 ANSWERS_VARIABLE = "PACELINE_ANSWER_CACHE_MB"
-TEMPORARY_PREFIX = "paceline-user-code-"
 ROOT = str(Path(__file__).resolve().parents[2])
 """Folder with the packages of this project."""
 CREDENTIALS = (
@@ -82,16 +81,13 @@ class Place:
 
     environment: dict[str, str]
     box: Box
-    temporary: str = ""
-    """Its own folder for temporary files; empty where that of the user is open to it."""
+    temporary: TemporaryFolder | None = None
+    """Its own folder for temporary files; None where that of the user is open to it."""
 
     def remove(self) -> None:
         """Remove the temporary files, after the end of the process. Blocks."""
-        if self.temporary:
-            try:
-                shutil.rmtree(self.temporary, ignore_errors=True)
-            except RecursionError:  # folders as deep as user code likes; they are left
-                return
+        if self.temporary is not None:
+            self.temporary.remove()
 
 
 @dataclass(frozen=True)
@@ -119,8 +115,8 @@ class Surroundings:
         folder = Path(tempfile.gettempdir()).resolve()
         if str(folder) not in closed:
             return Place(variables, box)
-        temporary = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder)
-        return Place({**variables, "TMPDIR": temporary}, box, temporary)
+        temporary = TemporaryFolder(folder)
+        return Place({**variables, "TMPDIR": temporary.path}, box, temporary)
 
     def environment(self) -> dict[str, str]:
         """Return the environment of its processes. With a storage key, which they do not get, judges keep no answers in files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import uuid
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 
 from paceline.host.process import keep_private
 from paceline.tracing import set_up_tracing
+from paceline.user_code.temporary_folder import remove_left_over
 from services.common.advertise import advertised_host
 from services.common.grpc_server import GrpcServer, run_service
 from services.common.member_metrics import member_metrics
@@ -61,6 +63,7 @@ def main(
     set_up_tracing("environment")
     raise_file_limit()
     warning = choose_isolation(coordinator, host)
+    threading.Thread(target=remove_left_over, name="left-over files", daemon=True).start()
 
     async def serve(stop: asyncio.Event) -> None:
         reachable = advertised_host(host, advertise_host, coordinator)

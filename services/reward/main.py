@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import uuid
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 
 from paceline.host.process import keep_private
 from paceline.tracing import set_up_tracing
+from paceline.user_code.temporary_folder import remove_left_over
 from protos.paceline.v1 import reward_pb2_grpc
 from services.common.advertise import advertised_host
 from services.common.grpc_server import GrpcServer, run_service
@@ -65,6 +67,7 @@ def main(
     set_up_tracing("reward")
     raise_file_limit()
     warning = choose_isolation(coordinator, host)
+    threading.Thread(target=remove_left_over, name="left-over files", daemon=True).start()
 
     async def serve(stop: asyncio.Event) -> None:
         reachable = advertised_host(host, advertise_host, coordinator)
