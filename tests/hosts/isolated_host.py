@@ -64,14 +64,19 @@ class Switch:
     """A bridge that joins the hosts; they reach each other and nothing else."""
 
     def __init__(self) -> None:
-        taken = _run("ip", "-o", "addr")
-        self._number = next(number for number in range(1, 255) if f"10.89.{number}." not in taken)
-        self._device = f"hosts{self._number}"
+        self._number = 0
         self._hosts: list[Host] = []
         self._count = 0
 
     def __enter__(self) -> Switch:
-        _run("ip", "link", "add", self._device, "type", "bridge")
+        taken = _run("ip", "-o", "addr")
+        for self._number in (number for number in range(1, 255) if f"10.89.{number}." not in taken):
+            try:
+                _run("ip", "link", "add", self._device, "type", "bridge")
+                break
+            except subprocess.CalledProcessError as error:
+                if "File exists" not in error.stderr:  # another process has taken the number meanwhile
+                    raise
         _run("ip", "addr", "add", f"10.89.{self._number}.1/24", "dev", self._device)
         _run("ip", "link", "set", self._device, "up")
         return self
@@ -81,6 +86,10 @@ class Switch:
             host.end()
         with contextlib.suppress(subprocess.CalledProcessError):
             _run("ip", "link", "del", self._device)
+
+    @property
+    def _device(self) -> str:
+        return f"hosts{self._number}"
 
     def host(self, name: str, logs: Path | None = None) -> Host:
         """Return a new host; its services' output goes to files in `logs`."""

@@ -147,6 +147,9 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     yield bench
     bench.working.cancel()
     await asyncio.wait((bench.working,))
+    # A run that was ending goes on with that: its processes are killed by now, and have to be waited for.
+    ending = [task for task in asyncio.all_tasks() if "_work_on" in repr(task.get_coro())]
+    await asyncio.gather(*ending, return_exceptions=True)
     await bench.rollout.server.stop(0)
 
 
