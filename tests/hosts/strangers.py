@@ -180,7 +180,8 @@ class Strangers:
         for name in ("learner", "rollout-0", "rollout-1"):
             address = self._deployment.hosts[name].address
             log = (self._deployment.logs / f"{name}.log").read_text()
-            port = log.split(f" and on {address}:")[1].split()[0]
+            newest = log.rpartition(f" and on {address}:")[2]  # a busy host may have replaced its agent
+            port = newest.split()[0]
             found.append(f"{address}:{port}")
         return found
 
