@@ -266,6 +266,14 @@ def test_what_is_copied_into_images_exists_and_is_let_through() -> None:
     assert {name.removesuffix("*") for name in packaged} <= copied
 
 
+@pytest.mark.parametrize("stage", ["control", "tables", "worker", "gpu"])
+def test_images_of_two_revisions_share_the_layers_of_the_same_files(stage: str) -> None:
+    words = [(word, rest) for word, rest in STAGES[stage] if word in ("ARG", "RUN", "COPY")]
+    revision = words.index(("ARG", "REVISION=unknown"))
+    assert "COPY" in [word for word, _ in words[:revision]]
+    assert not {"RUN", "COPY"} & {word for word, _ in words[revision:]}
+
+
 def test_no_compiler_is_in_images_but_those_for_gpus() -> None:
     for stage, words in STAGES.items():
         text = " ".join(rest for _, rest in words)
