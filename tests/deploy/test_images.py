@@ -314,6 +314,15 @@ def test_compose_runs_every_role(profile: str) -> None:
             assert service["deploy"]["replicas"] == ROLES[role]["compose"]["replicas"]
 
 
+def test_workers_of_a_run_reach_the_exports_that_it_may_start_from() -> None:
+    """`policy.model_name: run:sft-1` is a folder of the store; all of them load its tokenizer at least."""
+    workers = [name for name, about in ROLES.items() if about["workload"] in ("pool", "learner")]
+    assert set(workers) == {"rollout", "reward", "environment", "learner"}
+    for name, service in COMPOSE["services"].items():
+        if name.removesuffix("-gpu") in workers:
+            assert [each for each in service["volumes"] if each.startswith("store:/store")], name
+
+
 def test_compose_gives_the_storage_key_to_those_that_read_and_write_files() -> None:
     given = {
         name: service["environment"].get("PACELINE_STORAGE_KEY")
