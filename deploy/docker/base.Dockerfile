@@ -91,36 +91,31 @@ COPY --from=source /src /src
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation .
 
 FROM scratch AS control
-ARG VERSION=0.1.0
-ARG REVISION=unknown
-LABEL org.opencontainers.image.version=${VERSION} \
-      org.opencontainers.image.revision=${REVISION} \
-      org.opencontainers.image.licenses=Apache-2.0
 COPY --from=control-build /root-of-image /
 ENV PATH=/opt/paceline/bin:/usr/local/bin:/usr/bin LANG=C.UTF-8 PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 \
     XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
 USER 10001
 WORKDIR /tmp
-
-FROM scratch AS tables
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version=${VERSION} \
       org.opencontainers.image.revision=${REVISION} \
       org.opencontainers.image.licenses=Apache-2.0
+
+FROM scratch AS tables
 COPY --from=tables-build /root-of-image /
 ENV PATH=/opt/paceline/bin:/usr/local/bin:/usr/bin LANG=C.UTF-8 PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 \
     XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
 USER 10001
 WORKDIR /tmp
-
-# Some images of Python have its library uncompiled.
-FROM ${BASE} AS worker
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version=${VERSION} \
       org.opencontainers.image.revision=${REVISION} \
       org.opencontainers.image.licenses=Apache-2.0
+
+# Some images of Python have its library uncompiled.
+FROM ${BASE} AS worker
 RUN useradd --uid 10001 --create-home paceline \
     && mkdir /runs /store /token /cache /bundles \
     && chown paceline:paceline /runs /store /token /cache /bundles \
@@ -131,14 +126,14 @@ ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTW
     XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
 USER 10001
 WORKDIR /tmp
-
-# The one compiler that Triton and inductor call at run time, and Python's headers, which its input includes.
-FROM ${GPU_BASE} AS gpu
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version=${VERSION} \
       org.opencontainers.image.revision=${REVISION} \
       org.opencontainers.image.licenses=Apache-2.0
+
+# The one compiler that Triton and inductor call at run time, and Python's headers, which its input includes.
+FROM ${GPU_BASE} AS gpu
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev \
@@ -151,3 +146,8 @@ ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTW
     XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton
 USER 10001
 WORKDIR /tmp
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.version=${VERSION} \
+      org.opencontainers.image.revision=${REVISION} \
+      org.opencontainers.image.licenses=Apache-2.0

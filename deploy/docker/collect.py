@@ -31,19 +31,34 @@ UNUSED = shutil.ignore_patterns(
     "config-*",
     "*.a",
     "site-packages",
+    "_dbm.*",
 )
+"""Folders and files of Python's library that no service imports; `_dbm` would bring a database's library."""
+ZONES = Path("/usr/share/zoneinfo")
+UNCHECKED = 1
+"""Flags in the bytecode that compile.py makes (PEP 552)."""
 FILES = (
     "/etc/ssl",
     "/etc/nsswitch.conf",
     "/etc/os-release",
     "/usr/lib/os-release",
     "/etc/mime.types",
-    "/usr/share/zoneinfo",
 )
 LOADED_BY_NAME = ("libgcc_s.so.1", "libnss_files.so.2", "libnss_dns.so.2")
 """Libraries that glibc loads by name, so that no file lists them."""
 OWNED = ("runs", "store", "token", "cache", "bundles", "home/paceline")
 USER = 10001
+
+
+def unused_of_library(folder: str, names: list[str]) -> set[str]:
+    """Return what is left out of a folder of Python's library, also the bytecode of what no service loads."""
+    found = set(UNUSED(folder, names))
+    if Path(folder).name == "__pycache__":
+        for name in names:
+            with (Path(folder) / name).open("rb") as file:
+                if int.from_bytes(file.read(8)[4:], "little") != UNCHECKED:
+                    found.add(name)
+    return found
 
 
 def add(root: Path, path: Path) -> None:
@@ -56,9 +71,13 @@ def add(root: Path, path: Path) -> None:
         goal.symlink_to(os.readlink(path))
         add(root, path.parent / os.readlink(path))
     elif path.is_dir():
-        shutil.copytree(path, goal, symlinks=True, ignore=UNUSED if path == STDLIB else None)
+        shutil.copytree(path, goal, symlinks=True, ignore=IGNORED.get(path))
     else:
         shutil.copy2(path, goal)
+
+
+IGNORED = {STDLIB: unused_of_library, ZONES: shutil.ignore_patterns("right", "posix")}
+"""What is left out of folders; the copies of all time zones are among it."""
 
 
 def libraries(files: list[Path]) -> set[Path]:
@@ -88,9 +107,10 @@ def main() -> None:
     for name in ("bin", "lib", "lib64"):  # as Debian has it
         (root / name).symlink_to(f"usr/{name}")
     python = Path(sys.executable).resolve()
-    binaries = [python, *STDLIB.rglob("*.so"), *ENVIRONMENT.rglob("*.so*")]
+    library = (path for path in STDLIB.rglob("*.so") if not UNUSED(str(path.parent), [path.name]))
+    binaries = [python, *library, *ENVIRONMENT.rglob("*.so*")]
     loaded = libraries([path for path in binaries if path.is_file()])
-    for path in [Path(name) for name in FILES] + [python, STDLIB, ENVIRONMENT, *loaded]:
+    for path in [Path(name) for name in FILES] + [ZONES, python, STDLIB, ENVIRONMENT, *loaded]:
         add(root, path)
     for parent in Path(sys.executable).parents[:1]:  # the environment's links to the interpreter
         for link in parent.glob("python*"):
@@ -114,6 +134,8 @@ def main() -> None:
     for folder in OWNED:
         os.chown(root / folder, USER, USER)
     (root / "tmp").chmod(0o1777)
+    files = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
+    print(f"{sum(path.stat().st_size for path in files) / 1e6:.0f} MB in {root}")
 
 
 if __name__ == "__main__":

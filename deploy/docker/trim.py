@@ -8,6 +8,8 @@ symbols that only debuggers read go too.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -22,13 +24,17 @@ FOLDERS = (
     "pyarrow/include",
     "pyarrow/src",
     "numpy/_core/include",
+    "numpy/distutils",
     "numpy/f2py",
+    "tensorboard/plugins/projector/tf_projector_plugin",
     "tensorboard_data_server",
     "tensorboard_data_server-*",
     "pip",
     "pip-*",
     "setuptools",
     "setuptools-*",
+    "wheel",
+    "wheel-*",
     "_distutils_hack",
 )
 KEPT = ("torch",)
@@ -43,14 +49,18 @@ FILES = (
     "tensorboard/webfiles.zip",
     "distutils-precedence.pth",
 )
+SCRIPTS = ("pip*", "wheel", "f2py", "numpy-config", "[Aa]ctivate*")
+"""Commands of what is removed, and those for shells."""
 CONTROL_FILES = (
-    "transformers/models/*/modeling_*.py",
+    "transformers/models/*/feature_extraction_*.py",
     "transformers/models/*/image_processing_*.py",
+    "transformers/models/*/modeling_*.py",
     "transformers/models/*/modular_*.py",
+    "transformers/models/*/processing_*.py",
     "transformers/models/*/video_processing_*.py",
-    "botocore/data/*/**/*.gz",
+    "botocore/data/*/**/*.*",
 )
-"""Models' layers need torch; of a cloud's services the store and its credentials are used."""
+"""Models' layers need torch, and their other inputs than text too; of a cloud's services the store and its credentials are used."""
 CONTROL_KEPT = (
     "transformers/models/auto",
     "botocore/data/s3",
@@ -59,38 +69,64 @@ CONTROL_KEPT = (
     "botocore/data/sso-oidc",
 )
 
-STRIPPED = ("hf_xet", "pyarrow", "tokenizers", "zstandard")
-"""Packages whose libraries bear it: those that a wheel's build has patched (numpy's) do not load afterwards."""
+PATCHED = b".libs"
+"""In a library that loads others from its wheel's folder NAME.libs. The wheel's build has changed it, and stripped it does not load."""
+
+
+def size(path: Path) -> int:
+    """Return the bytes of a file, of a link itself, or of all files in a folder."""
+    if path.is_dir() and not path.is_symlink():
+        return sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+    return path.lstat().st_size
+
+
+def remove(path: Path) -> int:
+    """Remove a file or a folder; return the bytes that were freed."""
+    freed = size(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    return freed
+
+
+def remove_unused(site: Path, commands: Path, control: bool) -> int:
+    """Remove from a folder of packages, and from that of their commands, what is not used; return the bytes that were freed."""
+    freed = 0
+    if control:
+        kept = [site / name for name in CONTROL_KEPT]
+        for path in (path for pattern in CONTROL_FILES for path in sorted(site.glob(pattern))):
+            if path.is_file() and not any(path.is_relative_to(folder) for folder in kept):
+                freed += remove(path)
+    for path in (path for pattern in SCRIPTS for path in sorted(commands.glob(pattern))):
+        freed += remove(path)
+    for path in (path for pattern in (*FOLDERS, *FILES) for path in sorted(site.glob(pattern))):
+        if path.exists() and path.relative_to(site).parts[0] not in KEPT:
+            freed += remove(path)
+    return freed
+
+
+def bears_strip(library: Path) -> bool:
+    """Say whether a library loads after its symbols were removed."""
+    return PATCHED not in library.parent.name.encode() and PATCHED not in library.read_bytes()
 
 
 def strip(library: Path) -> int:
-    """Remove a library's symbols for debuggers; return the bytes that were freed."""
-    before = library.stat().st_size
-    subprocess.run(["strip", "--strip-unneeded", library], check=False, stderr=subprocess.DEVNULL)
-    return before - library.stat().st_size
+    """Remove a library's symbols for debuggers, and load it; return the bytes that were freed. Raises OSError if it does not load."""
+    before = size(library)
+    subprocess.run(["strip", "--strip-unneeded", library], check=True)
+    ctypes.CDLL(str(library), os.RTLD_NOW)
+    return before - size(library)
 
 
 def main() -> None:
     """Remove, and print the bytes that were freed."""
-    freed = 0
-    if "control" in sys.argv[1:]:
-        kept = [SITE / name for name in CONTROL_KEPT]
-        for path in (path for pattern in CONTROL_FILES for path in sorted(SITE.glob(pattern))):
-            if not any(path.is_relative_to(folder) for folder in kept):
-                freed += path.lstat().st_size
-                path.unlink()
+    freed = remove_unused(SITE, Path(sys.executable).parent, "control" in sys.argv[1:])
     if shutil.which("strip"):
-        freed += sum(strip(path) for name in STRIPPED for path in sorted((SITE / name).rglob("*.so*")))
-    for pattern in FOLDERS:
-        for path in sorted(SITE.glob(pattern)):
-            if path.is_dir() and path.relative_to(SITE).parts[0] not in KEPT:
-                freed += sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
-                shutil.rmtree(path)
-    for pattern in FILES:
-        for path in sorted(SITE.glob(pattern)):
-            if path.relative_to(SITE).parts[0] not in KEPT:
-                freed += path.lstat().st_size
-                path.unlink()
+        libraries = (path for path in sorted(SITE.rglob("*.so*")) if path.is_file() and not path.is_symlink())
+        for library in libraries:
+            if bears_strip(library):
+                freed += strip(library)
     print(f"{freed / 1e6:.0f} MB removed from {SITE}")
 
 

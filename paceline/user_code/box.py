@@ -2,8 +2,8 @@
 
 Promises, from Linux 6.12 on (Landlock ABI 6), for the process and all that it starts, root included: it reads no environment, memory or
 descriptor of a process outside, sends no signal there, and connects to no abstract socket there. Root has there what it needs for
-files and users, and no other capability (`OF_FILES_AND_USERS`). Hidden files it can neither read
-nor change, kept ones it cannot change; `paceline.user_code.surroundings` names them.
+files and users, and no other capability (`OF_FILES_AND_USERS`). The text of hidden files it can neither read nor change, that of kept ones it
+cannot change; `paceline.user_code.surroundings` names them. Landlock does not hold modes, owners and times of files.
 
 Landlock knows what is allowed and nothing else, so a folder with something hidden in it is opened entry by entry: what is made
 directly in such a folder later is closed too, and an error says so (`why_refused`). Secrets in folders of their own avoid that. This

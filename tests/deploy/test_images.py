@@ -5,6 +5,7 @@ services' own options; what the options and the health check promise is tried wi
 import ast
 import importlib.util
 import json
+import py_compile
 import re
 import shutil
 import socket
@@ -163,21 +164,90 @@ def test_what_an_image_starts_is_compiled_when_it_is_built(role: str, target: st
     assert {started.split(":")[0], "services.common.healthcheck"} <= set(commands[compiles].split())
 
 
-def test_compiled_files_are_taken_whatever_their_times_are(tmp_path: Path) -> None:
-    source = tmp_path / "answers.py"
-    source.write_text("ANSWER = 1\n")
-    spec = importlib.util.spec_from_file_location("compile_image", DEPLOY / "docker/compile.py")
+def script_of_build(name: str) -> Any:
+    """A script that runs while an image is built, as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_image", DEPLOY / f"docker/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.compile_all([source]) > 0
+    return script
+
+
+def test_compiled_files_are_taken_whatever_their_times_are(tmp_path: Path) -> None:
+    source = tmp_path / "answers.py"
+    source.write_text("ANSWER = 1\n")
+    assert script_of_build("compile").compile_all([source]) > 0
     source.write_text("ANSWER = 2  # later, and longer\n")
     code = "import answers; print(answers.ANSWER)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "1\n", done.stderr
+
+
+def test_a_control_image_has_the_bytecode_of_what_its_services_load_alone(tmp_path: Path) -> None:
+    for name in ("loaded", "other"):
+        (tmp_path / f"{name}.py").write_text("ANSWER = 1\n")
+    script_of_build("compile").compile_all([tmp_path / "loaded.py"])
+    py_compile.compile(str(tmp_path / "other.py"))  # as Debian's packages do
+    cache = tmp_path / "__pycache__"
+    unused = script_of_build("collect").unused_of_library
+    assert unused(str(cache), sorted(path.name for path in cache.iterdir())) == {
+        Path(importlib.util.cache_from_source("other.py")).name
+    }
+    assert unused(str(tmp_path), ["loaded.py", "other.py", "test", "idlelib"]) == {"test", "idlelib"}
+
+
+def test_images_keep_what_services_open(tmp_path: Path) -> None:
+    kept = (
+        "site/botocore/data/endpoints.json",
+        "site/botocore/data/s3/2006-03-01/service-2.json.gz",
+        "site/numpy/_core/_multiarray_umath.so",
+        "site/transformers/models/auto/processing_auto.py",
+        "site/transformers/models/qwen3/configuration_qwen3.py",
+        "site/transformers/models/qwen3/tokenization_qwen3.py",
+        "bin/paceline",
+        "bin/python",
+    )
+    in_control = (
+        "site/botocore/data/ec2/2016-11-15/paginators-1.json",
+        "site/botocore/data/ec2/2016-11-15/service-2.json.gz",
+        "site/transformers/models/qwen3/modeling_qwen3.py",
+        "site/transformers/models/whisper/processing_whisper.py",
+    )
+    unused = (
+        "site/numpy/tests/test_abc.py",
+        "site/pip/__init__.py",
+        "site/pip-1.0.dist-info/RECORD",
+        "site/wheel/__init__.py",
+        "site/yaml/__pycache__/loader.cpython-311.pyc",
+        "bin/pip3.11",
+        "bin/activate",
+    )
+    for name in (*kept, *in_control, *unused):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"12345")
+    script = script_of_build("trim")
+
+    def left() -> set[str]:
+        return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+
+    assert script.remove_unused(tmp_path / "site", tmp_path / "bin", False) == 5 * len(unused)
+    assert left() == {*kept, *in_control}
+    assert script.remove_unused(tmp_path / "site", tmp_path / "bin", True) == 5 * len(in_control)
+    assert left() == set(kept)
+
+
+def test_libraries_that_a_wheel_s_build_has_changed_keep_their_symbols(tmp_path: Path) -> None:
+    bears_strip = script_of_build("trim").bears_strip
+    plain, patched, own = tmp_path / "plain.so", tmp_path / "patched.so", tmp_path / "numpy.libs" / "blas.so"
+    own.parent.mkdir()
+    plain.write_bytes(b"\x7fELF libc.so.6")
+    patched.write_bytes(b"\x7fELF $ORIGIN/../numpy.libs")
+    own.write_bytes(b"\x7fELF libc.so.6")
+    assert [bears_strip(path) for path in (plain, patched, own)] == [True, False, False]
 
 
 def test_what_is_copied_into_images_exists_and_is_let_through() -> None:
@@ -194,6 +264,14 @@ def test_what_is_copied_into_images_exists_and_is_let_through() -> None:
     ]
     copied = {rest.split()[0] for _, rest in STAGES["source"]}
     assert {name.removesuffix("*") for name in packaged} <= copied
+
+
+@pytest.mark.parametrize("stage", ["control", "tables", "worker", "gpu"])
+def test_images_of_two_revisions_share_the_layers_of_the_same_files(stage: str) -> None:
+    words = [(word, rest) for word, rest in STAGES[stage] if word in ("ARG", "RUN", "COPY")]
+    revision = words.index(("ARG", "REVISION=unknown"))
+    assert "COPY" in [word for word, _ in words[:revision]]
+    assert not {"RUN", "COPY"} & {word for word, _ in words[revision:]}
 
 
 def test_no_compiler_is_in_images_but_those_for_gpus() -> None:
@@ -234,6 +312,15 @@ def test_compose_runs_every_role(profile: str) -> None:
             assert service["depends_on"] == {"coordinator": {"condition": "service_healthy"}}
             assert options["coordinator"].split(":")[0] in services
             assert service["deploy"]["replicas"] == ROLES[role]["compose"]["replicas"]
+
+
+def test_workers_of_a_run_reach_the_exports_that_it_may_start_from() -> None:
+    """`policy.model_name: run:sft-1` is a folder of the store; all of them load its tokenizer at least."""
+    workers = [name for name, about in ROLES.items() if about["workload"] in ("pool", "learner")]
+    assert set(workers) == {"rollout", "reward", "environment", "learner"}
+    for name, service in COMPOSE["services"].items():
+        if name.removesuffix("-gpu") in workers:
+            assert [each for each in service["volumes"] if each.startswith("store:/store")], name
 
 
 def test_compose_gives_the_storage_key_to_those_that_read_and_write_files() -> None:

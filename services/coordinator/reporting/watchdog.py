@@ -29,6 +29,8 @@ class Watchdog:
         self._min_free_bytes = min_free_bytes
         self._moving_s: float | None = None
         """Last time that a learner was connected and the run was not paused."""
+        self._stopped_s = 0.0
+        """Last time that the run was paused or gave way to another one. What was waited before counts no more."""
         self._idle: tuple[int, int, float] | None = None
         """Session and step whose batch the learner has not asked for, though it has none to train, and since when."""
         self._unreadable_data = ""
@@ -84,7 +86,10 @@ class Watchdog:
         learners = [m for m in self._connected(common_pb2.ROLE_LEARNER) if m.session == row["session"]]
         step = row["next_batch"] if run.prompts is not None else row["next_step"]
         over = row["next_step"] >= self._exchange.num_steps(run)
-        if self._moving_s is None or row["state"] != "running" or self._exchange.yields_to or over:
+        stopped = row["state"] != "running" or bool(self._exchange.yields_to)
+        if stopped:
+            self._stopped_s, self._idle = now_s, None
+        if self._moving_s is None or stopped or over:
             self._moving_s, self._step = now_s, -1
             return []
         since_s, asked = self._moving_s, True
@@ -96,7 +101,7 @@ class Watchdog:
                 self._step, self._idle = -1, None
                 return []
             since_s = self._idle_since(row["session"], step, now_s) if asked_s is None else asked_s
-        waited_s, warn_s = now_s - since_s, run.spec.logger.stall_warning_s
+        waited_s, warn_s = now_s - max(since_s, self._stopped_s), run.spec.logger.stall_warning_s
         if step != self._step:
             self._step, self._next_warning_s = step, warn_s
         if waited_s < self._next_warning_s:

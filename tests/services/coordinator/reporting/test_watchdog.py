@@ -133,6 +133,20 @@ def test_a_paused_run_and_one_without_learner(world: World) -> None:
     assert message.startswith("no learner has worked on step 0 for 60 s")
 
 
+def test_a_learner_does_not_wait_while_its_run_is_paused(world: World) -> None:
+    watchdog, members = make_watchdog(world)
+    watchdog.check(world.now_s)
+    ranks = Learner(world)
+    members.add(Member("learner", common_pb2.ROLE_LEARNER, "", 0, 0.0, session=ranks.session))
+    ranks.ask(0)
+    world.set_state("paused")
+    assert watchdog.check(world.now_s + 1000.0) == []
+    world.set_state("running")
+    assert watchdog.check(world.now_s + 1059.0) == []
+    (message,) = watchdog.check(world.now_s + 1060.0)
+    assert message.startswith("learner has waited 60 s for the data of step 0")
+
+
 def test_a_disk_that_fills_up_closes_admission_and_opens_it_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
