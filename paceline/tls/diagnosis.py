@@ -13,6 +13,7 @@ from pathlib import Path
 from paceline.errors import InvalidInput
 from paceline.tls.certificates import read_certificate
 from paceline.tls.folder import Material, TlsFolder, tls_folder
+from paceline.tls.sockets import ResetSafeSocket
 
 LIMIT_S = 3.0
 
@@ -37,6 +38,7 @@ def why_no_channel(address: str, folder: TlsFolder | None = None) -> str:
 
 def _fault_without_tls(address: str, connection: socket.socket) -> str:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.sslsocket_class = ResetSafeSocket
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
@@ -50,6 +52,7 @@ def _fault(address: str, host: str, connection: socket.socket, material: Materia
     if material.certificate and (own := read_certificate(material.certificate)).left_s < 0:
         return f"this process's certificate {path / 'tls.crt'} has expired on {own.ends:%Y-%m-%d %H:%M} UTC; renew it"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.sslsocket_class = ResetSafeSocket
     context.load_verify_locations(cadata=material.authority.decode())
     if material.certificate:
         context.load_cert_chain(path / "tls.crt", path / "tls.key")

@@ -12,6 +12,7 @@ import threading
 from paceline.errors import InvalidInput, Unavailable
 from paceline.tls.certificates import WORKER, identity_of
 from paceline.tls.folder import Material, TlsFolder
+from paceline.tls.sockets import ResetSafeSocket
 
 
 class PeerTls:
@@ -41,6 +42,7 @@ class PeerTls:
                 "issue` makes one"
             )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.sslsocket_class = ResetSafeSocket
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=material.authority.decode())

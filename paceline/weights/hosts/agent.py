@@ -25,6 +25,7 @@ from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.refusal_sums import HANDSHAKE, RefusalSums
+from paceline.weights.hosts.accepting import next_connection
 from paceline.weights.hosts.local_socket import LocalConnection
 from paceline.weights.hosts.manifest import HostManifest, piece_digest
 from paceline.weights.hosts.reading import SILENCE_S, STREAMS, Reading
@@ -91,13 +92,9 @@ class Agent:
 
     def serve_forever(self, listener: socket.socket) -> None:
         """Take clients until `listener` is closed."""
-        while True:
+        while (taken := next_connection(listener, lambda: listener.fileno() < 0)) is not None:
             try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            try:
-                self.serve(LocalConnection(connection))
+                self.serve(LocalConnection(taken[0]))
             except Unavailable as error:
                 seldom.warning("client", "%s", error)
 

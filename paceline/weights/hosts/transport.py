@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.address import is_loopback
-from paceline.errors import Unavailable
+from paceline.errors import PacelineError, Unavailable
+from paceline.weights.hosts.accepting import next_connection, seldom
 
 CHUNK_BYTES = 256 << 10
 """Bytes that have to be taken within one time-out."""
@@ -102,6 +103,7 @@ class TcpListener:
         """`accepted` makes the channel of a connection, without waiting for its peer."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._timeout_s, self._accepted = timeout_s, accepted or TcpChannel
+        self._is_closed = False
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -114,15 +116,22 @@ class TcpListener:
 
     def accept(self) -> TcpChannel | None:
         """As `Listener.accept`."""
-        try:
-            connection, address = self._socket.accept()
-        except OSError:
-            return None
-        host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        return self._accepted(connection, f"{host}:{address[1]}", self._timeout_s)
+        while (taken := next_connection(self._socket, lambda: self._is_closed)) is not None:
+            connection, address = taken
+            host = f"[{address[0]}]" if ":" in address[0] else address[0]
+            try:
+                return self._accepted(connection, f"{host}:{address[1]}", self._timeout_s)
+            except (
+                OSError,
+                PacelineError,
+            ) as error:  # its peer has reset it, or the certificates cannot be read now
+                connection.close()
+                seldom.warning("channel", "a connection of %s came to nothing: %s", host, error)
+        return None
 
     def close(self) -> None:
         """As `Listener.close`."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
         self._socket.close()

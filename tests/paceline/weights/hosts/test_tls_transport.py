@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +103,28 @@ def test_a_stranger_gets_not_even_the_nonce(
     assert told.address.startswith("127.0.0.1:")
     assert told.why.startswith("a reader of weights")
     assert {"expired": "expired", "another role": "role coordinator"}.get(who, "TLS") in told.why
+
+
+@pytest.mark.parametrize("speaks_tls", [True, False])
+def test_a_peer_that_resets_its_connection_at_once_keeps_nobody_out(
+    folders: dict[str, Path], speaks_tls: bool
+) -> None:
+    encrypted = transport(folders["learner"])
+    listener = (encrypted if speaks_tls else TcpTransport()).listen("127.0.0.1", 0, 10.0)
+    where = ("127.0.0.1", listener.port)
+    with contextlib.closing(listener):
+        for _ in range(3):
+            stranger = socket.create_connection(where, 10.0)
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.close()
+        with socket.create_connection(where, 10.0) as good:
+            channels = []
+            while not channels or channels[-1].peer != f"127.0.0.1:{good.getsockname()[1]}":
+                channel = listener.accept()
+                assert channel is not None
+                channels.append(channel)
+            for channel in channels:
+                channel.close()
 
 
 def test_a_worker_reads_from_no_stranger(folders: dict[str, Path], tmp_path: Path) -> None:
