@@ -45,7 +45,9 @@ def remove_left_over(parent: Path | None = None) -> int:
     with contextlib.suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX):
-                with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+                with contextlib.suppress(
+                    OSError
+                ):  # its service lives and has locked it, or it is gone meanwhile
                     number += _remove_if_left(entry)
     return number
 

@@ -121,10 +121,7 @@ class TcpListener:
             host = f"[{address[0]}]" if ":" in address[0] else address[0]
             try:
                 return self._accepted(connection, f"{host}:{address[1]}", self._timeout_s)
-            except (
-                OSError,
-                PacelineError,
-            ) as error:  # its peer has reset it, or the certificates cannot be read now
+            except (OSError, PacelineError) as error:  # reset by its peer, or without certificates to read
                 connection.close()
                 seldom.warning("channel", "a connection of %s came to nothing: %s", host, error)
         return None

@@ -7,8 +7,9 @@ whether a coordinator works there or not; where there is none, the coordinator o
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,7 +70,10 @@ class Source:
         assert self.ledger is not None
         from services.coordinator.ledger.integrity.lost_runs import lost_runs
 
-        return [*(row["run_id"] for row in self.ledger.runs()), *lost_runs(self.ledger.db)]
+        lost: list[str] = []
+        with suppress(sqlite3.Error):  # tables that cannot be read: `verify` of each run names the damage
+            lost = lost_runs(self.ledger.db)
+        return [*(row["run_id"] for row in self.ledger.runs()), *lost]
 
     def run(self, run_id: str) -> Run:
         """Return a run. Raises NotFound."""

@@ -26,7 +26,7 @@ KEPT_S = 300.0
 CALL_S = 5.0
 MAX_KEPT = 1024
 """Answers that are kept, the newest."""
-OWN_TOKEN = "this worker's own token, while the coordinator does not answer,"
+OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
 """Name of a caller of whom nothing else is known."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 

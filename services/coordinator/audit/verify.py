@@ -14,6 +14,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable
 
+from paceline.errors import NotFound
 from paceline.spec.reading import spec_from_ledger
 from services.coordinator.audit import artifacts, evidence, journals, side_records
 from services.coordinator.audit.record import Record
@@ -71,10 +72,13 @@ def _compare_all(ledger: Ledger, run_id: str, deep: bool) -> VerifyReport:
 def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Record | None:
     """Return the run's rows; None where they cannot be read, which is then a problem in the report. Raises NotFound."""
     if not report.found:
-        if run_id in lost_runs(ledger.db):
+        try:
+            ledger.run(run_id)
+        except NotFound:
+            if run_id not in lost_runs(ledger.db):
+                raise
             report.problem(f"run {run_id}", LOST)
             return None
-        ledger.run(run_id)
     with report.reading(f"run {run_id}", f"its row of the table runs, column spec_yaml, ({REMEDY})"):
         run, db = ledger.run(run_id), ledger.db
         spec, _ = spec_from_ledger(run["spec_yaml"])
