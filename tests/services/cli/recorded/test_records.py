@@ -64,13 +64,14 @@ def test_verify_of_all_runs_goes_on_where_a_table_cannot_be_read(tmp_path: Path)
     writer = Writer(tmp_path, str(tmp_path / "model"))
     writer.train_a_step()
     db = writer.ledger.db
-    (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'groups'").fetchone()
+    pages = db.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = 'groups'").fetchall()
     (size,) = db.execute("PRAGMA page_size").fetchone()
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     writer.ledger.close()
     with (tmp_path / "runs" / "ledger.sqlite").open("r+b") as file:
-        file.seek((page - 1) * size)
-        file.write(bytes(range(200)))
+        for (page,) in pages:
+            file.seek((page - 1) * size)
+            file.write(bytes(range(200)))
     result = paceline("ledger", "verify", "--directory", tmp_path / "runs")
     assert result.exit_code == 1
     assert f"problems in {RUN_ID}:" in result.stdout, result.output
