@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SequenceLayout:
-    """Boundaries of the sequences in one packed row [1, T]."""
+    """Boundaries of the sequences in one packed row [1, T]. Nobody changes one; it is not `frozen`, because torch 2.11's
+    torch.compile takes a frozen dataclass as a constant, and would compile again for each number of runs."""
 
     runs: tuple[tuple[int, int], ...]
     """(count, length) of each run of neighbouring sequences with equal length, in row order."""

@@ -26,6 +26,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from learner.batch.layout import SequenceLayout
+from learner.model.determinism import repeat_backward
 
 IMPLEMENTATION = "paceline_packed"
 HOPPER = (9, 0)
@@ -94,7 +95,7 @@ def _flash(
         **grouped,
     )
     assert isinstance(out_THD, Tensor)
-    return out_THD.unsqueeze(0)
+    return repeat_backward(out_THD).unsqueeze(0)
 
 
 @functools.cache
@@ -154,7 +155,7 @@ def _by_runs(
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        outs_THD.append(out_nHLD.transpose(1, 2).reshape(count * length, q.shape[1], -1))
+        outs_THD.append(repeat_backward(out_nHLD).transpose(1, 2).reshape(count * length, q.shape[1], -1))
     return torch.cat(outs_THD).unsqueeze(0)
 
 

@@ -81,6 +81,21 @@ def test_compiled_equals_plain(tmp_path: Path, graphs: list[Any], checkpointing:
     assert counts[1] == counts[2] == counts[3], "from the second length on a graph has any length"
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch hides it otherwise
+def test_graphs_do_not_grow_with_the_number_of_runs(tmp_path: Path, graphs: list[Any]) -> None:
+    spec = make_spec(save_tiny_policy(tmp_path), compile=True)
+    compiled = load_policy(spec.policy, CPU)
+    counts = []
+    for number in range(9):  # rows of two to ten runs, their padding included; two padded lengths
+        lengths = [20 + 3 * length for length in range(number + 1)]
+        logprobs_N, _ = packed_logprobs(compiled, row(*lengths), temperature=0.7, chunk_tokens=7)
+        logprobs_N.mean().backward()
+        counts.append(len(graphs))
+    assert counts[-1] == counts[-5] > 0
+
+
 def test_a_machine_without_a_compiler_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
