@@ -1,4 +1,5 @@
-"""Generates the Python stubs beside the .proto files: `python -m protos.generate` (`--check`: only compare).
+"""Generates the Python stubs beside the .proto files: `python -m protos.generate` (`--check`: only compare, and check that
+pyproject.toml asks for packages that the stubs can be imported with).
 
 protoc writes imports as `paceline.v1`, which is the wire's package name; the stubs live in the Python package
 `protos.paceline.v1`, so the imports are rewritten. Those of `externalscaler` alike.
@@ -10,11 +11,18 @@ import os
 import re
 import sys
 import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("paceline/v1", "externalscaler")
 """Folders of .proto files. `externalscaler` is KEDA's."""
+GENERATED_BY = {
+    "grpcio": r"GRPC_GENERATED_VERSION = '([0-9.]+)'",
+    "protobuf": r"# Protobuf Python Version: ([0-9.]+)",
+}
+"""The version that made a stub, by the package whose older versions refuse to import it."""
 
 
 def generate(into: Path) -> None:
@@ -39,8 +47,24 @@ def generate(into: Path) -> None:
         stub.write_text(text)
 
 
+def low_floors(requirements: Iterable[str], stubs: Iterable[str]) -> Mapping[str, str]:
+    """Return the least version that the stubs can be imported with, of each package of which `requirements` admits others."""
+    text = "\n".join(stubs)
+    asked = {name: version for each in requirements for name, _, version in [each.partition(">=")] if version}
+    needed = {name: max(re.findall(made, text), key=_numbers) for name, made in GENERATED_BY.items()}
+    return {
+        name: version
+        for name, version in needed.items()
+        if _numbers(asked.get(name, "0")) < _numbers(version)
+    }
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
+
+
 def main() -> None:
-    """Regenerates the stubs, or with --check exits with 1 when they are not current."""
+    """Regenerates the stubs, or with --check exits with 1 when they or the packages' least versions are not current."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
         fresh = {
@@ -52,6 +76,10 @@ def main() -> None:
         stale = [n for n, text in fresh.items() if not (ROOT / n).exists() or (ROOT / n).read_text() != text]
         if stale:
             raise SystemExit(f"stubs are not current: {', '.join(sorted(stale))}; run `make protos`")
+        project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+        if low := low_floors(project["dependencies"], fresh.values()):
+            asked = ", ".join(f"{name}>={version}" for name, version in low.items())
+            raise SystemExit(f"pyproject.toml must ask for {asked}, because the stubs refuse older versions")
         return
     for name, text in fresh.items():
         (ROOT / name).write_text(text)

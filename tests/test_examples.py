@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from aiohttp import web
+from python_path import python_path
 
 from paceline.data.prompts import open_prompts
 from paceline.data.rows import open_rows
@@ -340,7 +341,7 @@ def test_no_problem_of_the_pipeline_is_trained_on(pipeline: Path) -> None:
 
 @pytest.mark.slow
 def test_the_pipeline_promotes_what_is_better_and_stops_what_is_worse(pipeline: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
     done = subprocess.run(
         [sys.executable, "pipeline.py"],
         cwd=pipeline,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "extending.md"
@@ -62,7 +63,7 @@ def test_a_diff_applies_and_its_script_runs(title: str, tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-P", "script.py"],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": python_path(tree), "OMP_NUM_THREADS": "1"},
         text=True,
         capture_output=True,
         timeout=DEADLINE_S,

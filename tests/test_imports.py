@@ -5,10 +5,13 @@ import functools
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from protos.generate import low_floors
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("paceline", "services", "rollout", "reward", "learner", "environment", "protos")
@@ -207,3 +210,11 @@ def fresh_interpreter(code: str) -> str:
     return subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60, cwd=ROOT
     ).stdout
+
+
+def test_the_least_versions_that_are_asked_for_can_import_the_stubs() -> None:
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    stubs = [path.read_text() for path in (ROOT / "protos").rglob("*_pb2*.py")]
+    assert not low_floors(asked, stubs)
+    assert low_floors(["grpcio>=1.85", "protobuf>=99"], stubs).keys() == {"grpcio"}
+    assert low_floors(["grpcio", "grpcio-reflection>=99"], stubs).keys() == {"grpcio", "protobuf"}

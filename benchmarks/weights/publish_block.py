@@ -117,7 +117,7 @@ def _rank(folder: Path, rank: int, size_bytes: int, versions: int) -> dict[str, 
         copied_s = time.perf_counter() - started_s
         dist.barrier()
         staged.clear()
-        blocked_s = stage.publish(Version(1, step), lambda flat: writer.write(model, flat))
+        blocked_s = stage.publish(Version(1, step), lambda segment: writer.write(model, segment))
         if not staged.wait(TIMEOUT_S):
             raise SystemExit("a version was not staged")
         copy_s.append(copied_s)

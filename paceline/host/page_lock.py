@@ -2,6 +2,9 @@
 
 The promise: a range is locked once, whoever asks again; where the driver refuses, copies still work, only slower, and the
 log says so once. The memory itself is the caller's, who unlocks before it is unmapped.
+
+Pages are locked on a thread that ends then. CUDA keeps a refusal as the last error of the thread that asked, and the next
+kernel that torch launches on that thread would raise it; torch has no call that clears it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
@@ -39,12 +43,17 @@ class PageLocks:
 
     def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Lock the pages of the address ranges [start, end) that are not locked yet: CUDA refuses to lock one twice."""
-        for start, end in without(merged(ranges), sorted(self._locked)):
-            if self._refused:
-                return
-            result = self._cuda().cudaHostRegister(start, end - start, 0)
-            code = int(getattr(result, "value", result))
-            if code:
+        wanted = without(merged(ranges), sorted(self._locked))
+        if not wanted or self._refused:
+            return
+        runtime = self._cuda()
+        with ThreadPoolExecutor(1, "page-lock") as thread:
+            thread.submit(self._lock, runtime, wanted).result()
+
+    def _lock(self, runtime: Runtime, ranges: list[tuple[int, int]]) -> None:
+        for start, end in ranges:
+            result = runtime.cudaHostRegister(start, end - start, 0)
+            if code := int(getattr(result, "value", result)):
                 self._refused = True
                 log.warning(
                     "CUDA refuses to lock %d bytes of memory for weights (error %d); they are copied more slowly. The limit on "
@@ -63,10 +72,26 @@ class PageLocks:
 
     def _cuda(self) -> Runtime:
         if self._runtime is None:
-            import torch
-
-            self._runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            self._runtime = _TorchRuntime()
         return self._runtime
+
+
+class _TorchRuntime:
+    """The runtime, for the GPU of the thread that makes this object; every other thread begins with the first GPU."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch: Any = torch.cuda
+        self._device = torch.cuda.current_device()
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> Any:
+        with self._torch.device(self._device):
+            return self._torch.cudart().cudaHostRegister(address, size_bytes, flags)
+
+    def cudaHostUnregister(self, address: int) -> Any:
+        with self._torch.device(self._device):
+            return self._torch.cudart().cudaHostUnregister(address)
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

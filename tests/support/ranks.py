@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 from free_ports import free_port
+from python_path import python_path
 
 SCRIPTS = Path(__file__).parent / "processes"
 ROOT = SCRIPTS.parents[2]
-PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support", ROOT / "tests" / "support" / "models")))
+PATHS = python_path(ROOT, ROOT / "tests" / "support", ROOT / "tests" / "support" / "models")
 
 
 def run_ranks(script: str, ranks: int, *arguments: object, timeout_s: float = 300) -> None:

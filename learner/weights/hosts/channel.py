@@ -108,7 +108,7 @@ class HostChannel(WithoutMembers):
         self._stage.close()
 
     def _publish(self, version: Version, model: nn.Module) -> float:
-        return self._stage.publish(version, lambda flat: self._writer.write(model, flat))
+        return self._stage.publish(version, lambda segment: self._writer.write(model, segment))
 
     def _on_staged(self, version: Version, digests: list[bytes]) -> None:
         if self._hosts.is_leader:

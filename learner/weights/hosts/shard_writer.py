@@ -22,6 +22,7 @@ from learner.model.mesh import in_first_replica, shard_group
 from learner.weights.gather import is_first_rank, is_split_by_rows, named_weights
 from learner.weights.shards import plan_tensors
 from paceline.groups import Version
+from paceline.weights.host_segment import HostSegment
 from paceline.weights.hosts.manifest import HostManifest, PieceAlgorithm
 from paceline.weights.hosts.pieces import Owned, bucket_bytes_for, joined
 from paceline.weights.manifest import WeightManifest
@@ -56,13 +57,12 @@ class ShardWriter:
         """Layout and owners of every version, without digests."""
         device = next(model.parameters()).device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._locked: dict[int, list[tuple[int, int]]] = {}
-        """Page-locked ranges by the address of their segment."""
 
     @torch.no_grad()
-    def write(self, model: nn.Module, flat: Tensor) -> torch.cuda.Event | None:
-        """Write this rank's parts into `flat` ([total_bytes] uint8 in host memory). Return the event of the last copy, which
-        the next optimizer step has to wait for; None when all is written."""
+    def write(self, model: nn.Module, segment: HostSegment) -> torch.cuda.Event | None:
+        """Write this rank's parts into the segment. Return the event of the last copy, which the next optimizer step has to
+        wait for; None when all is written."""
+        flat = segment.flat()
         if self._stream is None:
             for part in self._parts(model):
                 _target(flat, part, self._dtype).copy_(part.values.view(-1))
@@ -71,7 +71,7 @@ class ShardWriter:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             parts = list(self._parts(model))
-            self._lock_pages(flat, parts)
+            segment.page_lock(self._ranges(parts))  # a copy from a GPU into other memory would block
             for part in parts:
                 target = _target(flat, part, self._dtype)
                 # Converted on the device: half the bytes for the bus.
@@ -116,27 +116,10 @@ class ShardWriter:
     def _wire(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
 
-    def _lock_pages(self, flat: Tensor, parts: list[_Part]) -> None:
-        """Page-lock what this rank writes of a segment, once: a copy from a GPU into other memory would block."""
-        if flat.data_ptr() in self._locked:
-            return
-        ranges: list[tuple[int, int]] = []
-        for part in sorted(parts, key=lambda part: part.offset):
-            begin = part.offset // PAGE_BYTES * PAGE_BYTES
-            wire = self._wire(part.values)
-            end = -(-(part.offset + part.values.numel() * wire.itemsize) // PAGE_BYTES) * PAGE_BYTES
-            if ranges and begin <= ranges[-1][1]:
-                ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
-            else:
-                ranges.append((begin, end))
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for begin, end in ranges:
-            # Without it the copies are correct and slow; a container may allow no locked memory.
-            runtime.cudaHostRegister(flat.data_ptr() + begin, end - begin, 0)
-        self._locked[flat.data_ptr()] = ranges
-
-
-PAGE_BYTES = 4096
+    def _ranges(self, parts: list[_Part]) -> Iterator[tuple[int, int]]:
+        """Yield the bytes of a version that this rank writes."""
+        for part in parts:
+            yield part.offset, part.offset + part.values.numel() * self._wire(part.values).itemsize
 
 
 def _distinct(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

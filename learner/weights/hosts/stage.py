@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from paceline.errors import PacelineError, Unavailable
 from paceline.groups import Version
@@ -75,7 +74,7 @@ class RankStage:
         client.on_connected, client.on_reply = self._connected, self._reply
         self._introduce()
 
-    def publish(self, version: Version, write: Callable[[Tensor], torch.cuda.Event | None]) -> float:
+    def publish(self, version: Version, write: Callable[[HostSegment], torch.cuda.Event | None]) -> float:
         """Stage a version; `write` fills the memory. Return the seconds for which the caller was blocked. Raises Unavailable
         where this host can have no agent."""
         started_s = time.perf_counter()
@@ -83,7 +82,7 @@ class RankStage:
             self._ending.join()
         with self._staging:
             segment = self._memory(version)
-            event = write(segment.flat())
+            event = write(segment)
             self._event, self._newest = event, (version, segment)
             if event is None:
                 self._end(version)

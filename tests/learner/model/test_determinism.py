@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from tiny_policy import CPU, make_batch, make_spec
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.model.determinism import reserve_workspace, use_deterministic_operations

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from python_path import python_path
 
 from learner.weights.publisher import Publisher, PublishResult
 from paceline.groups import Version
@@ -43,7 +44,7 @@ class Member:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT)},
             text=True,
         )
 

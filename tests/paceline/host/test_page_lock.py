@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 
 import pytest
 
@@ -17,9 +18,11 @@ class Recorder:
     def __init__(self, code: int = 0) -> None:
         self.code = code
         self.calls: list[tuple[str, int, int]] = []
+        self.threads: set[threading.Thread] = set()
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
         self.calls.append(("lock", address, size_bytes))
+        self.threads.add(threading.current_thread())
         return self.code
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -70,3 +73,41 @@ def test_a_refusal_is_said_once_and_not_asked_again(caplog: pytest.LogCaptureFix
     assert "CUDA refuses to lock 4096 bytes" in caplog.text
     assert "(error 2)" in caplog.text
     assert (len(caplog.records), locks.num_bytes) == (1, 0)
+
+
+def test_a_refusal_is_the_last_error_of_a_thread_that_has_ended() -> None:
+    runtime = Recorder(code=712)  # cudaErrorHostMemoryAlreadyRegistered
+    PageLocks(runtime).lock([(0, 10)])
+    (thread,) = runtime.threads
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+
+
+def test_the_gpu_is_that_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with the first GPU, where its first call would take memory for a context."""
+    chosen = threading.local()
+    chosen.device = 3
+    registered = []
+
+    class Device:
+        def __init__(self, device: int) -> None:
+            chosen.device = device
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class Runtime(Recorder):
+        def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+            registered.append(chosen.device)
+            return super().cudaHostRegister(address, size_bytes, flags)
+
+    monkeypatch.setattr("torch.cuda.current_device", lambda: getattr(chosen, "device", 0))
+    monkeypatch.setattr("torch.cuda.device", Device)
+    runtime = Runtime()
+    monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
+    locks = PageLocks()
+    locks.lock([(0, 10)])
+    locks.unlock()
+    assert registered == [3]
+    assert [name for name, *_ in runtime.calls] == ["lock", "unlock"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 from paceline.errors import InvalidInput
 from reward.sandbox.launching import PopenChild, launch_command
@@ -157,10 +158,10 @@ os.read(child.stderr, 1)
 print(child.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
-    root = str(Path(__file__).resolve().parents[3])
+    path = python_path(Path(__file__).resolve().parents[3])
     ran = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from process_ends import has_ended
+from python_path import python_path
 
 from paceline.host.cores import threads_beside
 from services.learner.rank_group import interface_of
@@ -29,8 +30,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
     def launch(code: str, grace_s: float = 30.0, threads: str = "1") -> subprocess.Popen[str]:
         (tmp_path / "toy_rank.py").write_text(READY + code)
-        path = os.pathsep.join([str(Path(__file__).parents[3]), str(tmp_path)])
-        environment = os.environ | {"PYTHONPATH": path}
+        environment = os.environ | {"PYTHONPATH": python_path(Path(__file__).parents[3], tmp_path)}
         environment.pop("OMP_NUM_THREADS", None)
         process = subprocess.Popen(
             [sys.executable, "-m", "services.learner.launcher", "2", str(grace_s), "toy_rank"],

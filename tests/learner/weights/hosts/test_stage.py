@@ -13,6 +13,7 @@ from host_agents import RUN, LocalClient, content, layout
 from learner.weights.hosts.stage import RankStage
 from paceline.errors import Unavailable
 from paceline.groups import Version
+from paceline.weights.host_segment import HostSegment
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.transport import TcpTransport
 from protos.paceline.v1 import host_agent_pb2
@@ -88,7 +89,8 @@ class Ranks:
             client.connect(self.agents[-1])
 
     def publish(self, index: int, version: Version) -> None:
-        def write(flat: torch.Tensor) -> None:
+        def write(segment: HostSegment) -> None:
+            flat = segment.flat()
             self.write_begun.set()
             assert self.go_on.wait(WAIT_S)
             part = flat.numel() // len(self.clients)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from python_path import python_path
 from tiny_policy import make_spec, save_tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +54,7 @@ class Worker:
             [sys.executable, str(MEMBER), spec.model_dump_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT)},
             text=True,
         )
         self.offers = StoreOffers(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from free_ports import free_port
+from python_path import python_path
 
 ROOT = Path(__file__).parents[4]
 DEADLINE_S = 60.0
@@ -52,7 +53,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process = subprocess.Popen(
             [sys.executable, "node.py", "2", str(node_rank), address, str(DEADLINE_S)],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": python_path(ROOT, tmp_path), "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
