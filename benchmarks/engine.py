@@ -1,12 +1,13 @@
 """Tokens per second and pauses for new weights of the engines, against `model.generate`.
 
-    python benchmarks/engine.py [--engines native|native,vllm] [--size demo|bench|both] [--rounds 3] [--device cpu] [--json]
+    python benchmarks/engine.py [--engines native|native,vllm] [--size demo|bench|both] [--rounds 3] [--json]
 
 All sides run in turns, on the same random Qwen3 weights and the same prompts (groups of eight samples of one prompt), on
 one thread; vLLM's worker is a process of its own (`make test-vllm` makes an environment that has it). `fixed` lets every
 sequence run to the full length; `mixed` draws each length from 1 to the full one: there `model.generate` has to decode
 until its longest row ends, and only wanted tokens count. `pause idle` is an update of the weights with nothing running,
-`pause` one with all sequences in flight, whose keys and values are computed anew.
+`pause` one with all sequences in flight, whose keys and values are computed anew. GPUs, with
+models of real shapes: benchmarks/gpu.py.
 
 Recorded results: docs/performance.md.
 """
@@ -71,7 +72,7 @@ def make_model(size: Size) -> Any:
     return Qwen3ForCausalLM(config).eval()
 
 
-async def make_engine(backend: str, size: Size, model: Any, device: str) -> Engine:
+async def make_engine(backend: str, size: Size, model: Any) -> Engine:
     """An engine for the model's structure, with its weights."""
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
@@ -82,7 +83,7 @@ async def make_engine(backend: str, size: Size, model: Any, device: str) -> Engi
         }
         policy = {"model_name": folder, "max_total_sequence_length": 512, "generation": generation}
         spec = {"policy": policy, "data": {"train": "none"}, "rewards": [{"function": "none"}]}
-        engine = create_engine(RunSpec.model_validate(spec), device=device)
+        engine = create_engine(RunSpec.model_validate(spec))
         await engine.update_weights(Version(1, 0), model.state_dict())
         return engine
 
@@ -125,7 +126,7 @@ async def time_pauses(
 
 def time_generate(model: Any, prompts: np.ndarray, num_tokens: int) -> float:
     """Seconds of one `model.generate` call over the same prompts, to the longest length."""
-    ids = torch.from_numpy(prompts.astype(np.int64)).to(model.device)
+    ids = torch.from_numpy(prompts.astype(np.int64))
     start = time.perf_counter()
     output = model.generate(
         ids,
@@ -137,17 +138,16 @@ def time_generate(model: Any, prompts: np.ndarray, num_tokens: int) -> float:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    output.sequences.cpu()
     elapsed_s = time.perf_counter() - start
     assert output.sequences.shape[1] == prompts.shape[1] + num_tokens
     return elapsed_s
 
 
-async def measure(name: str, engines: list[str], rounds: int, device: str) -> list[dict[str, Any]]:
+async def measure(name: str, engines: list[str], rounds: int) -> list[dict[str, Any]]:
     """One row of results for each engine and for `fixed` and `mixed` lengths; medians over `rounds` after one to warm up."""
     size = SIZES[name]
-    model = make_model(size).to(device)
-    running = {backend: await make_engine(backend, size, model, device) for backend in engines}
+    model = make_model(size)
+    running = {backend: await make_engine(backend, size, model) for backend in engines}
     random = np.random.default_rng(0)
     num_prompts = size.sequences // SAMPLES_PER_PROMPT
     prompts = random.integers(0, 32, (num_prompts, size.prompt_tokens)).astype(np.int32)
@@ -193,22 +193,18 @@ def main() -> None:
     parser.add_argument("--size", choices=[*SIZES, "both"], default="both")
     parser.add_argument("--engines", default="native", help="native, vllm, or both with a comma")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     names = list(SIZES) if options.size == "both" else [options.size]
     engines = options.engines.split(",")
-    rows = [
-        row for name in names for row in asyncio.run(measure(name, engines, options.rounds, options.device))
-    ]
+    rows = [row for name in names for row in asyncio.run(measure(name, engines, options.rounds))]
     machine = {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": 1,
         "torch": torch.__version__,
-        "device": options.device,
     }
     if options.json:
         json.dump({"machine": machine, "results": rows}, sys.stdout, indent=2)

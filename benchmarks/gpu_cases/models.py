@@ -32,8 +32,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1.7B": _shape(28, 2_048, 6_144, 16, True),
     "4B": _shape(36, 2_560, 9_728, 32, True),
     "8B": _shape(36, 4_096, 12_288, 32, False),
+    "8B-12L": _shape(12, 4_096, 12_288, 32, False),
 }
-"""Sizes of Qwen3's dense models, by name; `tiny` checks the benchmark itself."""
+"""Sizes of Qwen3's dense models, by name; `8B-12L` has a third of the layers of 8B, which 80 GB can train whole, and `tiny`
+checks the benchmark itself."""
 
 
 def model_folder(name: str, root: Path) -> Path:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_device import ON_CPU
 from mesh_cases import CASES, save_models
 from mesh_runs import one_rank, run_mesh
 from ranks import PATHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-ON_CPU = os.environ.get("PACELINE_GPU_TESTS") == "cpu"
 TOLERANCE = 1e-3
 PEER = """
 import os, sys, time

@@ -16,8 +16,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from python_path import python_path
-
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "/tmp/home"
 SHOWN = [str(path) for path in dict.fromkeys((ROOT, Path(sys.prefix)))]
@@ -215,7 +213,7 @@ class Host:
     def _environment(self) -> Mapping[str, str]:
         own = {name: os.environ[name] for name in KEPT if name in os.environ}
         path = os.pathsep.join((str(Path(sys.executable).parent), own.get("PATH", "")))
-        threads = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path(ROOT)}
+        threads = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
         return (
             own
             | threads

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_policy import CPU, make_batch, make_spec
+from gpu_device import gpu_device
+from tiny_policy import CPU, make_batch, make_spec, whole
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.model.determinism import reserve_workspace, use_deterministic_operations
@@ -89,15 +90,14 @@ def test_a_workspace_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_two_runs_on_a_gpu_are_equal(model: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    device = gpu_device()
     reserve_workspace()
 
     def weights() -> list[torch.Tensor]:
         torch.manual_seed(0)
-        trainer = Trainer(make_spec(model, deterministic=True, precision="bfloat16"), torch.device("cuda", 0))
+        trainer = Trainer(make_spec(model, deterministic=True, precision="bfloat16"), device)
         for step in range(2):
             trainer.train_step(make_batch(), step)
-        return [p.detach().full_tensor() for p in trainer.model.parameters()]  # type: ignore[attr-defined]
+        return [whole(p.detach()) for p in trainer.model.parameters()]
 
     assert all(map(torch.equal, weights(), weights()))

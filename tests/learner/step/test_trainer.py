@@ -23,6 +23,8 @@ from paceline.errors import NonFiniteLoss
 def test_any_split_into_micro_batches_gives_the_same_step(name: str, model: Path) -> None:
     batch = batch_of(name)
     metrics, tensors = run_case(model, CASES[name], batch, budget=1000)
+    # Rounding grows in Adam's first updates, which are near the gradients' signs; those of the very first are compared below.
+    tolerance = 1e-3 if "num_updates_per_step" in CASES[name] else 1e-5
     for budget in (1, 12, 25):
         split_metrics, split_tensors = run_case(model, CASES[name], batch[::-1], budget)
         assert split_metrics["micro_batches"] > metrics["micro_batches"]
@@ -35,7 +37,7 @@ def test_any_split_into_micro_batches_gives_the_same_step(name: str, model: Path
             "accuracy",
             "margin",
         } & metrics.keys():
-            assert split_metrics[key] == pytest.approx(metrics[key], rel=1e-5, abs=1e-5), key
+            assert split_metrics[key] == pytest.approx(metrics[key], rel=tolerance, abs=tolerance), key
         for key, tensor in tensors.items():
             if key.startswith("grad."):
                 torch.testing.assert_close(split_tensors[key], tensor, rtol=1e-4, atol=1e-5)

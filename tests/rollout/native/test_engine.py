@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_device import gpu_device
 from transformers import DynamicCache, LlamaConfig
 
 from paceline.errors import EngineDied, InvalidInput, Unavailable
@@ -350,12 +351,11 @@ async def test_when_the_thread_dies_everyone_is_told_why(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-async def test_on_cuda_in_bfloat16(
+async def test_on_a_gpu_in_bfloat16(
     make_model: Callable[..., Any], make_spec: Callable[..., RunSpec], reference_logprobs: Any
 ) -> None:
     model = make_model()
-    engine = create_engine(make_spec(model), device="cuda")
+    engine = create_engine(make_spec(model), device=gpu_device().type)
     try:
         await engine.update_weights(FIRST, model.state_dict())
         completions = await asyncio.gather(*(engine.generate(ask(str(i), 60, i)) for i in range(16)))
