@@ -81,9 +81,9 @@ def _same_bits(first: Path, second: Path) -> bool:
     """Compare the tensors of two folders, one at a time."""
     import torch
 
-    from learner.model.weight_files import model_files
+    from paceline.models.weight_files import model_files
 
-    with model_files(str(first), "first")[1] as one, model_files(str(second), "second")[1] as other:  # type: ignore[union-attr]
+    with model_files(str(first), "first")[1] as one, model_files(str(second), "second")[1] as other:
         return one.tensors.keys() == other.tensors.keys() and all(
             torch.equal(tensor[...].view(torch.uint8), other.tensors[name][...].view(torch.uint8))
             for name, tensor in one.tensors.items()

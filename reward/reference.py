@@ -22,6 +22,7 @@ from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.groups import FloatArray, IntArray
 from paceline.models.loading import check_head, fault_of_load, resolved_dtype
+from paceline.models.pretrained import load_pretrained
 from paceline.spec import PolicySection, RunSpec
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def _load(name: str, dtype: torch.dtype) -> Any:
     try:
         source = model_source(name, "the reference", weights=True)
         check_head(AutoConfig.from_pretrained(source), name)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model = load_pretrained(AutoModelForCausalLM, name, "the reference", dtype=dtype, source=source)
     except Exception as error:
         fault = fault_of_load("the reference", name, error)
         if fault is None:

@@ -47,7 +47,7 @@ from learner.collectives import world_size
 from learner.model.adapter import has_adapter, is_part_of_adapter
 from learner.step.critic import Critic
 from paceline.encryption.storage_key import storage_key
-from paceline.errors import Conflict, PacelineError, Unavailable
+from paceline.errors import Conflict, InvalidInput, PacelineError, Unavailable
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
 
@@ -282,6 +282,9 @@ def as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
+            for failure in error.failures.values():
+                if isinstance(failure[0], InvalidInput):
+                    raise failure[0] from error
             reasons = {f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()}
             if any(isinstance(failure[0], OSError) for failure in error.failures.values()):
                 raise Unavailable(f"{what}: {'; '.join(sorted(reasons))}") from error

@@ -7,7 +7,6 @@ embeddings still tied; the folder appears whole under its name or not at all; no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from learner.model.adapter import adapter_weights, add_adapter, is_part_of_adapt
 from learner.weights.gather import gather_merged, is_first_rank
 from learner.weights.stream import Piece, Weight, export_weights, pieces
 from paceline.errors import InvalidInput
-from paceline.files.model_source import model_source
+from paceline.models.pretrained import load_pretrained
 from paceline.registry.origin import Origin
 from paceline.spec import PolicySection
 
@@ -182,9 +181,9 @@ def checkpoint_weights(
 def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySection) -> PreTrainedModel:
     """Return the base with the checkpoint's adapter."""
     verified = verify(checkpoint, expected_sha256)
-    auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_pretrained(
-        model_source(policy.model_name, weights=True), dtype=torch.float32
+    name = policy.model_name
+    model: PreTrainedModel = load_pretrained(
+        AutoModelForCausalLM, name, "policy.model_name", dtype=torch.float32
     )
     add_adapter(model, policy.lora_cfg, seed=0)
     state = {name: tensor for name, tensor in model.state_dict().items() if is_part_of_adapter(name)}

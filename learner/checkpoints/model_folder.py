@@ -8,7 +8,6 @@ trained in (experts) wait in memory, for the others of their layer.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -21,31 +20,21 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
 from learner.checkpoints.export_manifest import write_export_manifest
+from learner.checkpoints.other_files import copy_files_of_policy
 from learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
 from learner.weights.stream import Piece, Weight
 from paceline.data.tokens import padding_token_id
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source, tokenizer_source
+from paceline.models.pretrained import skeleton
 from paceline.registry.origin import Origin
 from paceline.spec import PolicySection
 
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
-    "*.tiktoken",
-)
-"""Names of a tokenizer's files in the libraries that write them."""
 LAYER = re.compile(r".*?\.layers\.\d+\.")
 NAMES_SHOWN = 3
 
@@ -113,8 +102,7 @@ class ModelFolder:
     def finish(self, origin: Origin | None = None) -> None:
         """Write what else belongs to the folder, once all pieces are in it. `origin` is the run that exports it, if any."""
         self._writer.finish()
-        name = self._policy.tokenizer_name
-        copy_tokenizer(name or self._policy.model_name, self._folder, required=name is not None)
+        copy_files_of_policy(self._policy.model_name, self._policy.tokenizer_name, self._folder)
         write_export_manifest(self._folder, origin)
 
     def _write_config(self, stored: Mapping[str, Tensor], scoring: bool) -> None:
@@ -129,9 +117,11 @@ class ModelFolder:
         if len(floating) == 1:
             model.config.dtype = str(floating.pop()).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config  # what was trained is plain
         model.config.save_pretrained(self._folder)
         if model.can_generate():
-            _generation_config(model, self._policy.model_name).save_pretrained(self._folder)
+            model.generation_config.save_pretrained(self._folder)  # a file of the model's replaces it
 
 
 def empty_model(model_name: str, scoring: bool) -> PreTrainedModel:
@@ -139,10 +129,7 @@ def empty_model(model_name: str, scoring: bool) -> PreTrainedModel:
     options = {"num_labels": 1} if scoring else {}
     config = AutoConfig.from_pretrained(model_source(model_name), **options)
     kind = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
-    with torch.device("meta"):
-        model: PreTrainedModel = kind.from_config(config)  # type: ignore[no-untyped-call]
-    model.tie_weights()
-    return model
+    return skeleton(kind, config)  # type: ignore[no-any-return]
 
 
 def own_names(model: PreTrainedModel) -> list[str]:
@@ -157,22 +144,6 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors, on the meta device, that the model's files have, by their names and in their layouts there."""
     state = model.state_dict()
     return _outputs(model, tuple(own_names(model)), state)
-
-
-def copy_tokenizer(source: str, directory: Path, *, required: bool) -> None:
-    """Copy a folder's files byte for byte, or save a hub model's tokenizer with its class."""
-    folder = Path(tokenizer_source(source))
-    if not folder.is_dir():
-        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
-        return
-    files = sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)})
-    if required and not files:
-        raise InvalidInput(f"tokenizer_name {source!r}: no tokenizer files in that folder")
-    for file in files:
-        if file.is_dir():
-            shutil.copytree(file, directory / file.name)
-        else:
-            shutil.copyfile(file, directory / file.name)
 
 
 def _checked(model: PreTrainedModel, weights: Mapping[str, Weight], model_name: str) -> list[str]:
@@ -232,11 +203,3 @@ def _outputs(
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _generation_config(model: Any, model_name: str) -> GenerationConfig:
-    try:
-        config: GenerationConfig = GenerationConfig.from_pretrained(model_source(model_name))
-    except OSError:
-        config = model.generation_config  # the model has none; transformers derives it from the config
-    return config

@@ -18,10 +18,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from learner.model.weight_files import DTYPES, INDEX, SINGLE
+from paceline.models.weight_files import DTYPES, INDEX, SINGLE, torch_dtype
 
 MAX_FILE_BYTES = 5 << 30
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {torch_dtype(name): name for name in DTYPES}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Loading a model's weights into modules that are already sharded, so that each rank reads its rows alone.
 
-The modules are built on the meta device, without memory; FSDP2 then decides which rows each rank has; `fill` reads those.
+The modules are on the meta device, without memory; FSDP2 then decides which rows each rank has; `fill` reads those.
 transformers maps the names and layouts of the files to the modules' (experts that files store one by one, say) as its
 `from_pretrained` does, and asks for slices of the files only.
 
 Promise: every parameter and buffer has the bits that `from_pretrained` gives it. Nothing is drawn at random but the head of
-a reward model that has none yet: a tensor that is missing is an error that names it.
+a reward model that has none yet; `paceline/models/pretrained.py` decides whether the files are the model's.
 """
 
 from __future__ import annotations
@@ -19,26 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.distributed.sharding_utils import DtensorShardOperation
-from transformers.modeling_utils import LoadStateDictConfig
 
-from learner.model.weight_files import WeightFiles
 from paceline.errors import InvalidInput
+from paceline.models.pretrained import SCORE, check_finite, read_state
+from paceline.models.weight_files import WeightFiles
 
 BASE = re.compile(r"\.base_layer(?=\.)")
 """Part of a name that an adapter adds to the layer below it."""
-SCORE = "score.weight"
-NAMES_SHOWN = 3
-
-
-def skeleton(kind: Any, config: Any, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """Return the modules that `config` describes, of the auto class `kind`, on the meta device; tied weights are one object."""
-    with torch.device("meta"), init.meta_device_safe_creation_ops():
-        model: PreTrainedModel = kind.from_config(config, dtype=dtype, attn_implementation=attention)
-    model.tie_weights()
-    return model
 
 
 @torch.no_grad()
@@ -51,31 +39,23 @@ def fill(
 ) -> None:
     """Read every parameter of `model` that is still on the meta device to `device`; not a collective call.
 
-    The buffers go to `buffers_device` (None: `device`). `what` names the model in messages. A head of one score that the files lack is drawn from torch's generator. Raises
-    InvalidInput when the files do not fit the model, and as `WeightFiles` does.
+    `paceline.models.pretrained.check_weights` has compared the files with the model. The buffers go to `buffers_device` (None:
+    `device`). `what` names the model in messages. A head of one score that the files lack is drawn from torch's generator.
+    Raises InvalidInput for a weight that is not finite, and as `WeightFiles` does.
     """
     _make_empty_parts(model, device)
     tied = _tied_places(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    info = _load(model, files, device)
-    _check(info, files, what)
-    missing = set(info.missing_keys)
+    missing = set(read_state(model, files.tensors, device, view=_BaseNames(model)).missing_keys)
     for places in tied:
-        names = [_name(place) for place in places]
-        loaded = [place for place, name in zip(places, names, strict=True) if name not in missing]
+        loaded = [place for place in places if _name(place) not in missing]
         if loaded:
-            _tie(places, loaded, files, what)
-            missing -= set(names)
+            _, module, name = loaded[0]
+            for _, other, other_name in places:
+                setattr(other, other_name, getattr(module, name))
     if SCORE in missing:
         _draw_score(model, device)
-        missing.discard(SCORE)
-    if missing:
-        shown = ", ".join(map(repr, sorted(missing)[:NAMES_SHOWN]))
-        more = f" and {len(missing) - NAMES_SHOWN} more" if len(missing) > NAMES_SHOWN else ""
-        raise InvalidInput(
-            f"{what}: {files.place} lacks tensor {shown}{more} of a {type(model).__name__}; copy the files again, or take "
-            "those of a whole model of this architecture"
-        )
+    check_finite(model, what)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     _make_buffers(model, buffers_device or device, what)
@@ -99,24 +79,6 @@ def _tied_places(model: nn.Module) -> list[list[Place]]:
     return [found for found in places.values() if len(found) > 1]
 
 
-def _tie(places: list[Place], loaded: list[Place], files: WeightFiles, what: str) -> None:
-    """Give all places the parameter that was read for one of them."""
-    (_, module, name), *others = loaded
-    parameter = getattr(module, name)
-    for other in others:
-        if not torch.equal(_local(parameter), _local(getattr(other[1], other[2]))):
-            raise InvalidInput(
-                f"{what}: {files.place} has different tensors {_name(loaded[0])!r} and {_name(other)!r}, which the config "
-                "ties; set tie_word_embeddings to false in config.json, or remove one of them"
-            )
-    for _, other_module, other_name in places:
-        setattr(other_module, other_name, parameter)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class _BaseNames:
     """The model as its files name it: without the adapter's own parameters, and with adapted layers under their own names."""
 
@@ -137,31 +99,6 @@ class _BaseNames:
         module: nn.Module = self._model.get_submodule(path)
         base = getattr(module, "base_layer", None)
         return base if isinstance(base, nn.Module) else module
-
-
-def _load(model: Any, files: WeightFiles, device: torch.device) -> Any:
-    """Fill `model` by transformers' own loader, and return what it found."""
-    dtype = model.config.dtype
-    config = LoadStateDictConfig(
-        device_map={"": device},
-        dtype=dtype,
-        dtype_plan=model._get_dtype_plan(dtype),
-        weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
-    )
-    info, _ = convert_and_load_state_dict_in_model(_BaseNames(model), files.tensors, config)  # type: ignore[arg-type]
-    return info
-
-
-def _check(info: Any, files: WeightFiles, what: str) -> None:
-    for name, found, expected in sorted(info.mismatched_keys, key=str):
-        raise InvalidInput(
-            f"{what}: tensor {name!r} in {files.place} has shape {tuple(found)}, config.json makes it {tuple(expected)}; "
-            "the two are not of one model"
-        )
-    for name, error in sorted(info.conversion_errors.items()):
-        raise InvalidInput(
-            f"{what}: tensor {name!r} cannot be made from {files.place}: {str(error).strip()[-300:]}"
-        )
 
 
 def _make_empty_parts(model: nn.Module, device: torch.device) -> None:

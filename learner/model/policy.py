@@ -31,14 +31,14 @@ from learner.model.adapter import add_adapter
 from learner.model.attention import IMPLEMENTATION, prefer_flash_attention_3
 from learner.model.compiled_layers import compile_layers, padded_row
 from learner.model.cpu_linear import use_onednn_linear
-from learner.model.loading import fill, skeleton
+from learner.model.loading import fill
 from learner.model.logprobs import chunked_logprobs
 from learner.model.mesh import mesh_of
-from learner.model.weight_files import WeightFiles, model_files
 from paceline.errors import InvalidInput
-from paceline.files.model_source import model_source
 from paceline.models.architectures import check_architecture, check_positions
 from paceline.models.loading import check_head, fault_of_load, resolved_dtype
+from paceline.models.pretrained import check_weights, load_pretrained, skeleton
+from paceline.models.weight_files import WeightFiles, model_files
 from paceline.spec import PolicySection
 
 FIELD = "policy.model_name"
@@ -80,7 +80,13 @@ def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrained
 def _prepared(
     model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device
 ) -> PreTrainedModel:
-    """Return the model ready to train: compiled and with activation checkpointing where the spec wants it, on its device."""
+    """Return the model ready to train: compiled and with activation checkpointing where the spec wants it, on its device. Raises
+    InvalidInput for quantized weights, in which the changes of a step would be lost."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise InvalidInput(
+            f"{FIELD} {policy.model_name!r}: its weights are quantized (quantization_config in config.json), which cannot be "
+            "trained; name its 16-bit or 32-bit version"
+        )
     if policy.compile:
         compile_layers(_decoder_layers(model), device)
     recompute_activations(_decoder_layers(model), policy.activation_checkpointing)
@@ -158,12 +164,13 @@ def _build(
     policy: PolicySection, dtype: torch.dtype, *, exact: torch.dtype | None = None, scoring: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Return the modules of a model, with this package's forward, on the meta device, and the files to fill them from; where
-    transformers alone can read the files (quantized, or not safetensors), the whole model and None.
+    transformers alone can read the files (quantized), the whole model and None.
 
     The parameters have type `dtype`, or `exact` where the files have no other.
     """
     name = policy.model_name
     try:
+        files: WeightFiles | None
         source, files = model_files(name, FIELD)
         options = {"num_labels": 1} if scoring else {}
         config = AutoConfig.from_pretrained(source, **options)
@@ -172,12 +179,15 @@ def _build(
         check_positions(config.to_dict(), f"{FIELD} {name!r}", policy.max_total_sequence_length)
         kind: Any = AutoModelForSequenceClassification if scoring else AutoModelForCausalLM
         model: Any
-        if files is None or getattr(config, "quantization_config", None) is not None:
-            source, files = model_source(name, FIELD, weights=True), None
-            model = kind.from_pretrained(source, dtype=dtype, attn_implementation=IMPLEMENTATION, **options)
+        options["attn_implementation"] = IMPLEMENTATION
+        if getattr(config, "quantization_config", None) is not None:
+            files = None
+            model = load_pretrained(kind, name, FIELD, dtype=dtype, **options)
         else:
             dtype = exact if exact is not None and files.holds_only(exact) else dtype
-            model = skeleton(kind, config, dtype, IMPLEMENTATION)
+            model = skeleton(kind, config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+            begins = scoring and not any("ForSequenceClass" in kind for kind in config.architectures or ())
+            check_weights(model, files, f"{FIELD} {name!r}", begins=begins)
     except Exception as error:
         fault = fault_of_load(FIELD, name, error)
         if fault is None:

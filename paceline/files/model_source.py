@@ -2,7 +2,7 @@
 
 Promise: `model_source` returns what transformers' `from_pretrained` takes. Files of a URL are copied into this machine's
 cache, each version of them into a folder of its own. Weights stay where they are unless asked for: the learner reads its rows
-of them by ranges (`learner/model/weight_files.py`).
+of them by ranges (`paceline/models/weight_files.py`).
 
 The cache is `PACELINE_MODEL_CACHE` (default `~/.cache/paceline/models`), bounded by `PACELINE_MODEL_CACHE_MB`.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,6 +22,7 @@ from paceline.files.storage import is_url, open_url
 from paceline.files.url_copies import open_copies
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
+ADAPTER_CONFIG = "adapter_config.json"
 KIND = CacheKind("model", default_mb=1 << 20, wait_s=7200.0)
 HELD_FOLDERS = 16
 """Folders of the cache that a process keeps from removal: those that it asked for last."""
@@ -41,7 +43,8 @@ def model_source(
 
     `field` is the spec's key, for messages. The folder of a URL holds all files but weights, and with `weights` those too.
     Raises Unreadable for a folder without config.json (where `config` is true: a tokenizer needs none) or a URL that
-    cannot be read now, InvalidInput for a config.json that is no JSON object and a URL whose scheme is unknown.
+    cannot be read now, InvalidInput for a config.json that is no JSON object, an adapter's folder and a URL whose scheme is
+    unknown.
     """
     if is_url(name):
         return str(_copied(name, field, weights, config))
@@ -53,7 +56,8 @@ def model_source(
 
 
 def _check_config(path: Path, what: str) -> None:
-    """Raises Unreadable without a config.json, InvalidInput for one that is no JSON object."""
+    """Raises Unreadable without a config.json, InvalidInput for one that is no JSON object, or an adapter's folder."""
+    _refuse_adapter({ADAPTER_CONFIG} if path.with_name(ADAPTER_CONFIG).is_file() else (), what)
     if not path.is_file():
         raise Unreadable(f"{what}: no such folder with a config.json in it")
     try:
@@ -68,6 +72,16 @@ def _check_config(path: Path, what: str) -> None:
         )
 
 
+def _refuse_adapter(names: Collection[str], what: str) -> None:
+    """Raise InvalidInput for a folder with these files that holds an adapter: transformers would load its base instead of the
+    folder's weights, and other loaders the folder's weights without the adapter."""
+    if ADAPTER_CONFIG in names:
+        raise InvalidInput(
+            f"{what} has an {ADAPTER_CONFIG}, so it is a LoRA adapter and no model; merge it with `paceline convert BASE "
+            f"FOLDER --adapter`, or remove the file if the weights beside it are whole"
+        )
+
+
 def _copied(url: str, field: str, weights: bool, config: bool) -> Path:
     """Return the cache's folder with the files of a URL as they are now."""
     cache = KIND.of_user("models")
@@ -75,6 +89,8 @@ def _copied(url: str, field: str, weights: bool, config: bool) -> Path:
         store, path = open_url(url.rstrip("/"), field)
         entries: list[dict[str, Any]] = store.ls(path, detail=True)
         present = {PurePosixPath(entry["name"]).name: entry for entry in entries if entry["type"] == "file"}
+        if config:
+            _refuse_adapter(present, f"{field} {url!r}")
         if "config.json" in present or (present and not config):
             wanted = {name: entry for name, entry in present.items() if weights or not _is_weight(name)}
             return _hold(open_copies(cache, store, url.rstrip("/"), wanted))

@@ -18,6 +18,7 @@ import torch
 from paceline.data.tokens import padding_token_id
 from paceline.errors import InvalidInput, Unreadable
 from paceline.models.loading import fault_of_load, resolved_dtype
+from paceline.models.pretrained import load_pretrained
 from reward.models.batching import passes
 from reward.models.settings import ModelSettings, ProcessModelSettings
 from reward.models.source import fetched
@@ -120,14 +121,14 @@ def load_scorer(settings: ModelSettings) -> Scorer:
         tokenizer = AutoTokenizer.from_pretrained(source)
         kind = AutoModelForTokenClassification if by_step else AutoModelForSequenceClassification
         dtype = getattr(torch, resolved_dtype(settings.precision, device.type))
-        model = kind.from_pretrained(source, dtype=dtype).requires_grad_(False).eval()
+        model = load_pretrained(kind, settings.path, "reward model", dtype=dtype, source=source)
     except Exception as error:
         fault = fault_of_load("reward model", settings.path, error)
         if fault is None:
             raise
         raise fault from None
     check_separator(settings, tokenizer)
-    model.config.pad_token_id = padding_token_id(tokenizer)
+    model.requires_grad_(False).eval().config.pad_token_id = padding_token_id(tokenizer)
     return Scorer(settings, Model(model.to(device), tokenizer, version, device, longest_text(config)))
 
 

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from paceline.errors import InvalidInput
-from paceline.files.model_source import model_source
 from paceline.host.onednn import is_faster, product
 from paceline.models.architectures import check_architecture
 from paceline.models.loading import fault_of_load
+from paceline.models.pretrained import load_pretrained
 from paceline.spec import PolicySection
 from rollout.native.float32_head import Float32Head
 from rollout.native.kv_cache import SlotCache
@@ -34,6 +34,7 @@ from rollout.weights.layout import (
     read_config,
 )
 
+FIELD = "policy.model_name"
 ONEDNN_ROWS = 32
 """Fewest rows of a product for which oneDNN is faster."""
 
@@ -204,7 +205,7 @@ def load_native_model(policy: PolicySection, device: str, load_weights: bool) ->
     try:
         return _load(policy, device, load_weights)
     except Exception as error:
-        fault = fault_of_load("policy.model_name", policy.model_name, error)
+        fault = fault_of_load(FIELD, policy.model_name, error)
         if fault is None:
             raise
         raise fault from error
@@ -212,14 +213,14 @@ def load_native_model(policy: PolicySection, device: str, load_weights: bool) ->
 
 def _load(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
     config = read_config(policy)
-    check_architecture(config.to_dict(), f"policy.model_name {policy.model_name!r}")
+    check_architecture(config.to_dict(), f"{FIELD} {policy.model_name!r}")
     max_tokens = longest_sequence(policy, config)
     window = _window_of(config, max_tokens)
     dtype = generation_dtype(policy, device)
     auto: Any = AutoModelForCausalLM
     lora = policy.lora_cfg
     if load_weights or lora.enabled:
-        module = auto.from_pretrained(model_source(policy.model_name, weights=True), dtype=dtype).to(device)
+        module = load_pretrained(auto, policy.model_name, FIELD, dtype=dtype).to(device)
     else:
         with torch.device(device), no_init_weights():
             module = auto.from_config(config, dtype=dtype)

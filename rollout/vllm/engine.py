@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from paceline.errors import EngineDied, InvalidInput, PacelineError, Unavailable
 from paceline.files.model_source import model_source
 from paceline.groups import Completion, IntArray, Version
+from paceline.models.pretrained import check_model
 from paceline.spec import RunSpec
 from rollout.engine import GenerationRequest, PromptLogprobs, check_scored_ids, empty_completion
 from rollout.vllm.arguments import engine_arguments, engine_config
@@ -90,6 +92,9 @@ class VllmEngine:
         layout = meta_layout(config)
         self._vocab_size = layout.vocab_size
         self._arguments = engine_arguments(spec, config, layout.architecture, device, load_weights)
+        if load_weights:
+            # vLLM samples on with a head at random where the files lack it.
+            check_model(AutoModelForCausalLM, self._arguments["model"], "policy.model_name")
         self._weights = whole_weights(spec.policy, layout, device)
         self._max_tokens: int = self._arguments["max_model_len"]
         self._end_ids = end_token_ids(spec.policy, config, _generation_config(spec.policy.model_name))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from paceline.files.model_source import model_source
+from paceline.models.pretrained import load_pretrained
 from paceline.spec import PolicySection
 from paceline.weights.host_weights import HostWeights
 from rollout.weights.adapter import AdapterSlot
@@ -49,8 +49,8 @@ class MergedAdapter:
 
     def __init__(self, policy: PolicySection, layout: WeightLayout, device: str) -> None:
         auto: Any = AutoModelForCausalLM
-        source = model_source(policy.model_name, weights=True)
-        module = auto.from_pretrained(source, dtype=generation_dtype(policy, device))
+        dtype = generation_dtype(policy, device)
+        module = load_pretrained(auto, policy.model_name, "policy.model_name", dtype=dtype)
         module.requires_grad_(False)
         self._layout = layout
         self._tensors: dict[str, Tensor] = module.state_dict()

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source, tokenizer_source
 from paceline.models.loading import resolved_dtype
+from paceline.models.pretrained import is_finite, skeleton
 from paceline.spec import PolicySection
 from paceline.weights.host_weights import HostWeights
 
@@ -62,7 +63,7 @@ class WeightLayout:
                     f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is "
                     f"{tuple(self.shapes[name])}; the old weights go on serving"
                 )
-            if not isinstance(weights, HostWeights) and not _is_finite(tensor):
+            if not isinstance(weights, HostWeights) and not is_finite(tensor):
                 raise InvalidInput(
                     f"weight {name!r} has NaN or infinite elements; the old weights go on serving"
                 )
@@ -89,11 +90,7 @@ class WeightLayout:
 
 def meta_layout(config: PreTrainedConfig) -> WeightLayout:
     """Return the layout of the model that `config` describes, without any memory for it."""
-    auto: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        module = auto.from_config(config)
-    module.tie_weights()
-    return WeightLayout.of(module)
+    return WeightLayout.of(skeleton(AutoModelForCausalLM, config))
 
 
 def read_config(policy: PolicySection) -> PreTrainedConfig:
@@ -132,12 +129,6 @@ def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_co
     for ids in sources:
         found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
     return tuple(sorted(found))
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Return whether every element is finite. One sum shows it at the speed of memory; only a sum that is not finite needs a
-    check of each element."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _is_equal(first: Tensor, second: Tensor) -> bool:

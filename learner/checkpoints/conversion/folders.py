@@ -10,28 +10,28 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shutil
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from learner.checkpoints.conversion.dcp import DcpCheckpoint, write_dcp
-from learner.checkpoints.conversion.weights import ModelWeights
+from learner.checkpoints.conversion.weights import ModelWeights, refuse_not_finite
 from learner.checkpoints.export_folder import written_beside
 from learner.checkpoints.export_manifest import write_export_manifest
 from learner.checkpoints.metadata import METADATA
 from learner.checkpoints.model_folder import empty_model, stored_tensors
+from learner.checkpoints.other_files import CONFIG, check_tokenizer, copy_other_files
 from learner.checkpoints.safetensors_writer import MAX_FILE_BYTES, SafetensorsWriter, TensorHeader
 from learner.checkpoints.verification import Location
-from learner.model.weight_files import INDEX, WeightFiles, find_weight_files
 from paceline.errors import InvalidInput
-from paceline.files.model_source import WEIGHT_SUFFIXES, model_source
-from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
+from paceline.files.model_source import model_source
 from paceline.files.storage import Folder, is_url
+from paceline.models.pretrained import check_weights, skeleton
+from paceline.models.weight_files import WeightFiles, find_weight_files
 
-CONFIG = "config.json"
-NOT_COPIED = {INDEX, EXPORT_MANIFEST, CHECKPOINT_MANIFEST, METADATA}
 NAMES_SHOWN = 3
 
 
@@ -48,7 +48,10 @@ def to_dcp(
     `dtype` None keeps the types; a LoRA adapter in peft's folder is merged. Raises Conflict when `destination` exists,
     InvalidInput for damaged or foreign files, Unreadable.
     """
-    with _weight_files(source) as files, written_beside(destination) as partial:
+    with (
+        _weight_files(source, changed=bool(dtype or adapter)) as files,
+        written_beside(destination) as partial,
+    ):
         write_dcp(partial, ModelWeights(files, dtype, adapter))
         _copy_other_files(Path(model_source(source, "SOURCE")), partial, dtype)
 
@@ -62,7 +65,10 @@ def to_folder(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write a model folder again, with other weights. Raises as `to_dcp`."""
-    with _weight_files(source) as files, written_beside(destination) as partial:
+    with (
+        _weight_files(source, changed=bool(dtype or adapter)) as files,
+        written_beside(destination) as partial,
+    ):
         weights = ModelWeights(files, dtype, adapter)
         headers = weights.headers()
         with SafetensorsWriter(partial, headers, max_file_bytes) as writer:
@@ -72,6 +78,7 @@ def to_folder(
                     writer.write(header.name, first, weights.read(header.name, begin, end))
             writer.finish()
         _copy_other_files(Path(model_source(source, "SOURCE")), partial, dtype)
+        _check_result(partial, f"{source!r} as it is converted")
         write_export_manifest(partial)
 
 
@@ -107,23 +114,54 @@ def from_dcp(
             shapes = {header.name: header.shape for header in headers}
 
             def take(name: str, offsets: tuple[int, ...], values: Tensor) -> None:
-                _write_box(writer, name, shapes[name], offsets, values.to(_converted(values.dtype, dtype)))
+                values = values.to(_converted(values.dtype, dtype))
+                refuse_not_finite(values, name, str(folder))
+                _write_box(writer, name, shapes[name], offsets, values)
 
             stored.read(take)
             writer.finish()
         _copy_other_files(described, partial, dtype)
+        _check_result(partial, str(folder))
         write_export_manifest(partial)
 
 
-def _weight_files(source: str) -> WeightFiles:
+def _weight_files(source: str, *, changed: bool) -> WeightFiles:
+    """Return the files of a model folder, which are its model's. Raises InvalidInput for quantized weights that are to be
+    `changed`."""
     if not is_url(source) and not Path(source).is_dir():
         raise InvalidInput(f"SOURCE {source!r} is no folder; fetch a hub's model with `hf download` first")
-    files = find_weight_files(source, model_source(source, "SOURCE"), "SOURCE")
-    if files is None:
-        raise InvalidInput(
-            f"SOURCE {source!r} has no safetensors files; save it with transformers' save_pretrained first"
-        )
+    local = model_source(source, "SOURCE")
+    files = find_weight_files(source, local, "SOURCE")
+    try:
+        if not check_described(local, files, f"SOURCE {source!r}") and changed:
+            raise InvalidInput(
+                f"SOURCE {source!r} is quantized (quantization_config in its config.json), so its values and their scales are "
+                "not converted or merged; take the 16-bit or 32-bit model"
+            )
+    except BaseException:
+        files.__exit__()
+        raise
     return files
+
+
+def check_described(folder: str, files: WeightFiles, what: str) -> bool:
+    """Raise InvalidInput where `files` are not the weights of the model that the config in `folder` describes; return whether they
+    are plain. A model that transformers does not have is not checked."""
+    content = json.loads((Path(folder) / CONFIG).read_bytes())
+    if content.get("quantization_config") is not None:
+        return False
+    if content.get("model_type") in CONFIG_MAPPING:
+        config = AutoConfig.from_pretrained(folder)
+        named = [getattr(transformers, name, None) for name in config.architectures or ()]
+        if kind := next(iter(named), AutoModelForCausalLM):
+            check_weights(skeleton(kind, config), files, what)
+    return True
+
+
+def _check_result(folder: Path, what: str) -> None:
+    """Raise InvalidInput for a folder whose weights are not its model's, such as tied ones of which an adapter changed one."""
+    with find_weight_files(str(folder), str(folder), "DESTINATION") as files:
+        check_described(str(folder), files, what)
 
 
 def _converted(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -165,17 +203,12 @@ def _check_names(headers: list[TensorHeader], described: Path, checkpoint: Folde
 
 
 def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Copy all files but weights; in the config, name the new type."""
-    for file in sorted(source.iterdir()):
-        if (
-            file.is_file()
-            and file.suffix not in {*WEIGHT_SUFFIXES, ".distcp"}
-            and file.name not in NOT_COPIED
-        ):
-            shutil.copyfile(file, folder / file.name)
+    """Copy all files but weights; in the config, name the new type. Raises InvalidInput where the tokenizer is another one then."""
+    copy_other_files(source, folder)
     if dtype is not None:
         path = folder / CONFIG
         config = json.loads(path.read_bytes())
         named = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
         config |= dict.fromkeys(named, str(dtype).removeprefix("torch."))
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    check_tokenizer(str(source), folder)

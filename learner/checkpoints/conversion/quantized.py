@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from pathlib import Path
 from typing import Any, Literal
 
 from learner.checkpoints.export_folder import written_beside
 from learner.checkpoints.export_manifest import write_export_manifest
-from learner.checkpoints.model_folder import copy_tokenizer
+from learner.checkpoints.other_files import CONFIG, check_tokenizer, copy_other_files
 from learner.checkpoints.verification import Location
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
+from paceline.models.pretrained import check_model
 
 
 def quantize_folder(source: str, destination: Location, kind: Literal["int8", "float8"]) -> None:
@@ -27,13 +29,15 @@ def quantize_folder(source: str, destination: Location, kind: Literal["int8", "f
 
     config = Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
     auto: Any = AutoModelForCausalLM
-    model = auto.from_pretrained(
-        model_source(source, "SOURCE", weights=True), dtype="auto", quantization_config=TorchAoConfig(config)
-    )
+    folder = model_source(source, "SOURCE", weights=True)
+    if check_model(auto, folder, "SOURCE"):
+        raise InvalidInput(f"SOURCE {source!r} is quantized already; take its 16-bit or 32-bit version")
+    model = auto.from_pretrained(folder, dtype="auto", quantization_config=TorchAoConfig(config))
     with written_beside(destination) as partial:
         model.save_pretrained(partial)
         for file in partial.glob("*.safetensors"):
             # safetensors lets nobody but the owner read its files; a server of another user is to read these.
             shutil.copymode(partial / "config.json", file)
-        copy_tokenizer(source, partial, required=False)
+        copy_other_files(Path(folder), partial, {CONFIG})
+        check_tokenizer(source, partial)
         write_export_manifest(partial)

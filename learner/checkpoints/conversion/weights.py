@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +16,40 @@ import torch
 from torch import Tensor
 
 from learner.checkpoints.safetensors_writer import TensorHeader
-from learner.model.weight_files import DTYPES, WeightFiles
 from learner.weights.stream import Weight
 from paceline.errors import InvalidInput
+from paceline.files.model_source import ADAPTER_CONFIG
+from paceline.models.pretrained import is_finite
+from paceline.models.weight_files import WeightFiles, torch_dtype
 from paceline.regular_file import read_regular
 from paceline.weights.lora_names import pairs
 
 BLOCK_BYTES = 32 << 20
 """Largest block, unless a single row is larger."""
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-NEUTRAL: Mapping[str, Any] = {
-    "peft_type": "LORA",
-    "use_dora": False,
-    "bias": "none",
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": None,
-    "fan_in_fan_out": False,
-    "target_parameters": None,
-    "trainable_token_indices": None,
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MERGED_AS: Mapping[str, Sequence[Any]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian"),
 }
-"""Settings of peft under which the merge is W + scaling·B·A in every layer that the files name."""
+"""Values of peft's settings under which the merge is W + scaling·B·A in every layer that the files name. Other ways to begin, such
+as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, also change W, so their A and B do not belong to the base in its folder."""
+WITHOUT_EFFECT = frozenset(
+    {
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "lora_dropout",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+    }
+    | {"layers_pattern", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode"}
+    | {"peft_version", "megatron_core", "qalora_group_size", "lorap_lr_ratio", "lorap_emb_lr"}
+)
+"""Settings of which any value is right: they are in the scaling, in the names of the files, or about training."""
+OFF = (None, False, "", [], {})
+"""Values of any other setting with which it does nothing."""
 
 
 class ModelWeights:
@@ -52,7 +65,7 @@ class ModelWeights:
     def headers(self) -> list[TensorHeader]:
         """Return name, type and shape of every tensor as it is converted, in the order of the files."""
         return [
-            TensorHeader(name, self._converted(DTYPES[tensor.dtype]), tensor.shape)
+            TensorHeader(name, self._converted(torch_dtype(tensor.dtype)), tensor.shape)
             for name, tensor in self._files.items()
         ]
 
@@ -69,9 +82,12 @@ class ModelWeights:
         stored = self._files[name]
         rows = stored[(slice(begin, end),)] if stored.shape else stored[...]
         if name not in self._adapter:
-            return rows.to(self._converted(rows.dtype))
-        a_RI, b_OR, scaling = self._adapter[name]
-        return Weight(rows, a_RI, b_OR[begin:end], scaling).rows(0, end - begin, a_RI, self._dtype)
+            values = rows.to(self._converted(rows.dtype))
+        else:
+            a_RI, b_OR, scaling = self._adapter[name]
+            values = Weight(rows, a_RI, b_OR[begin:end], scaling).rows(0, end - begin, a_RI, self._dtype)
+        refuse_not_finite(values, name, stored.file.path)
+        return values
 
     def _converted(self, stored: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and stored.is_floating_point else stored
@@ -87,11 +103,11 @@ def _read_adapter(folder: Path, base: WeightFiles) -> dict[str, tuple[Tensor, Te
         raise InvalidInput(
             f"--adapter {folder}: {path} is not peft's configuration of a LoRA adapter: {error}"
         ) from error
-    for name, neutral in NEUTRAL.items():
-        if config.get(name, neutral) not in (neutral, None, []):
+    for name, value in config.items():
+        if name not in WITHOUT_EFFECT and value not in MERGED_AS.get(name, OFF):
             raise InvalidInput(
-                f"--adapter {folder}: {name} is {config[name]!r}, which is not merged here; merge it with peft's "
-                "merge_and_unload"
+                f"--adapter {folder}: {name} is {value!r}, which is not merged here; load the adapter with peft and write the "
+                "model of merge_and_unload"
             )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     what = f"--adapter {str(folder)!r}"
@@ -101,6 +117,11 @@ def _read_adapter(folder: Path, base: WeightFiles) -> dict[str, tuple[Tensor, Te
     for layer, a_RI, b_OR in pairs(tensors):
         name = f"{layer}.weight"
         shape = base.tensors[name].shape if name in base.tensors else None
+        if a_RI.shape[0] != rank:
+            raise InvalidInput(
+                f"{what} has A {tuple(a_RI.shape)} for {name}, and its {ADAPTER_CONFIG} says r {rank}, from which the scaling "
+                "follows; take the config of these files"
+            )
         if shape != (b_OR.shape[0], a_RI.shape[1]) or a_RI.shape[0] != b_OR.shape[1]:
             where = "has no such tensor" if shape is None else f"has {name} of shape {tuple(shape)}"
             raise InvalidInput(
@@ -108,4 +129,17 @@ def _read_adapter(folder: Path, base: WeightFiles) -> dict[str, tuple[Tensor, Te
                 "the model that the adapter was trained on"
             )
         found[name] = (a_RI, b_OR, scaling)
+    if not found:
+        raise InvalidInput(
+            f"{what} has no tensors, so the result would be its base; copy {ADAPTER_WEIGHTS} again"
+        )
     return found
+
+
+def refuse_not_finite(tensor: Tensor, name: str, what: str) -> None:
+    """Raise InvalidInput for a tensor of 16 bits or more with a NaN or an infinite element."""
+    if tensor.is_floating_point() and tensor.element_size() > 1 and not is_finite(tensor):
+        raise InvalidInput(
+            f"{what}: tensor {name!r} has NaN or infinite elements in {tensor.dtype}; copy the files again, or convert to a "
+            "type of larger range"
+        )

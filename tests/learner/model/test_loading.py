@@ -64,6 +64,14 @@ def test_a_head_that_is_not_there_is_drawn_as_transformers_draws_it(tmp_path: Pa
     assert torch.equal(after, torch.get_rng_state())
 
 
+def test_a_model_that_claims_a_head_keeps_it(tmp_path: Path) -> None:
+    config = save_model("tied", tmp_path) / "config.json"
+    claims = {"architectures": ["Qwen3ForSequenceClassification"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | claims))
+    with pytest.raises(InvalidInput, match=r"lacks tensor 'score\.weight'"):
+        load_reward_model(make_spec(tmp_path, "rm").policy, CPU)
+
+
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     file = save_tiny_policy(tmp_path) / "model.safetensors"
     tensors = load_file(file)
@@ -91,14 +99,6 @@ def test_tied_tensors_that_differ_are_refused(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(InvalidInput, match=r"different tensors .*tie_word_embeddings"):
         load_policy(make_spec(tmp_path).policy, CPU)
-
-
-def test_files_that_are_not_safetensors_are_read_by_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_model("untied", tmp_path)
-    monkeypatch.setattr("learner.model.policy.model_files", lambda *_: (str(tmp_path), None))
-    assert differing(load_policy(make_spec(tmp_path).policy, CPU), tmp_path, torch.float32) == []
 
 
 def test_a_model_at_a_url_is_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,35 +13,52 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Self
 
 from paceline.errors import InvalidInput, PacelineError, Unreadable
-from paceline.files.model_source import model_source
+from paceline.files.model_source import WEIGHT_SUFFIXES, model_source
 from paceline.files.storage import is_url, open_url
 from paceline.regular_file import open_regular
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20
+COMPARED_BYTES = 32 << 20
+"""Bytes of each of two tensors that a comparison holds."""
+FILES_SHOWN = 3
 REMOTE_PART_BYTES = 32 << 20
 """Bytes of one request to an object store; the requests of a slice travel side by side."""
 
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
+"""Names of torch's types by those in the files."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's type for a type's name in the files."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    return dtype
 
 
 class WeightFiles:
@@ -61,6 +78,12 @@ class WeightFiles:
             for name in names:
                 if name not in stored:
                     raise InvalidInput(f"{what}: {path} has no tensor {name!r}, which {INDEX} says is in it")
+            for name in stored.keys() & self.tensors.keys():
+                if not same_bits(stored[name], self.tensors[name]):
+                    raise InvalidInput(
+                        f"{what}: {path} and {self.tensors[name].file.path} have different tensors {name!r}; remove the file "
+                        "that is not of this model, or copy all of them again"
+                    )
             self.tensors |= stored
 
     @property
@@ -71,7 +94,7 @@ class WeightFiles:
 
     def holds_only(self, dtype: torch.dtype) -> bool:
         """Return whether all floating-point tensors have this type, so that reading them as such loses nothing."""
-        found = {DTYPES[tensor.dtype] for tensor in self.tensors.values()}
+        found = {torch_dtype(tensor.dtype) for tensor in self.tensors.values()}
         return {stored for stored in found if stored.is_floating_point} <= {dtype}
 
     def __enter__(self) -> Self:
@@ -82,25 +105,64 @@ class WeightFiles:
             file.close()
 
 
-def find_weight_files(name: str, source: str, field: str) -> WeightFiles | None:
-    """Return the safetensors of the model `name`, whose other files are at `source`; None where it has none.
+def find_weight_files(name: str, source: str, field: str) -> WeightFiles:
+    """Return the safetensors of the model `name`, whose other files are at `source`.
 
-    A hub model's are fetched into the hub's cache. Raises as `WeightFiles` does.
+    A hub model's are fetched into the hub's cache. Raises as `WeightFiles` does; InvalidInput where a single file and an index
+    of several are both there, or the weights are pickled; Unreadable where there are none.
     """
     what = f"{field} {name!r}"
     index = Path(_located(source, INDEX) or "")
-    if index.is_file():
-        files = _files_of_index(index, what)
-    elif is_url(name) or _located(source, SINGLE):
-        files = {SINGLE: []}
-    else:
-        return None
+    files = _files_of_index(index, what) if index.is_file() else {}
     if is_url(name):
         store, path = open_url(name.rstrip("/"), field)
-        if not index.is_file() and not store.exists(f"{path}/{SINGLE}"):
-            return None
+        has_single = store.exists(f"{path}/{SINGLE}")
+    else:
+        has_single = (not files or Path(source).is_dir()) and _located(source, SINGLE) is not None
+    if has_single and files and SINGLE not in files:
+        raise InvalidInput(
+            f"{what} has both {SINGLE} and {INDEX}, and programs differ in which they read; remove the one that is not the "
+            "model's"
+        )
+    if not has_single and not files:
+        raise _without_safetensors(source, what)
+    files = files or {SINGLE: []}
+    if is_url(name):
         return WeightFiles({f"{name.rstrip('/')}/{file}": names for file, names in files.items()}, what)
-    return WeightFiles({_located(source, file) or file: names for file, names in files.items()}, what)
+    paths = {}
+    for file, names in files.items():
+        if (place := _located(source, file)) is None:
+            raise Unreadable(f"{what} has no file {file}, which its {INDEX} names; copy it again")
+        paths[place] = names
+    return WeightFiles(paths, what)
+
+
+def _without_safetensors(source: str, what: str) -> PacelineError:
+    """Return the error for a model without weights, or with others than safetensors."""
+    found = [path.name for path in sorted(Path(source).glob("*")) if path.suffix in WEIGHT_SUFFIXES]
+    if not found:
+        return Unreadable(f"{what} has no weights ({SINGLE}, or {INDEX} and its files); copy them there")
+    return InvalidInput(
+        f"{what} has neither {SINGLE} nor {INDEX} but {', '.join(found[:FILES_SHOWN])}; pickled weights are not read, because "
+        "they can run code: load the model with transformers and write it again with save_pretrained"
+    )
+
+
+def same_bits(first: StoredTensor, second: StoredTensor) -> bool:
+    """Return whether two tensors have one type, one shape and the same bits; a few rows at a time are in memory."""
+    import torch
+
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    rows = first.shape[0] if first.shape else 1
+    step = max(1, COMPARED_BYTES * rows // max(1, first.size_bytes))
+    parts: list[EllipsisType | tuple[slice, ...]] = [...]
+    if first.shape:
+        parts = [(slice(begin, begin + step),) for begin in range(0, rows, step)]
+    return all(
+        torch.equal(first[part].reshape(-1).view(torch.uint8), second[part].reshape(-1).view(torch.uint8))
+        for part in parts
+    )
 
 
 class RangedFile:
@@ -124,6 +186,8 @@ class RangedFile:
 
     def read(self, start: int, num_bytes: int) -> Tensor:
         """Return [num_bytes] uint8. Raises Unreadable; InvalidInput where the file ends before."""
+        import torch
+
         raw = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes == 0:
             return raw
@@ -179,6 +243,11 @@ class StoredTensor:
     offset: int
     """Of its first byte in the file."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
     def get_shape(self) -> list[int]:
         """Return the shape, as safetensors' slices do."""
         return list(self.shape)
@@ -190,7 +259,7 @@ class StoredTensor:
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
         """Return a slice in the file's type: rows are a range of bytes, what is left out of other axes is read with them."""
         slices: tuple[slice, ...] = () if isinstance(index, EllipsisType) else index
-        dtype = DTYPES[self.dtype]
+        dtype = torch_dtype(self.dtype)
         begin, end, _ = (
             slices[0].indices(self.shape[0]) if slices else (0, self.shape[0] if self.shape else 1, 1)
         )
@@ -219,7 +288,11 @@ def _stored_tensors(file: RangedFile) -> Iterator[tuple[str, StoredTensor]]:
     for name, dtype, shape, begin, end in entries:
         if dtype not in DTYPES:
             raise InvalidInput(f"{file.path}: tensor {name!r} has type {dtype!r}, which cannot be read here")
-        if end - begin != math.prod(shape) * DTYPES[dtype].itemsize or begin < 0 or min(shape, default=0) < 0:
+        if (
+            end - begin != math.prod(shape) * torch_dtype(dtype).itemsize
+            or begin < 0
+            or min(shape, default=0) < 0
+        ):
             raise file.damaged(
                 f"tensor {name!r} has bytes {begin} to {end}, its shape {shape} takes another number"
             )
@@ -237,6 +310,8 @@ def _files_of_index(path: Path, what: str) -> dict[str, list[str]]:
             if not isinstance(file, str) or os.path.basename(file) != file or not file:
                 raise ValueError(f"file {file!r}")
             files.setdefault(file, []).append(name)
+        if not files:
+            raise ValueError("it names no tensor")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(
             f"{what}: {path} is damaged: {type(error).__name__}: {error}; copy it again"
@@ -253,7 +328,7 @@ def _located(source: str, file: str) -> str | None:
     return path
 
 
-def model_files(name: str, field: str) -> tuple[str, WeightFiles | None]:
+def model_files(name: str, field: str) -> tuple[str, WeightFiles]:
     """Return what `from_pretrained` takes for config and the like, and the weights. Raises as `model_source` and
     `WeightFiles` do."""
     source = model_source(name, field)

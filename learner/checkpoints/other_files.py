@@ -1,0 +1,124 @@
+"""The files of a model folder that are not weights: copied byte for byte, and the tokenizer that they make compared.
+
+Promise: a folder that is written here reads and writes text as its source does, or is not written.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from learner.checkpoints.metadata import METADATA
+from paceline.errors import InvalidInput
+from paceline.files.model_source import WEIGHT_SUFFIXES, model_source, tokenizer_source
+from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
+from paceline.registry.folder import EVALUATIONS, SPEC, VERDICTS
+from paceline.registry.statement import CARD, SIGNATURE, STATEMENT
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+ABOUT_WEIGHTS = frozenset(
+    {CHECKPOINT_MANIFEST, EXPORT_MANIFEST, METADATA, EVALUATIONS, SPEC, VERDICTS, SIGNATURE, STATEMENT}
+)
+"""Files and folders that say something of these very weights."""
+OF_TOKENIZERS = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.tiktoken",
+)
+OF_TOKENIZERS += ("chat_template*", "additional_chat_templates", "*.model")
+"""Names of a tokenizer's files, which a model folder has beside others."""
+PROBES = (
+    "Hello, world!",
+    "  two spaces,\n\n\ta tab ",
+    "naïve 12345 × 67 日本語 🙂",
+    "def f(x):\n    return x[0]",
+    "a",
+)
+
+
+def copy_other_files(source: Path, folder: Path, left_out: Collection[str] = ()) -> None:
+    """Copy all files of a model folder but weights and what is `left_out`, and the folders without weights."""
+    for path in sorted(source.iterdir()):
+        if path.name in ABOUT_WEIGHTS or path.name in left_out or path.name.startswith("."):
+            continue
+        if path.is_dir() and not any(map(_is_weights, path.rglob("*"))):
+            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+        elif path.is_file() and not _is_weights(path):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _is_weights(path: Path) -> bool:
+    return path.suffix in {*WEIGHT_SUFFIXES, ".distcp"} or path.name.endswith(".index.json")
+
+
+def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Path) -> None:
+    """Give an export of a policy the files beside its config and its weights: those of the model, and the tokenizer's. Raises
+    InvalidInput where the tokenizer of the folder is not the policy's."""
+    model = _local_files(model_name, model_source(model_name), CONFIG)
+    generates = (folder / GENERATION_CONFIG).exists()
+    left_out = {CONFIG, CARD} | (set() if generates else {GENERATION_CONFIG})
+    if tokenizer_name is None:
+        copy_other_files(model, folder, left_out)
+    else:
+        of_tokenizer = {path.name for path in model.iterdir() if _is_of_tokenizer(path)}
+        copy_other_files(model, folder, left_out | of_tokenizer)
+        tokenizer = _local_files(tokenizer_name, tokenizer_source(tokenizer_name), "tokenizer_config.json")
+        if not any(map(_is_of_tokenizer, tokenizer.iterdir())):
+            raise InvalidInput(f"tokenizer_name {tokenizer_name!r}: no tokenizer files in that folder")
+        copy_other_files(tokenizer, folder, {CONFIG, CARD, GENERATION_CONFIG})
+    check_tokenizer(tokenizer_name or model_name, folder)
+
+
+def _is_of_tokenizer(path: Path) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in OF_TOKENIZERS)
+
+
+def _local_files(name: str, source: str, file: str) -> Path:
+    """Return the folder with the files of a model; of one on the hub, those of its files that the cache has."""
+    if Path(source).is_dir():
+        return Path(source)
+    from transformers import AutoTokenizer
+    from transformers.utils.hub import cached_file
+
+    AutoTokenizer.from_pretrained(name)  # brings the tokenizer's files into the cache
+    path = cached_file(name, file)
+    assert path is not None
+    return Path(path).parent
+
+
+def check_tokenizer(source: str, folder: Path) -> None:
+    """Raise InvalidInput where the tokenizer that loads from `folder` is not the one that loads from `source`. Do nothing for a
+    source without a tokenizer that loads."""
+    from transformers import AutoTokenizer
+
+    try:
+        wanted = AutoTokenizer.from_pretrained(tokenizer_source(source))
+    except (
+        Exception
+    ):  # a model without a tokenizer is complete; tokenizers' libraries raise errors without a common base
+        return
+    found = AutoTokenizer.from_pretrained(folder)
+    for name, fact in FACTS.items():
+        if fact(wanted) != fact(found):
+            raise InvalidInput(
+                f"the tokenizer of {source!r} has other {name} when it loads beside this model's config.json: "
+                f"{str(fact(wanted))[:200]} become {str(fact(found))[:200]}; name its class in its tokenizer_config.json "
+                "(tokenizer_class), or save it again with transformers' save_pretrained"
+            )
+
+
+FACTS: dict[str, Callable[[Any], Any]] = {
+    "numbers of tokens": lambda tokenizer: sorted(tokenizer.get_vocab().items()),
+    "special tokens": lambda tokenizer: (tokenizer.special_tokens_map, sorted(tokenizer.all_special_ids)),
+    "ids of texts": lambda tokenizer: [
+        tokenizer(text)["input_ids"] for text in (*PROBES, "".join(map(str, tokenizer.all_special_tokens)))
+    ],
+    "chat templates": lambda tokenizer: tokenizer.chat_template,
+}
+"""Facts in which the tokenizers of a source and of its copy agree."""

@@ -1,0 +1,252 @@
+"""The one place that decides whether files hold the weights of the model that their config describes, for every role.
+
+Promise: a model is returned only if each of its weights comes from the files: no tensor is missing, left over, of another shape,
+stored in a type that only a quantization's scales give a meaning, or NaN. transformers draws a missing tensor at random and goes
+on, so `from_pretrained` is called here alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import InvalidInput
+from paceline.files.model_source import model_source
+from paceline.models.weight_files import StoredTensor, WeightFiles, find_weight_files, same_bits, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+SCORE = "score.weight"
+"""Head of one score, which a reward model begins without."""
+NAMES_SHOWN = 3
+PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
+UNUSED = re.compile(r"(^|\.)(mtp|mtp_layers|v_head)\.")
+"""Tensors that no forward pass here needs: layers for speculative decoding, and the value head beside a policy."""
+
+
+def load_pretrained(
+    kind: Any, name: str, field: str, *, dtype: torch.dtype, source: str | None = None, **options: Any
+) -> Any:
+    """Return the model `name` as transformers' auto class `kind` loads it in `dtype`, on the CPU. `field` is the spec's key, for
+    messages; `source` is the folder with its weights, where the caller has it already.
+
+    Raises InvalidInput where the files are not the weights of this model, and what transformers raises.
+    """
+    what = f"{field} {name!r}"
+    source = source or model_source(name, field, weights=True)
+    is_quantized = check_model(kind, source, field, what, **options)
+    model, found = kind.from_pretrained(
+        source, dtype=dtype, output_loading_info=True, use_safetensors=True, **options
+    )
+    _refuse_unfit(type(model).__name__, source, what, found["missing_keys"], _used(found["unexpected_keys"]))
+    if not is_quantized:
+        check_finite(model, what)
+    return model
+
+
+def check_model(kind: Any, source: str, field: str, what: str = "", **options: Any) -> bool:
+    """Raise InvalidInput where the folder `source` has not the weights of the model that its config describes, from the headers of
+    its files alone; return whether they are quantized, so that only transformers can tell whether they fit.
+
+    `kind` is an auto class, or a class of transformers. Raises Unreadable for files that are not there.
+    """
+    from transformers import AutoConfig
+
+    what = what or f"{field} {source!r}"
+    config = AutoConfig.from_pretrained(source, **options)
+    with find_weight_files(source, source, field) as files:
+        if getattr(config, "quantization_config", None) is not None:
+            return True
+        check_weights(skeleton(kind, config), files, what)
+    return False
+
+
+def skeleton(kind: Any, config: Any, **options: Any) -> Any:
+    """Return the modules that `config` describes, of the class `kind`, on the meta device; tied weights are one object."""
+    import torch
+    from transformers import initialization
+
+    build = getattr(kind, "from_config", None) or kind._from_config
+    with torch.device("meta"), initialization.meta_device_safe_creation_ops():
+        model = build(config, **options)
+    model.tie_weights()
+    return model
+
+
+def check_weights(model: Any, files: WeightFiles, what: str, *, begins: bool = False) -> None:
+    """Raise InvalidInput where `files` are not the weights of `model`, a `skeleton`, which stays as it is.
+
+    With `begins` the model is a reward model that begins from a language model: its head may be missing, and the LM head is
+    left over.
+    """
+    names = {tensor.name: tensor for tensor in files.tensors.values()}
+    _refuse_scaled(names, files.place, what)
+    missing, unexpected = _compared(model, names, files.place, what)
+    for tied in tied_names(model):
+        stored = [names[found] for name in tied if (found := _stored_name(model, name, names))]
+        for other in stored[1:]:
+            if not same_bits(stored[0], other):
+                raise InvalidInput(
+                    f"{what}: {files.place} has different tensors {stored[0].name!r} and {other.name!r}, which the config "
+                    "ties; set tie_word_embeddings to false in config.json, or remove one of them"
+                )
+    if begins and SCORE in missing:
+        missing.discard(SCORE)
+        unexpected = {name for name in unexpected if not name.startswith("lm_head.")}
+    _refuse_unfit(type(model).__name__, files.place, what, missing, unexpected)
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether every element is finite. One sum shows it at the speed of memory; only a sum that is not finite needs a
+    check of each element."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def check_finite(model: nn.Module, what: str) -> None:
+    """Raise InvalidInput for a loaded weight with a NaN or an infinite element."""
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if local.is_floating_point() and not is_finite(local.detach()):
+            raise InvalidInput(
+                f"{what}: tensor {name!r} has NaN or infinite elements in {local.dtype}; copy the files again, or load them "
+                "in a type of larger range"
+            )
+
+
+@dataclass(frozen=True)
+class _Header:
+    """A tensor of which nothing is read: its slices are on the meta device."""
+
+    tensor: StoredTensor
+
+    def get_shape(self) -> list[int]:
+        return self.tensor.get_shape()
+
+    def get_dtype(self) -> str:
+        return self.tensor.dtype
+
+    def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
+        import torch
+
+        return torch.empty(self.tensor.shape, dtype=torch_dtype(self.tensor.dtype), device="meta")[index]
+
+
+def read_state(model: Any, tensors: Mapping[str, Any], device: Any, *, view: Any = None) -> Any:
+    """Fill `model` on `device` by transformers' own mapping of the files' names and layouts, and return what it found. `view` is
+    the model as the files name it (None: itself)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    dtype = model.config.dtype
+    config = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]
+    )
+    info, _ = convert_and_load_state_dict_in_model(view or model, dict(tensors), config)
+    return info
+
+
+@contextlib.contextmanager
+def _without_progress() -> Iterator[None]:
+    """Show no bar for what takes no time."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _compared(
+    model: Any, tensors: Mapping[str, StoredTensor], place: str, what: str
+) -> tuple[set[str], set[str]]:
+    """Return the names of the model's tensors that the files lack, and of those that it lacks. Raise InvalidInput for another
+    shape."""
+    tied = tied_names(model)
+    filled = copy.deepcopy(model)
+    with _without_progress():
+        info = read_state(filled, {name: _Header(tensor) for name, tensor in tensors.items()}, "meta")
+    missing = set(info.missing_keys)
+    for name, found, expected in sorted(info.mismatched_keys, key=str):
+        raise InvalidInput(
+            f"{what}: tensor {name!r} in {place} has shape {tuple(found)}, config.json makes it {tuple(expected)}; the two are "
+            "not of one model"
+        )
+    for name, error in sorted(info.conversion_errors.items()):
+        raise InvalidInput(
+            f"{what}: tensor {name!r} cannot be made from {place}: {str(error).strip()[-300:]}"
+        )
+    filled._adjust_missing_and_unexpected_keys(info)
+    for names in tied:
+        missing.difference_update(names[1:] if missing.issuperset(names) else names)
+    return missing, _used(info.unexpected_keys)
+
+
+def _used(names: Iterable[str]) -> set[str]:
+    return {name for name in names if not UNUSED.search(name)}
+
+
+def _stored_name(model: Any, name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Return the name of a parameter in the files, which a base model's have without its prefix."""
+    names = (name, name.removeprefix(f"{model.base_model_prefix}."))
+    return next((found for found in names if found in tensors), None)
+
+
+def _refuse_scaled(tensors: Mapping[str, StoredTensor], place: str, what: str) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype.startswith("F8") or (name.endswith("weight") and tensor.dtype not in PLAIN_TYPES):
+            raise InvalidInput(
+                f"{what}: tensor {name!r} in {place} has type {tensor.dtype}, and config.json has no quantization_config that "
+                "says what its values mean; copy the config of these files, or take the model in a 16-bit or 32-bit type"
+            )
+
+
+def _refuse_unfit(
+    kind: str, place: str, what: str, missing: Iterable[str], unexpected: Iterable[str]
+) -> None:
+    """Raise InvalidInput for a tensor that the files lack, or that the model has no use for."""
+    lacking, extra = sorted(missing), sorted(unexpected)
+    if not lacking and not extra:
+        return
+    faults = [f"lacks tensor {_shown(lacking)} of a {kind}"] if lacking else []
+    faults += [f"has {_shown(extra)}, which a {kind} of this config.json does not have"] if extra else []
+    remedy = "copy the files again, or take those of a whole model of this architecture"
+    if extra and (prefix := _wrapper(lacking, extra)):
+        remedy = (
+            f"names begin with {prefix!r}, as those of a wrapped model do: save the model within the wrapper"
+        )
+    elif extra:
+        remedy = "take the config.json that belongs to these files, or the files of a whole model of this architecture"
+    raise InvalidInput(f"{what}: {place} {', and '.join(faults)}; {remedy}")
+
+
+def _wrapper(lacking: list[str], extra: list[str]) -> str | None:
+    """Return the prefix that a wrapper gave to the names, if it gave one to a missing tensor's."""
+    found = (name.removesuffix(wanted) for wanted in lacking[-1:] for name in extra if name.endswith(wanted))
+    return next((prefix for prefix in found if prefix.endswith(".")), None)
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"{', '.join(map(repr, names[:NAMES_SHOWN]))}{more}"
