@@ -7,7 +7,6 @@ is none becomes content, word for word.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from paceline.chat.call_formats import (
     OPEN,
     CallFormat,
     MalformedCall,
+    NoCall,
     ToolCall,
     may_be_json_call,
     read_json_calls,
@@ -61,13 +61,17 @@ class AnswerReader:
     num_calls: int = 0
     _held: str = ""
     _state: str = ""
+    _trims: bool = False
+    """True when white space at the beginning of the state's text is dropped."""
+    _searched: int = 0
+    """Of a call: the held text up to here has no mark that closes it."""
+    _fault: str = ""
+    """Of a call: why the text up to the first closing mark is none."""
+    _is_open: bool = False
 
     def __post_init__(self) -> None:
-        self._state = "start" if self.reasons and not self.in_reasoning else "content"
-        if self.in_reasoning:
-            self._state = "reasoning"
-        self._trims = self.in_reasoning
-        """True when white space at the beginning of the state's text is dropped."""
+        state = "reasoning" if self.in_reasoning else "start" if self.reasons else "content"
+        self._enter(state, trims=self.in_reasoning)
 
     def push(self, text: str) -> list[AnswerPart]:
         """Take further text and return the parts that are certain by now."""
@@ -80,12 +84,15 @@ class AnswerReader:
     def finish(self) -> list[AnswerPart]:
         """Return the rest, because no more text will come."""
         parts: list[AnswerPart] = []
+        while self._state == "call":
+            if not self._read_marked(len(self._held), parts):
+                self._give_up(parts)
+            while self._step(parts):
+                pass
         held, self._held = self._held, ""
         match self._state:
             case "reasoning":
                 _add(parts, (held.lstrip("\n") if self._trims else held).rstrip("\n"), reasoning=True)
-            case "call":
-                self._read_marked(held, "", parts)
             case "json":
                 self._read_json(held, parts)
             case _:
@@ -153,29 +160,45 @@ class AnswerReader:
         return False
 
     def _call(self, parts: list[AnswerPart]) -> bool:
-        body, mark, after = self._held.partition(CLOSE)
-        if not mark:
+        """Read a call up to the first closing mark that is not part of a value."""
+        while (end := self._held.find(CLOSE, self._searched)) >= 0:
+            self._searched = end + len(CLOSE)
+            if self._read_marked(end, parts):
+                return True
+            if not self._is_open:
+                self._give_up(parts)
+                return True
+        return False
+
+    def _read_marked(self, end: int, parts: list[AnswerPart]) -> bool:
+        """Read the held text up to `end` as a call; return whether it is one."""
+        try:
+            call = read_marked_call(self._held[:end], self.tools)
+        except MalformedCall as error:
+            self._fault = self._fault or str(error)
+            self._is_open = error.is_open
             return False
-        self._read_marked(body, CLOSE, parts)
-        self._held = after
-        self._enter("content", trims=self.num_calls > 0)
+        self._add_call(call, parts)
+        self._held = self._held[end + len(CLOSE) :]
+        self._enter("content", trims=True)
         return True
 
-    def _read_marked(self, body: str, closed: str, parts: list[AnswerPart]) -> None:
-        try:
-            self._add_call(read_marked_call(body, self.tools), parts)
-        except MalformedCall as error:
-            text = OPEN + body + closed
-            self.malformed.append(Malformed(text, str(error)))
-            _add(parts, text)
+    def _give_up(self, parts: list[AnswerPart]) -> None:
+        """Take the held text up to the first closing mark as content, because no call ends there or later."""
+        body, closed, self._held = self._held.partition(CLOSE)
+        text = OPEN + body + closed
+        self.malformed.append(Malformed(text, self._fault))
+        _add(parts, text)
+        self._enter("content", trims=self.num_calls > 0)
 
     def _read_json(self, text: str, parts: list[AnswerPart]) -> None:
         try:
-            for call in read_json_calls(text):
+            for call in read_json_calls(text, self.tools):
                 self._add_call(call, parts)
+        except NoCall:
+            _add(parts, text)
         except MalformedCall as error:
-            if re.search(r'"name"\s*:', text):  # other JSON is an answer like any other
-                self.malformed.append(Malformed(text, str(error)))
+            self.malformed.append(Malformed(text, str(error)))
             _add(parts, text)
 
     def _add_call(self, call: ToolCall, parts: list[AnswerPart]) -> None:
@@ -185,6 +208,7 @@ class AnswerReader:
 
     def _enter(self, state: str, *, trims: bool) -> None:
         self._state, self._trims = state, trims
+        self._searched, self._fault, self._is_open = 0, "", False
 
     def _give(self, parts: list[AnswerPart], text: str, keep: int, *, reasoning: bool = False) -> None:
         """Return `text` but for its last `keep` characters, which are held back."""

@@ -6,17 +6,25 @@
 | `json` | the whole text is `{"name": …, "parameters": {…}}`, several separated by `;` or a new line (Llama 3) |
 | `none` | calls are not read |
 
-A call is read whole or it is malformed; nothing is guessed. Numbers that JSON does not have (NaN) are malformed too,
-because the answer could not be written as JSON.
+A call is read whole or it is malformed; nothing is guessed. A JSON text without a mark is a call only where it has arguments and
+names a tool that was offered: other JSON is an answer like any other. Numbers that JSON does not have (NaN) and arguments that are
+given twice are malformed.
+
+An argument of `<parameter=…>` is plain text, of which templates write texts as they are, objects and lists as JSON, and other values
+as JSON or as Python has them (`True`, `None`). It is read as the type that the tool's schema declares.
 """
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 from paceline.chat.messages import Json
+from paceline.data.json_schemas import fits, parameters_of, property_of, types_of
+from paceline.data.messages import STRICT_JSON, read_json
 
 CallFormat = Literal["hermes", "json", "none"]
 
@@ -41,6 +49,13 @@ class ToolCall(NamedTuple):
 class MalformedCall(Exception):
     """A text that begins like a call and is none; the message says why, for a person or a model."""
 
+    is_open = False
+    """True where the text ends within a value: a mark behind it may belong to the value."""
+
+
+class NoCall(Exception):
+    """A JSON text that is no call."""
+
 
 def read_marked_call(body: str, tools: Sequence[Json] = ()) -> ToolCall:
     """Return the call between the marks of `hermes`. `tools` give the types of arguments that are written as plain text.
@@ -51,21 +66,32 @@ def read_marked_call(body: str, tools: Sequence[Json] = ()) -> ToolCall:
     return _call_of(_read_json(body))
 
 
-def read_json_calls(text: str) -> list[ToolCall]:
-    """Return the calls of a text in the format `json`. Raises MalformedCall."""
-    text = text.strip().removeprefix(_PYTHON_TAG)
-    values: list[Any] = []
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+def read_json_calls(text: str, tools: Sequence[Json]) -> list[ToolCall]:
+    """Return the calls of `tools` that a text in the format `json` makes; behind the mark `<|python_tag|>` also of others. Raises
+    NoCall, and MalformedCall for a text that names one of the tools and cannot be read."""
+    text = text.strip()
+    marked = text.startswith(_PYTHON_TAG)
+    names = {tool.get("function", tool).get("name") for tool in tools}
+    rest, values = text.removeprefix(_PYTHON_TAG), list[Any]()
     try:
-        while text := text.strip().lstrip(";").lstrip():
-            value, end = decoder.raw_decode(text)
+        while rest := rest.strip().lstrip(";").lstrip():
+            value, end = STRICT_JSON.raw_decode(rest)
             values += value if isinstance(value, list) else [value]
-            text = text[end:]
+            rest = rest[end:]
     except (ValueError, RecursionError) as error:
-        raise MalformedCall(f"the call is no JSON: {error}") from None
-    if not values:
-        raise MalformedCall("the call is empty")
+        named = re.search(r'"name"\s*:\s*"([^"]*)"', text)
+        if named and (marked or named[1] in names):
+            raise MalformedCall(f"the call is no JSON: {error}") from None
+        raise NoCall from None
+    if not values or not all(marked or _is_call_of(value, names) for value in values):
+        raise NoCall
     return [_call_of(value) for value in values]
+
+
+def _is_call_of(value: Any, names: set[Any]) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return False
+    return value["name"] in names and ("arguments" in value or "parameters" in value)
 
 
 def may_be_json_call(text: str) -> bool:
@@ -81,13 +107,11 @@ def may_be_json_call(text: str) -> bool:
 
 def _read_json(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise MalformedCall(f"the call is no JSON: {error}") from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+        return read_json(text)
+    except ValueError as error:
+        malformed = MalformedCall(f"the call is no JSON: {error}")
+        malformed.is_open = str(error).startswith("Unterminated string")
+        raise malformed from None
 
 
 def _call_of(value: Any) -> ToolCall:
@@ -106,41 +130,60 @@ def _read_function(body: str, tools: Sequence[Json]) -> ToolCall:
     if not closed or not name.strip():
         raise MalformedCall("the call names no function")
     name = name.strip()
-    types = _types(name, tools)
+    schema = parameters_of(name, tools)
     arguments: Json = {}
+    is_ended = rest.endswith(_END_FUNCTION)
     rest = rest.removesuffix(_END_FUNCTION).strip()
     while rest:
         begun = rest.removeprefix(_PARAMETER)
         key, _, text = begun.partition(">")
-        value, ended, after = text.partition(_END_PARAMETER)
-        if begun == rest or not ended:
-            raise MalformedCall(f"the call has text that belongs to no parameter: {rest!r:.80}")
-        arguments[key.strip()] = _value(value, types.get(key.strip()))
-        rest = after.strip()
+        ended = _END_OF_VALUE.search(text)
+        if begun == rest or ended is None:
+            malformed = MalformedCall(f"the call has text that belongs to no parameter: {rest!r:.80}")
+            malformed.is_open = begun != rest and not is_ended
+            raise malformed
+        key = key.strip()
+        if key in arguments:
+            raise MalformedCall(f"the call gives the parameter {key!r:.80} twice")
+        arguments[key] = _value(text[: ended.start()], property_of(schema, schema, key), schema)
+        rest = text[ended.end() :].strip()
     return ToolCall(name, _written(arguments))
 
 
-def _types(name: str, tools: Sequence[Json]) -> Mapping[str, Any]:
-    """Return the declared type of each parameter of a function, where there is one."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, dict) else None
-            if isinstance(properties, dict):
-                return {key: each.get("type") for key, each in properties.items() if isinstance(each, dict)}
-    return {}
+_END_OF_VALUE = re.compile(rf"{_END_PARAMETER}(?=\s*(?:{_PARAMETER}|\Z))")
+"""End of a parameter's value: the value itself may have the mark, so another parameter or the end of the function follows."""
 
 
-def _value(text: str, declared: Any) -> Any:
-    """Return an argument that is written as plain text: JSON where its declared type says so, or where none is declared."""
+def _value(text: str, declared: Sequence[Any], root: Json) -> Any:
+    """Return an argument that is written as plain text, in a type that it is declared to have."""
     text = text.removeprefix("\n").removesuffix("\n")
-    if declared == "string":
+    types = types_of({"anyOf": list(declared)}, root) if declared else None
+    if types == {"string"}:
         return text
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
+        value = _written_value(text, types or frozenset())
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
+    if types is not None and not fits(value, types):
+        return text if "string" in types else value
+    if isinstance(value, float) and types and "integer" in types and value.is_integer():
+        return value if "number" in types else int(value)
+    return value
+
+
+def _written_value(text: str, types: frozenset[str]) -> Any:
+    """Return the value of a text in JSON or in Python's way. Raises what `ast.literal_eval` does for anything else."""
+    words = {"True": True, "False": False, "None": None}
+    if text.strip() in words:
+        return words[text.strip()]
+    if "boolean" in types and text.strip().lower() in ("true", "false"):
+        return text.strip().lower() == "true"
+    try:
+        return read_json(text)
+    except ValueError:
+        if not text.lstrip().startswith(("[", "{")):
+            raise
+        return read_json(json.dumps(ast.literal_eval(text.strip()), allow_nan=False))
 
 
 def _written(arguments: Json) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from paceline.chat.messages import Json, Unsupported, in_order_of_calls
+from paceline.chat.messages import Json, Unsupported
 from paceline.chat.template_probes import (
     BESIDE_CALLS,
     THINK,
@@ -25,6 +25,7 @@ from paceline.chat.template_probes import (
     says,
 )
 from paceline.chat.tools import AUTO, Choice
+from paceline.data.template_messages import NotRendered, in_order_of_calls
 from paceline.data.tokens import NO_KWARGS, encode_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
@@ -92,22 +93,24 @@ class ChatTemplate:
                 "the tokenizer has no chat template, which messages need; send a text as the prompt"
             )
         probe = Probe(self.tokenizer, self.source, list(tools), template_kwargs)
-        checked = [self._with_known_role(message, probe) for message in messages]
         if tools and not self._proves("", "tools", probe.renders_tools):
             raise Unsupported(
                 "tools are given, which the chat template of this model does not render; remove them, or train a model whose "
                 "template does",
                 "tools",
             )
-        for role, name in _fields(checked):
-            if not self._proves(role, name, partial(probe.renders, checked, role, name)):
-                raise _not_rendered(role, name)
-        if any(message["role"] == "tool" for message in checked):
+        try:
+            for role, name in _fields(messages):
+                if not self._proves(role, name, partial(probe.renders, messages, role, name)):
+                    raise _not_rendered(role, name)
+        except NotRendered as error:
+            raise _not_rendered(error.role, error.name) from None
+        if any(message["role"] == "tool" for message in messages):
             if not mentions(self.source, "tool"):
                 raise _not_rendered("tool", "content")
             if not self._proves("tool", CALL_IDS, probe.renders_call_ids, True):
-                return in_order_of_calls(checked)
-        return checked
+                return _in_order(messages)
+        return list(messages)
 
     @property
     def answer_format(self) -> AnswerFormat:
@@ -145,14 +148,6 @@ class ChatTemplate:
             "reasoning_effort",
         )
 
-    def _with_known_role(self, message: Json, probe: Probe) -> Json:
-        """Return a developer's message as the system's, which is its older name, where the template knows that alone."""
-        if message["role"] != "developer" or self._proves(
-            "developer", "content", probe.renders_developers, True
-        ):
-            return message
-        return {**message, "role": "system"}
-
     def _proves(self, role: str, name: str, proof: Callable[[], bool], final: bool = False) -> bool:
         """Return whether a field is rendered. A `final` proof does not depend on the request."""
         cached = self._proofs().rendered
@@ -169,6 +164,13 @@ class ChatTemplate:
         if proofs is None or proofs.template != template:
             proofs = _proofs[self.tokenizer] = _Proofs(template)
         return proofs
+
+
+def _in_order(messages: Sequence[Json]) -> list[Json]:
+    try:
+        return in_order_of_calls(messages)
+    except InvalidInput as error:
+        raise Unsupported(str(error), "messages") from None
 
 
 def _not_rendered(role: str, name: str) -> Unsupported:

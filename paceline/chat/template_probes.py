@@ -16,6 +16,7 @@ from paceline.chat.call_formats import (
     OPEN,
     CallFormat,
     MalformedCall,
+    NoCall,
     read_json_calls,
     read_marked_call,
 )
@@ -91,11 +92,6 @@ class Probe:
             self.tokenizer, self.source, [], self.kwargs
         )._text(chat)
 
-    def renders_developers(self) -> bool:
-        """Return whether the template knows the role `developer`."""
-        chat = _short_chat({"role": "developer", "content": _ANSWER}, "content")
-        return _ANSWER in (self._text(chat) or "")
-
     def renders_call_ids(self) -> bool:
         """Return whether the template writes the ids of results."""
         chat = _short_chat({"role": "tool", "content": _ANSWER, "tool_call_id": "c47134713"}, "tool_call_id")
@@ -136,10 +132,10 @@ def answer_format_of(tokenizer: Any, source: str) -> AnswerFormat:
             read = [read_marked_call(text[text.index(OPEN) + len(OPEN) : text.index(CLOSE)], [_TOOL])]
             text, found = text[text.index(OPEN) :], "hermes"
         else:
-            read, found = read_json_calls(text), "json"
+            read, found = read_json_calls(text, [_TOOL]), "json"
         if [(call.name, json.loads(call.arguments)) for call in read] == [(name, arguments)]:
             calls = found  # type: ignore[assignment]
-    except MalformedCall:
+    except (MalformedCall, NoCall):
         pass
     if calls == "none":
         return AnswerFormat("none", reasons)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.messages import CALL_FIELDS, REASONING_FIELDS
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -197,6 +199,8 @@ def _are_plain_messages(kind: pa.DataType) -> bool:
     ):
         return False
     fields = {field.name: field.type for field in kind.value_type}
+    if not fields.keys().isdisjoint((*CALL_FIELDS, *REASONING_FIELDS)):
+        return False  # these are checked message by message
     return all(name in fields and _is_text(fields[name]) for name in ("role", "content"))
 
 

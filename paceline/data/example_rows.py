@@ -198,6 +198,7 @@ def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) ->
         )
     for conversation, key in zip(whole, (data.chosen_key, *[data.rejected_key] * len(rejected)), strict=True):
         check_text(conversation, key)
+    chosen, *rejected = whole = [plain(conversation) for conversation in whole]
     common = 0
     for turn in zip(*whole, strict=False):
         if any(message != turn[0] for message in turn):

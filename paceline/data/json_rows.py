@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from paceline.data.added_nulls import without_added_nulls
 from paceline.data.spooled_rows import SpooledRows
 from paceline.encryption.encrypted_file import WrongKey, open_data
 from paceline.encryption.storage_key import storage_key
@@ -63,7 +64,7 @@ class JsonLines:
             raise self._changed(index, str(error)) from None
         if not isinstance(row, dict):
             raise self._changed(index, f"{type(row).__name__} instead of an object with columns")
-        return row
+        return without_added_nulls(row, is_table=False)
 
     def _changed(self, index: int, what: str) -> Unreadable:
         return Unreadable(
@@ -139,7 +140,7 @@ def _array(path: Path, check: Check | None) -> SpooledRows:
                 check(row)
             except DataError as error:
                 raise DataError(f"{where}: {error}") from None
-        rows.add(row)
+        rows.add(without_added_nulls(row, is_table=False))
     return rows.finished()
 
 

@@ -1,27 +1,49 @@
-"""Chat messages of a data set: the forms that are read, and the faults of all others.
+"""Chat messages, read into the shape that chat templates take: the one reader for data sets, environments and the endpoint.
 
-A message is an object with a role and a content, both text. The multimodal form of a content, a list of parts, is read
-where every part is text: the parts are joined, because the templates of text models take text alone.
+Promise: nothing of a message is dropped on the way. A form that no template can take is refused by name. Read messages have text
+as content (text parts are joined, because the templates of text models take text alone), calls as `{"function": {"name",
+"arguments"}}` with an object as arguments, reasoning as `reasoning_content`, and no field without a value. What is read is read
+again as itself. `paceline/data/template_messages.py` adapts read messages to a template.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.errors import DataError
+
+Json = dict[str, Any]
 
 TOOLS_KEY = "tools"
 """Column with the definitions of tools that the chat template of a row gets, as TRL has it."""
 
+SAYS_NOTHING: tuple[Any, ...] = (None, [], {}, "")
+"""Values of a further field that stand for its absence: clients write them, and tables fill missing fields with null."""
+
+CALL_FIELDS = ("tool_calls", "function_call")
+"""Fields with calls: the API's, and its older form for a single call."""
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of the reasoning of an answer."""
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+
 
 def are_messages(value: Any) -> bool:
-    """Return whether a value has the form of chat messages: a non-empty list of objects with role and content."""
+    """Return whether a value has the form of chat messages: a non-empty list of objects with a role, and with a content or
+    calls."""
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
+        and all(
+            isinstance(message, dict)
+            and "role" in message
+            and ("content" in message or any(message.get(name) for name in CALL_FIELDS))
+            for message in value
+        )
     )
 
 
@@ -32,75 +54,219 @@ def fault_of_messages(value: Any) -> str:
     for index, message in enumerate(value):
         if isinstance(message, dict) and {"from", "value"} <= message.keys() and "role" not in message:
             return "has messages with 'from' and 'value'; rename these keys to 'role' and 'content'"
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        if not are_messages([message]):
             return f"has to be text or chat messages (objects with role and content), not {value!r:.80}"
-        if fault := _fault_of_message(message):
+        try:
+            read_message(message)
+        except DataError as fault:
             return f"has a message {index} {fault}"
     return ""
 
 
 def plain(value: Any) -> Any:
-    """Return a prompt or completion with every list of text parts joined to one text. `fault_of_messages` has to be
-    empty for a list."""
-    if not isinstance(value, list):
-        return value
-    return [
-        {**message, "content": "".join(part["text"] for part in message["content"])}
-        if isinstance(message["content"], list)
-        else message
-        for message in value
-    ]
+    """Return a prompt or completion with its messages read. `fault_of_messages` has to be empty for a list."""
+    return [read_message(message) for message in value] if isinstance(value, list) else value
 
 
-def _fault_of_message(message: dict[str, Any]) -> str:
-    role, content = message["role"], message["content"]
+def read_message(message: Mapping[str, Any]) -> Json:
+    """Return a message as templates take it. Raises DataError with its fault, which goes on from "a message"."""
+    role = message.get("role")
     if not isinstance(role, str) or not role:
-        return f"with the role {role!r:.40}; a role is text such as 'user'"
+        raise DataError(f"with the role {role!r:.40}; a role is text such as 'user'")
+    fields = {name: value for name, value in message.items() if value not in SAYS_NOTHING}
+    calls = _read_calls(role, fields)
+    reasoning = _read_reasoning(role, fields)
+    content = _read_content(role, message.get("content"), optional=bool(calls or reasoning))
+    return (
+        {"role": role, "content": content}
+        | {name: value for name, value in fields.items() if name not in ("role", "content")}
+        | ({"reasoning_content": reasoning} if reasoning else {})
+        | ({"tool_calls": calls} if calls else {})
+    )
+
+
+def _read_content(role: str, content: Any, *, optional: bool) -> str:
+    if optional and content in SAYS_NOTHING:
+        return ""
     if content is None:
-        calls = role == "assistant" and message.get("tool_calls")
-        return "" if calls else f"of the {role} whose content is null; give it text, or remove the row"
-    if isinstance(content, list):
-        return _fault_of_parts(role, content)
-    if not isinstance(content, str):
-        return f"of the {role} whose content is {content!r:.40}; a content is text"
-    return ""
-
-
-def _fault_of_parts(role: str, parts: list[Any]) -> str:
-    if not parts:
-        return f"of the {role} whose content is an empty list; give it text, or remove the row"
-    for part in parts:
+        raise DataError(f"of the {role} whose content is null, without content or tool_calls; give it text")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        remedy = "write a result as JSON text" if role == "tool" else "a content is text"
+        raise DataError(f"of the {role} whose content is {content!r:.40}; {remedy}")
+    if not content:
+        raise DataError(f"of the {role} whose content is an empty list; give it text")
+    for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
             named = f"a part of type {kind!r:.40}" if isinstance(kind, str) else f"the part {part!r:.60}"
-            return f"of the {role} whose content has {named}; only text parts can be read"
-    return ""
+            raise DataError(f"of the {role} whose content has {named}; only text parts can be read")
+    return "".join(part["text"] for part in content)
+
+
+def _read_reasoning(role: str, fields: Json) -> str:
+    """Take the reasoning of an answer out of its fields, under whichever name."""
+    names = [name for name in REASONING_FIELDS if role == "assistant" and isinstance(fields.get(name), str)]
+    found = {name: fields.pop(name) for name in names}
+    if len(set(found.values())) > 1:
+        raise DataError(f"of the {role} whose {' and '.join(names)} differ; give one of them")
+    return next(iter(found.values()), "")
+
+
+def _read_calls(role: str, fields: Json) -> list[Json]:
+    """Take the calls of a message out of its fields."""
+    calls, single = (fields.pop(name, None) for name in CALL_FIELDS)
+    if single is not None and calls is None:
+        calls = [single]
+    if isinstance(calls, str):
+        calls = _read_field("tool_calls that", calls)
+    if calls in SAYS_NOTHING:
+        return []
+    if role != "assistant":
+        raise DataError(f"with tool_calls of the {role}; only the assistant calls")
+    if not isinstance(calls, list):
+        raise DataError(f"with tool_calls that are no list: {calls!r:.80}")
+    return [_read_call(call) for call in calls]
+
+
+def _read_call(call: Any) -> Json:
+    """Return a call of the API's form, or of the bare one, which is the function alone."""
+    if not isinstance(call, dict):
+        raise DataError(f"with a tool call that is no object: {call!r:.80}")
+    call = {name: value for name, value in call.items() if value is not None}
+    if "function" not in call and "name" in call:
+        names = ("name", "arguments", "parameters")
+        function = {name: call.pop(name) for name in names if name in call}
+        if "parameters" in function:
+            function.setdefault("arguments", function.pop("parameters"))
+        call = {**call, "type": "function", "function": function}
+    function = call.get("function")
+    if call.get("type", "function") != "function" or not isinstance(function, dict):
+        raise DataError(f"with a tool call of another form than a function's: {call!r:.80}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name or not isinstance(call.get("id"), str | None):
+        raise DataError(f"with a tool call whose function has no name, or whose id is no text: {call!r:.80}")
+    function = {field: value for field, value in function.items() if value is not None}
+    return {**call, "function": {**function, "arguments": _read_arguments(function)}}
+
+
+def _read_arguments(function: Json) -> Json:
+    """Return the arguments as an object: the API has them as text, templates write them as JSON themselves. Text within the text
+    was encoded twice."""
+    arguments = function.get("arguments", {})
+    for _ in range(2):
+        if isinstance(arguments, str):
+            arguments = _read_field("tool_calls whose arguments", arguments)
+    if not isinstance(arguments, dict):
+        raise DataError(f"with tool_calls whose arguments are no object: {arguments!r:.80}")
+    return arguments
+
+
+def _read_field(what: str, text: str) -> Any:
+    try:
+        return read_json(text) if text.strip() else {}
+    except ValueError as error:
+        raise DataError(f"with {what} are no JSON ({error}): {text!r:.80}") from None
+
+
+# JSON
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text:.40} is too large")
+    return number
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Json:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r:.40} is given twice")
+    return made
+
+
+STRICT_JSON = json.JSONDecoder(
+    parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object
+)
+"""Decoder that refuses what JSON does not have, or what could be read in two ways: NaN, numbers beyond float64, repeated keys."""
+
+
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError for anything that is no JSON, or nested too deeply."""
+    try:
+        return STRICT_JSON.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+# Tools
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return the definitions of tools of a row, JSON schemas of functions as a list or as JSON; None where it has none. Keys
+    """Return the definitions of tools of a row in the API's form, `{"type": "function", "function": {…}}`; None where it has
+    none. The column is a list of them, or of the functions alone, each as an object or as JSON, or the whole list as JSON. Keys
     without a value, which tables add to objects of different keys, are left out. Raises DataError for anything else."""
     value = row.get(TOOLS_KEY)
     if value is None or value == "" or value == []:
         return None
-    tools = value
-    if isinstance(value, str):
-        try:
-            tools = json.loads(value)
-        except ValueError:
-            tools = None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(
-            f"column {TOOLS_KEY!r} has to be a list of JSON schemas of functions, or such a list as JSON, not {value!r:.80}; "
-            "correct it, or rename the column"
-        )
-    return [_without_nulls(tool) for tool in tools] or None
+    tools = _parsed(value)
+    if not isinstance(tools, list):
+        raise _bad_tools(value)
+    read = [_read_tool(_parsed(tool), value, filled=tools is value) for tool in tools]
+    names = [tool["function"]["name"] for tool in read]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise DataError(f"column {TOOLS_KEY!r} has two functions with the name {twice!r:.60}; rename one")
+    return read or None
 
 
 def tools_of_prompt(prompt: Any, columns: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools that the chat template gets with a prompt; None where there are none, and for a prompt of text, whose
     column of that name has any values. Raises DataError."""
     return tools_of(columns) if isinstance(prompt, list) else None
+
+
+def _read_tool(tool: Any, value: Any, *, filled: bool) -> Json:
+    """Return one definition of the column's `value`, which a table may have `filled` with nulls."""
+    if not isinstance(tool, dict):
+        raise _bad_tools(value)
+    tool = _without_nulls(tool) if filled else tool
+    if "function" not in tool and "name" in tool:
+        tool = {"type": "function", "function": {key: item for key, item in tool.items() if key != "type"}}
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise DataError(
+            f"column {TOOLS_KEY!r} has a tool that is no function with a name: {tool!r:.80}; correct it, or rename the column"
+        )
+    if not isinstance(function.get("parameters", {}), dict | None):
+        raise DataError(
+            f"column {TOOLS_KEY!r} has a function {function['name']!r:.60} whose parameters are no JSON schema; correct them"
+        )
+    return tool
+
+
+def _bad_tools(value: Any) -> DataError:
+    return DataError(
+        f"column {TOOLS_KEY!r} has to be a list of JSON schemas of functions, or such a list as JSON, not {value!r:.80}; "
+        "correct it, or rename the column"
+    )
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of a JSON text, and None for another text; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return read_json(value)
+    except ValueError:
+        return None
 
 
 def _without_nulls(value: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.added_nulls import without_added_nulls
 from paceline.errors import DataError, Unreadable
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class _Tables:
             start = self._position - table.num_rows
             skipped = min(max(0, first - start), table.num_rows)
             taken = table.slice(skipped, number - len(found))
-            found += taken.to_pylist()
+            found += [without_added_nulls(row, is_table=True) for row in taken.to_pylist()]
             rest = table.slice(skipped + taken.num_rows)
             self._rest = rest if rest.num_rows else None
         return found

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.data.added_nulls import without_added_nulls
 from paceline.data.table_packages import need_table_packages
 from paceline.encryption.encrypted_file import WrongKey, is_encrypted_file, open_data
 from paceline.encryption.storage_key import storage_key
@@ -126,8 +127,9 @@ class TableRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
-            return dict(self.dataset[index])
+            row = dict(self.dataset[index])
         except Exception as error:  # as `datasets` has it: its files lie on a disk, and columns are decoded when they are read
             raise Unreadable(
                 f"row {index} of the data set cannot be read: {type(error).__name__}: {error}"
             ) from None
+        return without_added_nulls(row, is_table=True)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.messages import plain
+from paceline.data.template_messages import for_template
 from paceline.error_texts import error_text, is_about_input
 from paceline.errors import InvalidInput, Unreadable
 from paceline.files.model_source import tokenizer_source
@@ -132,18 +133,28 @@ def _by_template(
     """Return the chat template's output for messages: token ids, a text, or a dict with more. Raises InvalidInput with the
     template's error, because templates refuse conversations that their model does not know (two turns of the user in
     a row), and for an argument that the template does not read."""
-    source = str(tokenizer.chat_template) if template_kwargs else ""
+    source = str(tokenizer.chat_template)
     for name in template_kwargs:
         if re.search(rf"\b{re.escape(name)}\b", source) is None:
             raise InvalidInput(
                 f"data.chat_template_kwargs has {name!r}, which the chat template of the tokenizer does not read; "
                 "remove it, or correct its name"
             )
-    if options.get("tools") and not reads_tools(str(tokenizer.chat_template)):
+    if options.get("tools") and not reads_tools(source):
         raise InvalidInput(
             "the row has tools, which the chat template of the tokenizer does not read; take a model whose template does, or "
             "rename the column 'tools'"
         )
+
+    def write(chat: Any) -> str | None:
+        try:
+            return str(tokenizer.apply_chat_template(chat, tokenize=False, **template_kwargs))
+        except BaseException as error:
+            if not is_about_input(error):
+                raise
+            return None
+
+    messages = for_template(messages, source, write)
     with _refusals("the chat template", f"the messages {messages!r:.60}"):
         return tokenizer.apply_chat_template(
             messages, tokenize=tokenize, return_dict=return_dict, **template_kwargs, **options

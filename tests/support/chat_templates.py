@@ -57,6 +57,12 @@ FUNCTIONS = """\
 {% endif %}"""
 """Marks of Qwen 3 Coder."""
 
+PYTHON_VALUES = FUNCTIONS.replace(
+    "value if value is string else value | tojson",
+    "value | tojson if value is mapping or (value is sequence and value is not string) else value | string",
+)
+"""The same with numbers, booleans and null as Python writes them, as in the first release of Qwen 3 Coder."""
+
 JSON_CALLS = """\
 {%- for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}
@@ -75,6 +81,19 @@ JSON_CALLS = """\
 
 {% endif %}"""
 """The form of Llama 3: a message has a call or content, and the whole text is the call."""
+
+IN_MESSAGE = """\
+{%- for m in messages %}{% if 'tool_calls' in m %}[{{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}]
+{%- elif m.role == 'user' or m.role == 'assistant' or m.role == 'tool' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"""
+"""Asks whether a message has the key of calls, as Llama 3's does: null would be a call."""
+
+NONE_CALLS = """\
+{%- for m in messages %}{% if m['content'] is none %}[{{ m['tool_calls'][0]['function']['name'] }}]
+{%- else %}<{{ m['role'] }}>{{ m['content'] }}{% endif %}{% endfor %}"""
+"""Writes calls where the content is none, as DeepSeek R1's distillations do."""
+
+THINKS = "{% for m in messages %}<{{ m.role }}>{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}{% endfor %}"
+"""Has its own name for the reasoning, as gpt-oss does."""
 
 WITH_IDS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"

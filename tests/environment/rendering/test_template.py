@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import chat_templates
 import numpy as np
 import pytest
 from episode_world import FORGETFUL, HERMES, merged_tokenizer, user
@@ -124,3 +125,32 @@ def test_tools_that_the_template_does_not_show_are_refused_by_name() -> None:
         TemplateRendering(tokenizer, {}).prompt(Conversation(user("hello"), tools))
     shown = TemplateRendering(tokenizer, {}, "hermes").prompt(Conversation(user("hello"), tools))
     assert tokenizer.decode(shown) == "<user>hello<assistant>"
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"properties": {"deep": {"type": "boolean"}}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "content", "calls", "num_faults"),
+    [
+        (chat_templates.JSON_CALLS, '{"name": "Ada Lovelace", "born": 1815}', None, [], 0),
+        (chat_templates.JSON_CALLS, '{"name": "rain", "parameters": {}}', None, [], 0),
+        (chat_templates.JSON_CALLS, '{"name": "weather"}', None, [], 0),
+        (chat_templates.JSON_CALLS, '{"name": "weather", "parameters": []}', None, [], 1),
+        (chat_templates.JSON_CALLS, '{"name": "weather", "parameters": {"deep": true}}', "", [("weather", {"deep": True})], 0),
+        (chat_templates.HERMES, '<tool_call>{"name": "rain"}</tool_call>', "", [("rain", {})], 0),
+        (chat_templates.PYTHON_VALUES, "<tool_call><function=weather><parameter=deep>\nTrue\n</parameter></function></tool_call>", "", [("weather", {"deep": True})], 0),
+    ],
+)  # fmt: skip
+def test_a_turn_calls_what_was_offered(
+    template: str, text: str, content: str | None, calls: list[Any], num_faults: int
+) -> None:
+    rendering = TemplateRendering(chat_templates.character_tokenizer(template), {})
+    conversation = Conversation(user("hello"), [WEATHER])
+    parsed = rendering.parse(conversation, np.zeros(1, np.int32), turn_of(rendering.tokenizer, text))
+    assert [tuple(call) for call in parsed.calls] == calls
+    assert parsed.content == (text if content is None else content)
+    assert len(parsed.faults) == num_faults

@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from chat_templates import character_tokenizer
+from chat_templates import HERMES, character_tokenizer
 
 from learner.batch.encoding import ExampleEncoder
 from learner.objectives.dpo import Dpo
 from learner.objectives.sft import Sft
+from paceline.chat.requests import ChatAsk, read_ask
+from paceline.data.tokens import render_chat
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
 
@@ -48,6 +50,19 @@ def test_tools_of_a_row_are_in_its_prompt(tools: Any) -> None:
     pair = {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "5"}], "tools": tools}
     samples = Dpo(spec_of(algorithm="dpo")).samples(pair, 0, encoder, None)
     assert [tokenizer.decode(s.prompt_ids)[:5] for s in samples] == ["T:add", "T:add"]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}])
+def test_calls_train_as_the_endpoint_writes_them(arguments: Any) -> None:
+    """oumi-ai/oumi#2599: data sets have the API's form, with arguments as text."""
+    tokenizer, spec = character_tokenizer(HERMES), spec_of()
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    (sample,) = Sft(spec).samples({"messages": [USER, answer]}, 0, ExampleEncoder(spec, tokenizer), None)
+    asked = read_ask(ChatAsk, {"model": "m", "messages": [USER, answer]}).rendered()
+    ids = [*sample.prompt_ids, *sample.completion_ids]
+    assert tokenizer.decode(ids) == render_chat(tokenizer, asked).rstrip("\n")
+    assert '"arguments": {"city": "Rome"}}' in tokenizer.decode(sample.completion_ids)
 
 
 def test_masks_of_the_assistant_are_after_the_tools() -> None:

@@ -267,7 +267,7 @@ async def test_the_events_of_a_response_build_the_whole(client: AsyncOpenAI) -> 
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"input": []}, "input", "input is empty"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference', which is unknown"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "only text"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "encrypted"),
         ({"input": [{"type": "reasoning", "content": ["x"]}]}, "input", "of another form"),
         ({"input": [{"role": "critic", "content": "x"}]}, "input", "the role 'critic'"),

@@ -380,7 +380,7 @@ async def test_what_chat_cannot_do_is_refused_with_the_field(client: AsyncOpenAI
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     tools = [{"type": "function", "function": {"name": "f"}}]
     for body, message in (
-        ({"messages": image}, "text only"),
+        ({"messages": image}, "only text"),
         ({"messages": []}, "messages"),
         ({"tools": tools}, "tools are given, which the chat template of this model does not render"),
         ({"tool_choice": "required"}, "the request has no tools"),

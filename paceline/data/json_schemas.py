@@ -1,0 +1,131 @@
+"""What a JSON schema says about the type of a value, as far as tools' parameters need it: `type` (a name or a list), `enum`, `const`,
+`nullable`, `$ref` within the schema, `anyOf`, `oneOf` and `allOf`. Keywords that narrow a value further are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Json = dict[str, Any]
+
+MAX_DEPTH = 16
+"""References and combinations within each other; a recursive schema has no end."""
+MAX_ALTERNATIVES = 64
+
+TYPE_NAMES = {
+    "str": "string",
+    "text": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+    "none": "null",
+} | {name: name for name in ("string", "integer", "number", "boolean", "object", "array", "null")}
+"""JSON's names of types, and Python's, which definitions of tools have too."""
+
+
+def parameters_of(name: str, tools: Sequence[Any]) -> Json:
+    """Return the schema of the parameters of a function; empty where none is declared."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, dict) and function.get("name") == name:
+            parameters = function.get("parameters")
+            return parameters if isinstance(parameters, dict) else {}
+    return {}
+
+
+def alternatives(schema: Any, root: Any, depth: int = 0) -> list[Json]:
+    """Return the schemas, without references and combinations, of which a value fits one. One without keywords says nothing.
+    `root` is what references begin at."""
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return [{}]
+    groups = [_each([each], root, depth) for each in _list(schema, "allOf")]
+    groups += [_each(_list(schema, key), root, depth) for key in ("anyOf", "oneOf") if _list(schema, key)]
+    if "$ref" in schema:
+        groups.append(_each([_target(schema["$ref"], root)], root, depth))
+    made = [{key: value for key, value in schema.items() if key not in ("$ref", "anyOf", "oneOf", "allOf")}]
+    for group in groups:
+        made = [_merged(one, other) for one in made for other in group][:MAX_ALTERNATIVES]
+    return made
+
+
+def types_of(schema: Any, root: Any) -> frozenset[str] | None:
+    """Return the names of the types that a value may have; None where it may have any."""
+    found: set[str] = set()
+    for each in alternatives(schema, root):
+        types = _types(each)
+        if types is None:
+            return None
+        found |= types
+    return frozenset(found)
+
+
+def property_of(schema: Any, root: Any, name: str) -> list[Any]:
+    """Return the schemas of a property, one for each alternative that declares it."""
+    properties = [each.get("properties") for each in alternatives(schema, root)]
+    return [each[name] for each in properties if isinstance(each, dict) and name in each]
+
+
+def type_of(value: Any) -> str:
+    """Return the name of a value's type; of a whole number `integer`."""
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    names = {str: "string", int: "integer", dict: "object", list: "array", type(None): "null"}
+    return names.get(type(value), "")
+
+
+def fits(value: Any, types: frozenset[str]) -> bool:
+    """Return whether a value has one of the types."""
+    name = type_of(value)
+    return name in types or (name == "integer" and "number" in types)
+
+
+def _types(schema: Json) -> set[str] | None:
+    values = _list(schema, "enum") if "enum" in schema else [schema["const"]] if "const" in schema else None
+    named = schema.get("type")
+    if values is not None:
+        types = {type_of(value) for value in values}
+    elif named is not None:
+        names = [
+            TYPE_NAMES.get(str(name).lower(), "") for name in (named if isinstance(named, list) else [named])
+        ]
+        if "" in names:
+            return None
+        types = set(names)
+    elif schema.keys() & {"properties", "additionalProperties"}:
+        types = {"object"}
+    elif schema.keys() & {"items", "prefixItems"}:
+        types = {"array"}
+    else:
+        return None
+    return types | ({"null"} if schema.get("nullable") is True else set())
+
+
+def _each(schemas: list[Any], root: Any, depth: int) -> list[Json]:
+    return [found for schema in schemas for found in alternatives(schema, root, depth + 1)]
+
+
+def _list(schema: Json, key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _merged(one: Json, other: Json) -> Json:
+    merged = {**one, **other}
+    if isinstance(one.get("properties"), dict) and isinstance(other.get("properties"), dict):
+        merged["properties"] = {**one["properties"], **other["properties"]}
+    return merged
+
+
+def _target(reference: Any, root: Any) -> Any:
+    """Return the schema at `#/a/b`, a JSON pointer (RFC 6901); None for another reference."""
+    found = root
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for key in reference[1:].split("/")[1:]:
+        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
