@@ -78,11 +78,11 @@ class Kto(Objective):
             undesirable_weight=section.undesirable_weight,
         )
         rewards_S = section.reference_policy_kl_penalty * log_ratios_S.detach().double()
-        right_S = (log_ratios_S.detach() > max(batch_kl, 0.0)) == good_S
+        ahead_S = torch.where(good_S, 1.0, -1.0) * (log_ratios_S.detach() - max(batch_kl, 0.0))
         sums = {
             **token_sums(tokens),
             "labels": torch.ones_like(rewards_S).sum(),
-            "labels_right": right_S.double().sum(),
+            "labels_right": ((ahead_S > 0).double() + 0.5 * (ahead_S == 0).double()).sum(),
             "good": good_S.double().sum(),
             "good_reward": rewards_S[good_S].sum(),
             "bad_reward": rewards_S[~good_S].sum(),
@@ -90,7 +90,8 @@ class Kto(Objective):
         return completion_result(loss, sums, tokens, log_ratios_S)
 
     def metrics(self, sums: dict[str, float], num_updates: int = 1) -> dict[str, float]:
-        """Return the metrics with `batch_kl`; `accuracy` of completions on the right side of z, `margin` difference of the good and the bad ones'
+        """Return the metrics with `batch_kl`; `accuracy` of completions on the right side of z (half counts on
+        it), `margin` difference of the good and the bad ones'
         mean reward, `chosen_reward`, `rejected_reward` these means."""
         metrics = super().metrics(sums, num_updates)
         metrics |= {"batch_kl": sums["batch_kl"]} if "batch_kl" in sums else {}

@@ -19,17 +19,16 @@ def token_weights(lengths_N: Tensor, denominators: Denominators, reduction: str)
     - `sequence_sum`: 1 / B: mean over sequences of the sum over tokens (LUSPO).
     - `bnpo`: token mean of the micro-batch, averaged over micro-batches (TRL); depends on the split.
     """
+    sequences = max(denominators.sequences, 1)
     match reduction:
         case "grpo":
-            return 1.0 / (denominators.sequences * lengths_N)
+            return 1.0 / (sequences * lengths_N)
         case "dapo":
             return torch.full_like(lengths_N, 1.0 / max(denominators.tokens, 1))
         case "dr_grpo":
-            return torch.full_like(
-                lengths_N, 1.0 / (denominators.sequences * denominators.max_completion_tokens)
-            )
+            return torch.full_like(lengths_N, 1.0 / (sequences * denominators.max_completion_tokens))
         case "sequence_sum":
-            return torch.full_like(lengths_N, 1.0 / denominators.sequences)
+            return torch.full_like(lengths_N, 1.0 / sequences)
         case "bnpo":
             return torch.full_like(
                 lengths_N, 1.0 / (max(len(lengths_N), 1) * max(denominators.micro_batches, 1))

@@ -30,6 +30,9 @@ from learner.step.optimizer import make_optimizer, set_learning_rate
 from learner.step.update import MicroBatch, States, Update
 from paceline.spec import RunSpec
 
+ROUNDING = 1e-12
+"""Variance, by the mean square, below which the difference of the two is only rounding and returns count as equal."""
+
 
 class Critic:
     """Value model and optimizer of one rank. Both are public: checkpoints read them between steps."""
@@ -124,7 +127,7 @@ class Critic:
             "value_grad_norm": sum(self._norms) / len(self._norms),
             "return": total / tokens,
         }
-        if variance > 1e-12:
+        if variance > ROUNDING * squares / tokens:
             metrics["explained_variance"] = 1.0 - unexplained / variance
         return metrics
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.errors import InvalidInput
 from paceline.evaluation.gate import Bounds, compared
-from paceline.evaluation.statistics import CHUNK, LEVEL, RESAMPLES, Estimate, Floats
+from paceline.evaluation.statistics import CHUNK, LEVEL, RESAMPLES, Estimate, Floats, differences
 
 Decision = Literal["promote", "hold", "roll back"]
 DECISIONS: Mapping[str, Decision] = {"passed": "promote", "undecided": "hold", "failed": "roll back"}
@@ -38,7 +38,8 @@ def compare(champion: Rewards, candidate: Rewards, bounds: Bounds, seed: int = 0
             raise InvalidInput(f"the {name} has no trace with a reward; wait for feedback")
     means = [_means(rewards, seed + index) for index, rewards in enumerate((champion, candidate))]
     values = [_mean(champion), _mean(candidate)]
-    difference = _estimate(values[1] - values[0], means[1] - means[0])
+    value = float(differences(np.array(values[1]), np.array(values[0])))
+    difference = _estimate(value, differences(means[1], means[0]))
     number = min(len(champion), len(candidate))
     decision = DECISIONS[compared(difference.low, difference.high, number, bounds)]
     return {

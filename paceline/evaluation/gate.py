@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from paceline.errors import InvalidInput
-from paceline.evaluation.statistics import estimate
+from paceline.evaluation.statistics import below, differences, estimate
 
 MIN_PROBLEMS = 20
 """Problems below which nothing is decided, because a bootstrap of so few misjudges its own width."""
@@ -58,7 +58,10 @@ def judge(
         raise InvalidInput(
             f"the two evaluations have no problem with {metric!r} in common; evaluate both models with the same file"
         )
-    difference = estimate(np.array([ours[name] - theirs[name] for name in common]), seed)
+    difference = estimate(
+        differences(np.array([ours[name] for name in common]), np.array([theirs[name] for name in common])),
+        seed,
+    )
     reasons, outcomes = [], [compared(difference.low, difference.high, len(common), bounds)]
     reasons.append(
         f"{metric} differs by {difference.value:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}] over "
@@ -66,11 +69,11 @@ def judge(
     )
     for name, least in (bounds.minima or {}).items():
         value = _value(candidate, name, f"--min {name}={least:g}")
-        outcomes.append("passed" if value >= least else "failed")
+        outcomes.append("failed" if below(value, least) else "passed")
         reasons.append(f"{name} is {value:.4f}, must be at least {least:g}: {outcomes[-1]}")
     for name, most in (bounds.maxima or {}).items():
         value = _value(candidate, name, f"--max {name}={most:g}")
-        outcomes.append("passed" if value <= most else "failed")
+        outcomes.append("failed" if below(most, value) else "passed")
         reasons.append(f"{name} is {value:.4f}, must be at most {most:g}: {outcomes[-1]}")
     outcome: Outcome = (
         "failed" if "failed" in outcomes else "undecided" if "undecided" in outcomes else "passed"
@@ -97,7 +100,7 @@ def compared(low: float, high: float, num_problems: int, bounds: Bounds) -> Outc
     """Return the outcome of a difference by its interval, as `judge` says."""
     if num_problems < MIN_PROBLEMS:
         return "undecided"
-    if high < -bounds.max_drop:
+    if below(high, -bounds.max_drop):
         return "failed"
     return "passed" if low > -(bounds.max_drop + bounds.margin) else "undecided"
 

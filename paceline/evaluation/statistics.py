@@ -18,6 +18,9 @@ RESAMPLES = 2000
 LEVEL = 0.95
 """Share of resamples within an interval."""
 
+ROUNDING = 1e-6
+"""Relative difference of numbers that count as equal: rewards are stored in float32, and means of them are compared."""
+
 CHUNK = 1 << 22
 """Indices that are drawn at a time."""
 
@@ -30,6 +33,16 @@ class Estimate(NamedTuple):
     value: float
     low: float
     high: float
+
+
+def below(value: float, bound: float) -> bool:
+    """Return whether a number is below a bound by more than ROUNDING of it."""
+    return value < bound and not math.isclose(value, bound, rel_tol=ROUNDING)
+
+
+def differences(ours: Floats, theirs: Floats) -> Floats:
+    """Return ours minus theirs, 0 where they are equal up to ROUNDING: a mean of equal numbers is seldom that number."""
+    return np.where(np.isclose(ours, theirs, rtol=ROUNDING, atol=0.0), 0.0, ours - theirs)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -40,8 +40,8 @@ REWARDS = Part("train", "Rewards of the batch", "By the coordinator, when it fix
     Metric("reward_std", "reward", "standard deviation of the total reward over all completions"),
     Metric("reward_group_std", "reward", "mean over groups of the standard deviation within the group",
            "above 0: it is what the group-relative advantages are made of"),
-    Metric("zero_variance_fraction", "share", "groups whose completions all have the same total reward",
-           "below 0.5; near 1 the prompts are too hard or too easy, and `grpo.use_dynamic_sampling` helps"),
+    Metric("zero_variance_fraction", "share", "groups whose rewards give no completion an advantage, as where all are equal",
+           "absent where other things decide too (`gae`, `reinforce_pp`, a KL in the reward, rewards of turns); below 0.5; near 1 the prompts are too hard or too easy, and `grpo.use_dynamic_sampling` helps"),
     Metric("unscored_fraction", "share", "completions for which every reward function returned None", "0, or as the data has it"),
     Metric("reward/<function>", "reward", "mean of one function, before its weight, over the completions that it scored"),
     Metric("reward_std/<function>", "reward", "standard deviation of one function over the completions that it scored",
@@ -95,6 +95,8 @@ COMPLETIONS = Part("train", "Completions of the batch", "By the coordinator and 
 
 LOSS = Part("train", "Loss and policy", "By the learner; means over the tokens that train, unless a row says otherwise.", (
     Metric("loss", "", "the objective, mean over the updates of the step", "for GRPO near 0 and without meaning alone"),
+    Metric("advantage_max", "", "largest absolute advantage of a token, before `grpo.advantage_clip_low` and `advantage_clip_high`",
+           "below 10 with a std, else as the rewards; the run warns of 1000"),
     Metric("grad_norm", "", "global norm of the gradient before clipping, mean over updates",
            "steady; peaks above ten times the usual mean a learning rate that is too high"),
     Metric("lr", "", "learning rate of the step"),
@@ -337,7 +339,8 @@ A value that does not exist in a step (a reward where every function returned No
 angle brackets. *Healthy* says what to expect, and what another value means.
 
 `paceline` warns of a step whose rewards trained nothing (`zero_advantage_fraction` is 1), at the first such step, the
-second, the fourth and so on.
+second, the fourth and so on. In the same way it warns of a step whose `advantage_max` is above 1000, or whose `grad_norm` is
+above 1000 times `policy.max_grad_norm`.
 """
 
 

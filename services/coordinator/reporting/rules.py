@@ -6,6 +6,7 @@ hold. A step without the metric changes nothing.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,6 +16,8 @@ from paceline.spec.sections.alerts import DEFAULT_RULES, Rule, parsed_rule
 from paceline.spec.sections.system import LoggerSection
 
 COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+ROUNDING = 1e-7
+"""Relative difference to a rule's number that counts as none: 0.7 as float32 is below 0.7."""
 MAX_REPLAYED = 1000
 """Steps of before a coordinator's start that are looked at."""
 
@@ -75,6 +78,8 @@ class Rules:
 
     def _holds(self, rule: Rule, name: str, value: float) -> bool:
         """Count a step; return whether the rule is broken by just that one."""
+        if math.isclose(value, rule.value, rel_tol=ROUNDING):
+            value = rule.value
         held = self._held.get((rule, name), 0) + 1 if COMPARE[rule.op](value, rule.value) else 0
         self._held[rule, name] = held
         return held == rule.steps

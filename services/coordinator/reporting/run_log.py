@@ -27,9 +27,9 @@ from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Members
 from services.coordinator.reporting.energy import Energy, is_added_up
 from services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
-from services.coordinator.reporting.no_signal import no_signal
 from services.coordinator.reporting.rules import Rules, rules_of
 from services.coordinator.reporting.step_otel import StepMeters
+from services.coordinator.reporting.step_warnings import no_signal, out_of_scale
 from services.coordinator.reporting.text_samples import evaluation_text
 from services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
 from services.coordinator.reporting.weight_otel import WeightMeters
@@ -38,8 +38,8 @@ from services.coordinator.text_limits import bounded_metrics, one_line, seconds
 TIME = "milliseconds"
 """Counter of the time that a run was active."""
 
-NO_SIGNAL = "steps:no_signal"
-"""Counter of the steps whose rewards trained nothing."""
+STEP_WARNINGS = {"steps:no_signal": no_signal, "steps:out_of_scale": out_of_scale}
+"""What warns of a step, by the counter of the steps that it was about."""
 
 POOL_NAMES = {"reward": "reward_workers", "environment": "environment_workers"}
 """Names of pools in metrics, where that of the role stands for something else: `reward/` are the run's reward functions,
@@ -223,7 +223,7 @@ class RunLog:
             metrics = self._note_validation(run, metrics, prefix, version)
         self._ledger.add_event(run.run_id, "step", {"step": step, "time": time.time(), **_numbers(metrics)})
         self._record("train", step, metrics)
-        self._warn_without_signal(run, step, metrics)
+        self._warn_of_step(run, step, metrics)
         self._apply_rules(run, step, metrics)
         grpo, trained = run.spec.grpo, step + 1
         final = trained == self._exchange.num_steps(run)
@@ -231,18 +231,19 @@ class RunLog:
         if run.validation is not None and (grpo.val_at_end if final else due):
             evaluation.begin(self._exchange, run, trained)
 
-    def _warn_without_signal(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
-        """Warn of a step whose rewards trained nothing: at the first such step of the run, the second, the fourth …"""
-        text = no_signal(run.spec, metrics)
-        if not text:
-            return
-        self._ledger.count(run.run_id, NO_SIGNAL)
-        number = self._ledger.counters(run.run_id)[NO_SIGNAL]
-        if number & (number - 1) == 0:
-            so_far = f" ({number} such steps in this run)" if number > 1 else ""
-            message = f"step {step}: {text}{so_far}"
-            log.warning("run %s: %s", run.run_id, message)
-            self._ledger.add_event(run.run_id, "warning", {"message": message})
+    def _warn_of_step(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
+        """Warn of a step that trained nothing or is out of scale: at the first such step of the run, the second, the fourth …"""
+        for counter, explain in STEP_WARNINGS.items():
+            text = explain(run.spec, metrics)
+            if not text:
+                continue
+            self._ledger.count(run.run_id, counter)
+            number = self._ledger.counters(run.run_id)[counter]
+            if number & (number - 1) == 0:
+                so_far = f" ({number} such steps in this run)" if number > 1 else ""
+                message = f"step {step}: {text}{so_far}"
+                log.warning("run %s: %s", run.run_id, message)
+                self._ledger.add_event(run.run_id, "warning", {"message": message})
 
     def _apply_rules(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
         """Warn of rules that this step breaks."""

@@ -54,3 +54,9 @@ def test_kto_measures_its_kl_on_completions_of_other_prompts(model: Path, moved:
         sign, weight = (1, 1.0) if label.good else (-1, 1.5)
         loss += weight * (1 - 1 / (1 + math.exp(-0.2 * sign * (ratio - max(kl, 0.0)))))
     assert metrics["loss"] == pytest.approx(loss / len(own), rel=1e-4)
+
+
+def test_a_policy_that_has_not_moved_is_right_half_the_time(model: Path) -> None:
+    batch = [s for s in make_judged_batch("kto") if not s.is_mismatched]
+    metrics = trainer_of(make_spec(model, "kto"), model).evaluate(batch)
+    assert metrics["accuracy"] == 0.5, "all log-ratios are 0"

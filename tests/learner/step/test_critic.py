@@ -208,3 +208,10 @@ def test_settings_that_contradict_each_other_are_refused(model: Path) -> None:
     with pytest.raises(ValidationError, match="num_generations_per_prompt 1 with advantage 'trl'"):
         make_spec(model, grpo={"num_generations_per_prompt": 1})
     assert make_ppo(model, grpo={"num_generations_per_prompt": 1}).uses_value_model
+
+
+@pytest.mark.parametrize("reward", [0.1, 1000.1, 3e6])
+def test_returns_that_are_equal_but_for_rounding_explain_nothing(model: Path, reward: float) -> None:
+    spec = make_ppo(model, {"gae_lambda": 1.0, "gae_gamma": 1.0})
+    batch = [replace(s, rewards_F=np.full(1, reward, np.float32), truncated=False) for s in make_batch()]
+    assert "explained_variance" not in Trainer(spec, CPU).train_step(batch, 0)

@@ -80,3 +80,12 @@ def test_a_candidate_that_passed_its_gate_by_luck_is_found_in_its_traces() -> No
 def test_a_side_without_feedback_is_refused() -> None:
     with pytest.raises(InvalidInput, match="the candidate has no trace with a reward"):
         compare({1: [1.0]}, {}, Bounds())
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1.1])
+def test_equal_rewards_are_no_reason_to_roll_back(reward: float) -> None:
+    champion = {prompt: [reward] * (1 + prompt % 3) for prompt in range(40)}
+    candidate = {prompt: [reward] * (1 + prompt % 7) for prompt in range(43)}
+    report = compare(champion, candidate, Bounds())
+    assert report["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert report["decision"] == "promote"

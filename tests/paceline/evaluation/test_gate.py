@@ -92,3 +92,29 @@ def test_evaluations_without_a_common_problem_are_refused() -> None:
         judge(RESULT, samples(np.ones(30)), RESULT, theirs, Bounds())
     with pytest.raises(InvalidInput, match="they have reward, reward/exact_match"):
         outcome(np.ones(30), np.ones(30), metric="reward/other")
+
+
+def test_equal_rewards_pass_whatever_their_means_round_to() -> None:
+    # The mean of 0.1, 0.2 and 0.3 is 0.20000000000000004.
+    thrice, once = samples([[0.1, 0.2, 0.3]] * 30, k=3), samples([0.2] * 30)
+    for candidate, baseline in ((once, thrice), (thrice, once)):
+        verdict = judge(RESULT, candidate, RESULT, baseline, ANY_BOUNDS)
+        assert verdict["outcome"] == "passed"
+        assert verdict["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(0.3, 0.4), (0.9, 1.0), (0.6, 0.7), (0.1, 0.2), (1.1, 1.2)])
+def test_a_drop_as_large_as_is_accepted_does_not_fail(ours: float, theirs: float) -> None:
+    assert outcome([ours] * 30, [theirs] * 30, Bounds(max_drop=0.1)) == "passed"
+    assert outcome([ours - 0.001] * 30, [theirs] * 30, Bounds(max_drop=0.1)) == "failed"
+
+
+@pytest.mark.parametrize("bound", [0.1, 0.3, 0.7, 0.95, 1 / 3])
+def test_a_metric_at_its_bound_is_within_it(bound: float) -> None:
+    stored = float(np.mean([float(np.float32(bound))] * 10))  # 0.7 is 0.699999988 in float32
+    result = {"digest": "d", "metrics": {"reward": {"value": stored}}}
+    equal = samples([1.0] * 30)
+    for bounds in (Bounds(minima={"reward": bound}), Bounds(maxima={"reward": bound})):
+        assert judge(result, equal, RESULT, equal, bounds)["outcome"] == "passed"
+    for bounds in (Bounds(minima={"reward": bound + 1e-4}), Bounds(maxima={"reward": bound - 1e-4})):
+        assert judge(result, equal, RESULT, equal, bounds)["outcome"] == "failed"

@@ -97,3 +97,12 @@ def test_steps_of_a_run_lead_to_warnings_once_through_a_restart(make_world: Any)
         "metric": "kl_reference",
         "value": 0.5,
     }
+
+
+def test_a_metric_at_the_number_of_a_rule_is_equal_to_it() -> None:
+    stored = 0.699999988079071  # 0.7 as float32
+    found = {
+        op: broken(Rules([parsed_rule(f"reward {op} 0.7")]), {"reward": stored})[0]
+        for op in ("<", "<=", ">", ">=")
+    }
+    assert [op for op, messages in found.items() if messages] == ["<=", ">="]

@@ -1,4 +1,4 @@
-"""A step whose rewards trained nothing is explained."""
+"""Steps whose rewards trained nothing, and steps with an absurd advantage or gradient, are explained."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from exchange_drivers import MakeWorld, World, make_spec
 
 from services.coordinator.exchange.state import Notice
 from services.coordinator.members.registry import Members
-from services.coordinator.reporting.no_signal import no_signal
 from services.coordinator.reporting.run_log import RunLog
+from services.coordinator.reporting.step_warnings import no_signal, out_of_scale
 
 NOTHING = {"zero_advantage_fraction": 1.0}
 
@@ -74,3 +74,44 @@ def test_counts_of_drops_and_failures_are_metrics(make_world: MakeWorld) -> None
     assert (metrics["dropped/bad_prompt"], metrics["failures/bad_prompt"]) == (2.0, 6.0)
     assert metrics["epochs"] == 2.0, "14 draws of 7 rows"
     assert metrics["coordinator/memory_gb"] > 0
+
+
+@pytest.mark.parametrize(("metrics", "words"), [
+    ({"advantage_max": 700000.0, "grad_norm": 48410.0}, "an advantage is 700000 before clipping (advantage_max)"),
+    ({"advantage_max": 1001.0}, "grpo.advantage 'trl' divides by the spread"),
+    ({"grad_norm": 48410.0}, "grad_norm is 48410 before clipping to 1,"),
+    ({"advantage_max": 3.0, "value_grad_norm": 2e3}, "value_grad_norm is 2000 before clipping to"),
+    ({"advantage_max": 999.0, "grad_norm": 999.0}, ""),
+    ({"advantage_max": float("nan"), "grad_norm": float("nan")}, ""),
+    ({}, ""),
+])  # fmt: skip
+def test_an_absurd_number_is_named_with_its_likely_cause(
+    metrics: dict[str, float], words: str, tmp_path: Path
+) -> None:
+    text = out_of_scale(make_spec(tmp_path), metrics)
+    assert words in text
+    assert bool(text) == bool(words)
+
+
+def test_a_large_clipping_norm_allows_large_gradients(tmp_path: Path) -> None:
+    policy = {"model_name": "none", "generation": {"max_new_tokens": 4}, "max_grad_norm": 50.0}
+    spec = make_spec(tmp_path, policy=policy)
+    assert out_of_scale(spec, {"grad_norm": 48410.0}) == ""
+    assert out_of_scale(spec, {"grad_norm": 50001.0})
+
+
+def test_absurd_steps_are_warned_of_ever_more_seldom(make_world: MakeWorld) -> None:
+    world = make_world(grpo={"max_num_steps": 9})
+    world.check = False  # nothing was trained
+    run_log = RunLog(world.ledger, world.exchange, Members(60.0))
+    for step in range(5):
+        with world.ledger.transaction():
+            run_log.write_down(
+                [
+                    Notice("metrics", {"metrics": {"advantage_max": 9e5}}),
+                    Notice("step", {"step": step, "metrics": {"reward": 0.0}}),
+                ]
+            )
+    found = warnings_of(world)
+    assert [message.partition(":")[0] for message in found] == ["step 0", "step 1", "step 3"]
+    assert "900000" in found[0]
