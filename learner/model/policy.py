@@ -202,7 +202,7 @@ def _placed(
     model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device, resharded: bool
 ) -> PreTrainedModel:
     """Return the model on the device, with its weights; sharded where sharding has an effect."""
-    prefer_flash_attention_3(device)
+    prefer_flash_attention_3(device, deterministic=policy.deterministic)
     if not policy.compile:
         use_onednn_linear(model, device, compute_dtype(policy, device))
     sharded = _needs_sharding(policy, device)
