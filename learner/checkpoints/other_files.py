@@ -32,7 +32,7 @@ OF_TOKENIZERS = (
     "added_tokens.json",
     "*.tiktoken",
 )
-OF_TOKENIZERS += ("chat_template*", "additional_chat_templates", "*.model")
+OF_TOKENIZERS += ("chat_template*", "additional_chat_templates", "*.model", "tekken.json")
 """Names of a tokenizer's files, which a model folder has beside others."""
 PROBES = (
     "Hello, world!",
@@ -44,11 +44,11 @@ PROBES = (
 
 
 def copy_other_files(source: Path, folder: Path, left_out: Collection[str] = ()) -> None:
-    """Copy all files of a model folder but weights and what is `left_out`, and the folders without weights."""
+    """Copy all files of a model folder but weights and what is `left_out`, and the folders of a tokenizer: others may be a run's."""
     for path in sorted(source.iterdir()):
         if path.name in ABOUT_WEIGHTS or path.name in left_out or path.name.startswith("."):
             continue
-        if path.is_dir() and not any(map(_is_weights, path.rglob("*"))):
+        if path.is_dir() and _is_of_tokenizer(path):
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
         elif path.is_file() and not _is_weights(path):
             shutil.copyfile(path, folder / path.name)
