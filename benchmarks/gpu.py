@@ -371,6 +371,8 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
         os.environ.setdefault(name, "1")
+    if options.device == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for busy cores take minutes
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the case under way
     complete = measure(chosen, results, options.device, options.again, started_s + 60 * options.minutes)

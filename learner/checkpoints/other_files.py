@@ -5,6 +5,7 @@ Promise: a folder that is written here reads and writes text as its source does,
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Collection
 from fnmatch import fnmatch
@@ -31,7 +32,7 @@ OF_TOKENIZERS = (
     "added_tokens.json",
     "*.tiktoken",
 )
-OF_TOKENIZERS += ("chat_template*", "additional_chat_templates", "*.model")
+OF_TOKENIZERS += ("chat_template*", "additional_chat_templates", "*.model", "tekken.json")
 """Names of a tokenizer's files, which a model folder has beside others."""
 PROBES = (
     "Hello, world!",
@@ -43,11 +44,11 @@ PROBES = (
 
 
 def copy_other_files(source: Path, folder: Path, left_out: Collection[str] = ()) -> None:
-    """Copy all files of a model folder but weights and what is `left_out`, and the folders without weights."""
+    """Copy all files of a model folder but weights and what is `left_out`, and the folders of a tokenizer: others may be a run's."""
     for path in sorted(source.iterdir()):
         if path.name in ABOUT_WEIGHTS or path.name in left_out or path.name.startswith("."):
             continue
-        if path.is_dir() and not any(map(_is_weights, path.rglob("*"))):
+        if path.is_dir() and _is_of_tokenizer(path):
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
         elif path.is_file() and not _is_weights(path):
             shutil.copyfile(path, folder / path.name)
@@ -68,11 +69,28 @@ def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Pa
     else:
         of_tokenizer = {path.name for path in model.iterdir() if _is_of_tokenizer(path)}
         copy_other_files(model, folder, left_out | of_tokenizer)
-        tokenizer = _local_files(tokenizer_name, tokenizer_source(tokenizer_name), "tokenizer_config.json")
-        if not any(map(_is_of_tokenizer, tokenizer.iterdir())):
+        other = _local_files(tokenizer_name, tokenizer_source(tokenizer_name), "tokenizer_config.json")
+        if not any(map(_is_of_tokenizer, other.iterdir())):
             raise InvalidInput(f"tokenizer_name {tokenizer_name!r}: no tokenizer files in that folder")
-        copy_other_files(tokenizer, folder, {CONFIG, CARD, GENERATION_CONFIG})
-    check_tokenizer(tokenizer_name or model_name, folder)
+        copy_other_files(other, folder, {CONFIG, CARD, GENERATION_CONFIG})
+    tokenizer = check_tokenizer(tokenizer_name or model_name, folder)
+    if generates and tokenizer is not None:
+        _add_ends(folder, tokenizer.eos_token_id)
+
+
+def _add_ends(folder: Path, end: int | None) -> None:
+    """Add to the generation config the ends of the config and the tokenizer that it lacks, because a run samples up to any of them
+    (`rollout/weights/layout.py:end_token_ids`)."""
+    path = folder / GENERATION_CONFIG
+    content, config = json.loads(path.read_bytes()), json.loads((folder / CONFIG).read_bytes())
+    listed, others = _ids(content.get("eos_token_id")), [*_ids(config.get("eos_token_id")), *_ids(end)]
+    if not set(others) <= set(listed):
+        content["eos_token_id"] = list(dict.fromkeys([*listed, *others]))
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _ids(value: Any) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _is_of_tokenizer(path: Path) -> bool:
@@ -92,9 +110,9 @@ def _local_files(name: str, source: str, file: str) -> Path:
     return Path(path).parent
 
 
-def check_tokenizer(source: str, folder: Path) -> None:
-    """Raise InvalidInput where the tokenizer that loads from `folder` is not the one that loads from `source`. Do nothing for a
-    source without a tokenizer that loads."""
+def check_tokenizer(source: str, folder: Path) -> Any:
+    """Return the tokenizer that loads from `folder`; None for a source without a tokenizer that loads. Raise InvalidInput where it
+    is not the one that loads from `source`."""
     from transformers import AutoTokenizer
 
     try:
@@ -102,7 +120,7 @@ def check_tokenizer(source: str, folder: Path) -> None:
     except (
         Exception
     ):  # a model without a tokenizer is complete; tokenizers' libraries raise errors without a common base
-        return
+        return None
     found = AutoTokenizer.from_pretrained(folder)
     for name, fact in FACTS.items():
         if fact(wanted) != fact(found):
@@ -111,6 +129,7 @@ def check_tokenizer(source: str, folder: Path) -> None:
                 f"{str(fact(wanted))[:200]} become {str(fact(found))[:200]}; name its class in its tokenizer_config.json "
                 "(tokenizer_class), or save it again with transformers' save_pretrained"
             )
+    return found
 
 
 FACTS: dict[str, Callable[[Any], Any]] = {

@@ -98,17 +98,22 @@ def _flash(
     return repeat_backward(out_THD).unsqueeze(0)
 
 
-@functools.cache
-def prefer_flash_attention_3(device: torch.device) -> bool:
+def prefer_flash_attention_3(device: torch.device, *, deterministic: bool = False) -> bool:
     """Let PyTorch's flash attention take FlashAttention-3 from now on, where the package `flash_attn_interface` is installed and
-    the GPU has its kernels; return whether it does. Releases of PyTorch that cannot keep FlashAttention-2."""
+    the GPU has its kernels; return whether it does. Releases of PyTorch that cannot keep FlashAttention-2, and so do
+    deterministic runs: FlashAttention-3's gradients differ even with its own option (Dao-AILab/flash-attention#2244)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return False
     try:
-        from torch.nn.attention import activate_flash_attention_impl
+        from torch.nn import attention
 
-        activate_flash_attention_impl("FA3")
-    except (ImportError, RuntimeError, ValueError) as error:
+        if deterministic:
+            if attention.current_flash_attention_impl() == "FA3":
+                attention.restore_flash_attention_impl()
+            return False
+        if attention.current_flash_attention_impl() != "FA3":
+            attention.activate_flash_attention_impl("FA3")
+    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
         log.info("attention runs with FlashAttention-2: %s", error)
         return False
     log.info("attention runs with FlashAttention-3")

@@ -80,13 +80,7 @@ def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrained
 def _prepared(
     model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device
 ) -> PreTrainedModel:
-    """Return the model ready to train: compiled and with activation checkpointing where the spec wants it, on its device. Raises
-    InvalidInput for quantized weights, in which the changes of a step would be lost."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise InvalidInput(
-            f"{FIELD} {policy.model_name!r}: its weights are quantized (quantization_config in config.json), which cannot be "
-            "trained; name its 16-bit or 32-bit version"
-        )
+    """Return the model ready to train: compiled and with activation checkpointing where the spec wants it, on its device."""
     if policy.compile:
         compile_layers(_decoder_layers(model), device)
     recompute_activations(_decoder_layers(model), policy.activation_checkpointing)
@@ -193,6 +187,13 @@ def _build(
         if fault is None:
             raise
         raise fault from error
+    if (
+        getattr(model.config, "quantization_config", None) is not None
+    ):  # gone where loading made plain weights
+        raise InvalidInput(
+            f"{FIELD} {name!r}: its weights are quantized (quantization_config in config.json), which the learner neither "
+            "trains nor divides over ranks; name its 16-bit or 32-bit version"
+        )
     head = getattr(model, "score", None) if scoring else model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise InvalidInput(f"policy.model_name {name!r}: its head is not a plain matrix")
@@ -212,7 +213,7 @@ def _placed(
     model: Any, files: WeightFiles | None, policy: PolicySection, device: torch.device, resharded: bool
 ) -> PreTrainedModel:
     """Return the model on the device, with its weights; sharded where sharding has an effect."""
-    prefer_flash_attention_3(device)
+    prefer_flash_attention_3(device, deterministic=policy.deterministic)
     if not policy.compile:
         use_onednn_linear(model, device, compute_dtype(policy, device))
     sharded = _needs_sharding(policy, device)

@@ -68,6 +68,20 @@ def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
         )
 
 
+def check_vocabulary(tokenizer: Any, num_rows: int, what: str) -> None:
+    """Raise InvalidInput where a token that texts come to has no row in the embedding. A token that was added, as for images or as
+    padding, has none in some models, and is no fault where nothing writes it."""
+    outside = {token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
+    written = f"{tokenizer.chat_template or ''}{tokenizer.bos_token or ''}{tokenizer.eos_token or ''}"
+    added = tokenizer.get_added_vocab() if outside else {}
+    for token, token_id in sorted(outside.items(), key=lambda item: item[1]):
+        if token not in added or token in written:
+            raise InvalidInput(
+                f"{what}: its tokenizer gives {token!r} the id {token_id}, and its embedding has {num_rows} rows; name the "
+                "model's own tokenizer, or add rows with transformers' resize_token_embeddings and save the model again"
+            )
+
+
 def encode_prompt(
     tokenizer: Any,
     prompt: Any,

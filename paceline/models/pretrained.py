@@ -45,6 +45,8 @@ def load_pretrained(
     model, found = kind.from_pretrained(
         source, dtype=dtype, output_loading_info=True, use_safetensors=True, **options
     )
+    if getattr(model, "_hf_peft_config_loaded", False):  # of a model on the hub with an adapter beside it
+        raise InvalidInput(f"{what} has a LoRA adapter beside its weights; merge it with `paceline convert`")
     _refuse_unfit(type(model).__name__, source, what, found["missing_keys"], _used(found["unexpected_keys"]))
     if not is_quantized:
         check_finite(model, what)

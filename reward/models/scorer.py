@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.data.tokens import padding_token_id
+from paceline.data.tokens import check_vocabulary, padding_token_id
 from paceline.errors import InvalidInput, Unreadable
 from paceline.models.loading import fault_of_load, resolved_dtype
 from paceline.models.pretrained import load_pretrained
@@ -128,6 +128,8 @@ def load_scorer(settings: ModelSettings) -> Scorer:
             raise
         raise fault from None
     check_separator(settings, tokenizer)
+    rows = len(model.get_input_embeddings().weight)
+    check_vocabulary(tokenizer, rows, f"reward model {settings.path!r}")
     model.requires_grad_(False).eval().config.pad_token_id = padding_token_id(tokenizer)
     return Scorer(settings, Model(model.to(device), tokenizer, version, device, longest_text(config)))
 

@@ -27,7 +27,7 @@ from learner.checkpoints.checkpoint import Misfit
 from learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes, succeed_on_all_ranks
 from learner.model.mesh import mesh_of
 from learner.step.trainer import Trainer
-from paceline.data.tokens import load_tokenizer
+from paceline.data.tokens import check_vocabulary, load_tokenizer
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, Unavailable
 from paceline.registry.origin import Origin
@@ -240,6 +240,7 @@ class LearnerRun:
         torch.manual_seed(spec.seed)
         self._trainer = Trainer(spec, self._rank.device)
         tokenizer = load_tokenizer(spec.policy)
+        check_vocabulary(tokenizer, self._vocabulary, f"policy.model_name {spec.policy.model_name!r}")
         if spec.examples is not None:
             objective = self._trainer.objective
             address, bundle = self._rank.membership.coordinator, self._assignment.bundle

@@ -18,6 +18,7 @@ from learner.checkpoints.other_files import check_tokenizer
 from paceline.errors import InvalidInput
 from services.demo.model import make_tokenizer
 
+END = make_tokenizer().eos_token_id
 FILES = {
     "chat_template.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}",
     "additional_chat_templates/tool_use.jinja": "{{ messages[0].content }}",
@@ -31,13 +32,14 @@ FILES = {
     "sentencepiece.bpe.model": "not read",
     "merges.txt": "",
     "LICENSE": "of the model",
-    "original/params.json": "{}",
-    "generation_config.json": '{"eos_token_id": [7, 8, 9], "temperature": 0.6, "do_sample": false}',
+    "generation_config.json": f'{{"eos_token_id": [8, 9, {END}], "temperature": 0.6, "do_sample": false}}',
 }
 NOT_COPIED = {
     "optimizer.pt": "of a trainer",
     "pytorch_model.bin": "pickle",
-    "original/x/consolidated.pth": "pickle",
+    "original/consolidated.pth": "pickle",
+    "runs/ledger.txt": "of a run",
+    "tokenizer.json.index.json": "{}",
     ".cache/lock": "",
     "paceline_manifest.json": "{}",
     "paceline.json": "{}",
@@ -71,13 +73,12 @@ def there_and_back(source: Path, out: Path) -> None:
 @pytest.mark.parametrize("write", [export, convert, there_and_back])
 def test_all_files_but_weights_are_copied(write: Callable[[Path, Path], None], tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
-    (source / "original" / "x" / "consolidated.pth").unlink()  # with it the folder is one of weights
     write(source, tmp_path / "out")
     for name, text in FILES.items():
         assert (tmp_path / "out" / name).read_text() == text, name
     found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")}
     assert found & NOT_COPIED.keys() <= {"paceline_manifest.json"}
-    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [7, 8, 9]
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [8, 9, END]
     first, second = (AutoTokenizer.from_pretrained(at) for at in (source, tmp_path / "out"))
     assert first.chat_template == second.chat_template
     assert set(first.chat_template) == {"default", "tool_use"}
@@ -95,6 +96,8 @@ def test_a_tokenizer_of_another_folder_replaces_all_files_of_the_models(tmp_path
     found = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert found.chat_template is None
     assert found.eos_token_id == 5
+    ends = GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
+    assert ends == [8, 9, END, 5]  # a run samples up to any of them (hiyouga/LlamaFactory#10834)
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,13 +11,6 @@ from torch.nn import attention as torch_attention
 from learner.model.attention import prefer_flash_attention_3
 
 GPU = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def forget_choices() -> Iterator[None]:
-    prefer_flash_attention_3.cache_clear()
-    yield
-    prefer_flash_attention_3.cache_clear()
 
 
 def test_a_cpu_and_another_gpu_than_a_hopper_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,10 +29,16 @@ def test_a_hopper_without_the_package_keeps_what_it_has(
     assert "attention runs with FlashAttention-2: " in caplog.text
 
 
-def test_a_hopper_with_the_package_takes_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[str] = []
+def test_a_hopper_with_the_package_takes_it_once_and_leaves_it_for_deterministic_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[str | None] = [None]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", chosen.append)
-    assert prefer_flash_attention_3(GPU)
-    assert prefer_flash_attention_3(GPU)
-    assert chosen == ["FA3"]
+    monkeypatch.setattr(torch_attention, "restore_flash_attention_impl", lambda: chosen.append(None))
+    monkeypatch.setattr(torch_attention, "current_flash_attention_impl", lambda: chosen[-1])
+    found = [
+        prefer_flash_attention_3(GPU, deterministic=each) for each in (True, False, False, True, True, False)
+    ]
+    assert found == [False, True, True, False, False, True]
+    assert chosen == [None, "FA3", None, "FA3"]

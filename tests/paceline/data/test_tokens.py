@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from paceline.data.tokens import (
+    check_vocabulary,
     encode_completion,
     encode_conversation,
     encode_exchange,
@@ -188,3 +190,19 @@ def test_a_damaged_tokenizer_is_named_with_its_type(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidInput, match=r"tokenizer .*cannot be loaded: KeyError: 'added_tokens'"):
         load_tokenizer(PolicySection(model_name=str(tmp_path)))
+
+
+def test_a_token_that_texts_come_to_has_a_row_in_the_embedding() -> None:
+    """Tokens that were added without `resize_token_embeddings` are beyond the embedding. Gemma 3's text models have one for images,
+    which no text has."""
+    tokenizer = tokenizer_with("{{ messages }}<|user|>")
+    ids = tokenizer.get_vocab()
+    check_vocabulary(tokenizer, len(ids), "it")
+    check_vocabulary(
+        tokenizer, ids["<|user|>"] + 1, "it"
+    )  # <|assistant|> is the last, and not in the template
+    for rows, token in ((ids["<|user|>"], "<|user|>"), (ids["<|end|>"], "<|end|>"), (200, "Č")):
+        with pytest.raises(
+            InvalidInput, match=rf"it: its tokenizer gives '{re.escape(token)}' the id .* {rows} rows"
+        ):
+            check_vocabulary(tokenizer, rows, "it")

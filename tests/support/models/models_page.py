@@ -62,6 +62,29 @@ Refused besides, when the learner loads the model:
 | LM heads with a bias (Phi-1, Phi-2), a scale (Granite, Cohere) or a soft cap (Gemma 2) | log-probabilities are computed from the product of hidden states and the head alone |
 | `dynamic` and `longrope` rotary embeddings with `policy.max_total_sequence_length` above the trained length (Phi-3 with 128k) | their frequencies depend on the longest sequence of a forward pass, so sequences in one row would change each other |
 | models whose attention transformers cannot replace (GPT-J) | packed rows need the attention that knows their borders |
+| quantized weights that loading does not turn into plain ones | a step's changes are lost in them |
+
+## Files that are refused
+
+The learner, the reference, the engines, reward models and `paceline convert` decide by one rule whether the files of a
+folder are the weights of the model in its config.json (`paceline/models/pretrained.py`). Each refuses, before a
+tensor is read, and names the folder and the tensors:
+
+| refused | what it would do |
+|---|---|
+| a tensor is missing, or a layer, or all names begin with a wrapper's prefix (`_orig_mod.`, `module.`) | transformers draws it at random, and vLLM leaves it |
+| a tensor that the model does not have | the config is another model's, or has fewer layers |
+| another shape, such as an embedding of more tokens | random values in the place of it |
+| `tie_word_embeddings` with two different tensors | programs differ in which they take |
+| float8 or integer weights without `quantization_config` | values without their scales |
+| a NaN or an infinite element, also from a type of smaller range | every score is 0 or NaN |
+| a truncated file, an index that names a missing file, different tensors of one name, a single file beside an index | weights of two versions, or half of one |
+| pickled weights (`pytorch_model.bin`) without safetensors | they can run code |
+| an `adapter_config.json` in the folder | the adapter is left out, or the base of another folder loaded |
+
+Left over and harmless are layers for speculative decoding (`mtp.`), a value head (`v_head.`), buffers that
+transformers knows of older files, and two equal tied tensors. A run of `rm` begins without `score.weight`, unless the
+config says that it is a sequence classification.
 
 ## Float32 head
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner
 from judge_server import JudgeServer
+from safetensors.torch import load_file, save_file
 from tiny_chat import save_tiny_chat
 
 from paceline.evaluation.results import read_result
@@ -56,6 +58,28 @@ def run(*arguments: Any) -> Any:
 
 def evaluated(folder: Path, name: str, *more: str) -> Any:
     return run("eval", folder / "eval.yaml", *more, "--model", folder / "model", "--output", folder / name)
+
+
+@pytest.mark.parametrize(
+    ("renamed", "words"),
+    [
+        (lambda name: None if "layers.0" in name else name, "lacks tensor 'model.layers.0."),
+        (lambda name: f"_orig_mod.{name}", "names begin with '_orig_mod.'"),
+    ],
+)
+def test_a_model_without_its_weights_has_no_result(
+    folder: Path, renamed: Callable[[str], str | None], words: str
+) -> None:
+    file = folder / "model" / "model.safetensors"
+    tensors = {new: tensor for name, tensor in load_file(file).items() if (new := renamed(name))}
+    save_file(tensors, file, metadata={"format": "pt"})
+    done = evaluated(folder, "random")
+    assert done.exit_code == 1
+    assert words in done.output
+    assert not (folder / "random").exists()
+    asked = run("generate", "--export", folder / "model", "1+1=")
+    assert asked.exit_code == 1
+    assert words in asked.output
 
 
 def test_an_evaluation_writes_what_its_samples_say(folder: Path) -> None:
