@@ -237,7 +237,7 @@ def _read_tool(tool: Any, value: Any, *, filled: bool) -> Json:
     """Return one definition of the column's `value`, which a table may have `filled` with nulls."""
     if not isinstance(tool, dict):
         raise _bad_tools(value)
-    tool = _without_nulls(tool) if filled else tool
+    tool = {key: _without_nulls(item) if filled else item for key, item in tool.items() if item is not None}
     if "function" not in tool and "name" in tool:
         tool = {"type": "function", "function": {key: item for key, item in tool.items() if key != "type"}}
     function = tool.get("function")
