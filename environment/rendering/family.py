@@ -143,7 +143,7 @@ def _read(call: Any, tools: Sequence[Json]) -> Call | str:
             return Call(own.name, json.loads(own.arguments))
         except MalformedCall as error:
             status = str(error)
-    elif call.status == "ok" and call.name:
+    elif call.status == "ok" and call.name and isinstance(call.arguments, dict | None):
         return Call(call.name, call.arguments if call.arguments is not None else {})
     return f"{status}: {call.raw[:200]}"
 

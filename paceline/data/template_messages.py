@@ -104,7 +104,9 @@ def _writes_calls(source: str, write: Callable[[list[Json]], str | None]) -> boo
     if not ASKS_FOR_NONE.search(source):
         return True
     call: Json = {"id": "c47134713", "type": "function", "function": {"name": "compute4713", "arguments": {}}}
-    text = write([{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    text = write(
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    )
     return text is None or "compute4713" in text
 
 
