@@ -7,7 +7,6 @@ empty, with the arguments of calls in another form of the same JSON.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from environment.notes import digest
 from environment.protocols import SampledTurn
 from environment.rendering.protocol import Conversation
 from paceline.chat.messages import Json, Message
+from paceline.data.messages import read_message
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 
@@ -103,25 +103,9 @@ def _chains(sent: Sequence[Mapping[str, Any]], conversation: Conversation) -> li
 
 
 def _link(chain: str, message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    read = read_message(message)
     calls = [
-        [
-            call.get("id"),
-            call.get("function", {}).get("name"),
-            _arguments(call.get("function", {}).get("arguments")),
-        ]
-        for call in message.get("tool_calls") or ()
+        [call.get("id"), call["function"]["name"], call["function"]["arguments"]]
+        for call in read.get("tool_calls", ())
     ]
-    said = [message.get("role"), content or "", calls, message.get("tool_call_id")]
-    return digest([chain, said])
-
-
-def _arguments(arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        try:
-            return json.loads(arguments)
-        except ValueError:
-            return arguments
-    return arguments
+    return digest([chain, [read["role"], read["content"], calls, read.get("tool_call_id")]])

@@ -25,10 +25,11 @@ from environment.life import FinishedSample, Life
 from environment.limits import Stopwatch
 from environment.notes import clean, json_text, sample_text
 from environment.protocols import AgentAnswer, AgentRequest, LeaseLost, SampledTurn, TurnRequest
-from environment.rendering.protocol import Conversation, Rendering, openai_message
+from environment.rendering.protocol import Conversation, Rendering
 from environment.rows import Place
 from environment.setting import GroupContext
 from paceline.chat.messages import Json
+from paceline.data.messages import api_message
 from paceline.errors import Conflict, PromptTooLong
 from paceline.groups import IntArray
 from protos.paceline.v1 import exchange_pb2 as pb
@@ -159,7 +160,7 @@ class AgentTurns:
             await self._flush()
             self._pending = TakenTurn(asked, note, prompt_ids, turn)
         self._history.add(asked)
-        return AgentAnswer(prompt_ids, turn, openai_message(answer)), asked
+        return AgentAnswer(prompt_ids, turn, api_message(answer)), asked
 
     def _prompt(self, request: AgentRequest, conversation: Conversation) -> IntArray:
         if request.prompt_ids is not None:
@@ -218,7 +219,7 @@ class AgentTurns:
         self._history.add(taken.asked)
         if not trains:
             self._life.rows.close(self._life.turns[self._recorded.index(taken)][0].row)
-        return AgentAnswer(taken.prompt_ids, taken.turn, openai_message(answer)), taken.asked
+        return AgentAnswer(taken.prompt_ids, taken.turn, api_message(answer)), taken.asked
 
     # Records
 

@@ -14,6 +14,9 @@ import numpy as np
 
 from environment.protocols import SampledTurn
 from environment.rendering.protocol import Call, Conversation, Parsed
+from environment.rendering.texts import read_turn
+from paceline.chat.answer_reader import AnswerReader
+from paceline.chat.call_formats import MalformedCall, read_marked_call
 from paceline.chat.messages import Json
 from paceline.error_texts import error_text, is_about_input
 from paceline.errors import InvalidInput
@@ -85,18 +88,20 @@ class FamilyRendering:
         return ids[len(read) :]
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
-        """Return what the tokens of a turn say."""
+        """Return what the tokens of a turn say. The package reads a JSON text with any name as a call of Llama 3, and an argument of
+        `<parameter=…>` without its white space and without Python's words: these two are read here."""
+        if self.family == "llama-3":
+            return read_turn(turn.text, AnswerReader("json", tools=conversation.tools))
         renderer = self._renderer(conversation.template_kwargs)
         parsed = renderer.parse_response(
             turn.token_ids.tolist(), tools=_tools(conversation), prompt_ids=prompt_ids.tolist()
         )
-        calls = [call for call in parsed.tool_calls if call.status == "ok" and call.name]
-        faults = [call for call in parsed.tool_calls if call.status != "ok" or not call.name]
+        read = [_read(call, conversation.tools) for call in parsed.tool_calls]
         return Parsed(
             parsed.content,
             parsed.reasoning_content or "",
-            tuple(Call(call.name, call.arguments if call.arguments is not None else {}) for call in calls),
-            tuple(f"{str(call.status).replace('_', ' ')}: {call.raw[:200]}" for call in faults),
+            tuple(call for call in read if isinstance(call, Call)),
+            tuple(fault for fault in read if isinstance(fault, str)),
         )
 
     def fault_message(self, fault: str) -> Json:
@@ -127,6 +132,20 @@ class FamilyRendering:
                 f"environment.renderer {self.family!r} cannot be used with this tokenizer and data.chat_template_kwargs "
                 f"{dict(kwargs)}: {error_text(error)}"
             ) from error
+
+
+def _read(call: Any, tools: Sequence[Json]) -> Call | str:
+    """Return a call of the package, or why it is none."""
+    status = str(call.status).replace("_", " ")
+    if call.status in ("ok", "invalid_json") and call.raw.lstrip().startswith("<function="):
+        try:
+            own = read_marked_call(call.raw, tools)
+            return Call(own.name, json.loads(own.arguments))
+        except MalformedCall as error:
+            status = str(error)
+    elif call.status == "ok" and call.name and isinstance(call.arguments, dict | None):
+        return Call(call.name, call.arguments if call.arguments is not None else {})
+    return f"{status}: {call.raw[:200]}"
 
 
 def _tools(conversation: Conversation) -> list[Any] | None:

@@ -6,7 +6,6 @@ are; where a rendering cannot prove that the result is the conversation, it retu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -48,24 +47,6 @@ class Parsed(NamedTuple):
                 for number, call in enumerate(self.calls)
             ]
         return message
-
-
-def openai_message(message: Json) -> Json:
-    """Return an assistant's message as OpenAI's API has it: arguments as text, and no content beside calls alone."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    written = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in calls
-    ]
-    return {**message, "content": message["content"] or None, "tool_calls": written}
 
 
 @dataclass(frozen=True)

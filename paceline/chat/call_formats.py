@@ -158,7 +158,7 @@ def _value(text: str, declared: Sequence[Any], root: Json) -> Any:
     """Return an argument that is written as plain text, in a type that it is declared to have."""
     text = text.removeprefix("\n").removesuffix("\n")
     types = types_of({"anyOf": list(declared)}, root) if declared else None
-    if types == {"string"}:
+    if types == frozenset({"string"}):
         return text
     try:
         value = _written_value(text, types or frozenset())

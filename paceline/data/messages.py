@@ -85,6 +85,20 @@ def read_message(message: Mapping[str, Any]) -> Json:
     )
 
 
+def api_message(message: Json) -> Json:
+    """Return a read message as the API has it: arguments as text, and no content beside calls alone."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = {
+            **call["function"],
+            "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+        }
+        calls.append({"type": "function", **call, "function": function})
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
+
+
 def _read_content(role: str, content: Any, *, optional: bool) -> str:
     if optional and content in SAYS_NOTHING:
         return ""
@@ -237,19 +251,20 @@ def _read_tool(tool: Any, value: Any, *, filled: bool) -> Json:
     """Return one definition of the column's `value`, which a table may have `filled` with nulls."""
     if not isinstance(tool, dict):
         raise _bad_tools(value)
-    tool = _without_nulls(tool) if filled else tool
-    if "function" not in tool and "name" in tool:
-        tool = {"type": "function", "function": {key: item for key, item in tool.items() if key != "type"}}
-    function = tool.get("function")
+    read: Json = _without_nulls(tool) if filled else tool
+    if read.get("function") is None and "name" in read:
+        bare = {key: item for key, item in read.items() if key not in ("type", "function")}
+        read = {"type": "function", "function": bare}
+    function = read.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise DataError(
-            f"column {TOOLS_KEY!r} has a tool that is no function with a name: {tool!r:.80}; correct it, or rename the column"
+            f"column {TOOLS_KEY!r} has a tool that is no function with a name: {read!r:.80}; correct it, or rename the column"
         )
     if not isinstance(function.get("parameters", {}), dict | None):
         raise DataError(
             f"column {TOOLS_KEY!r} has a function {function['name']!r:.60} whose parameters are no JSON schema; correct them"
         )
-    return tool
+    return read
 
 
 def _bad_tools(value: Any) -> DataError:

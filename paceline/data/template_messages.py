@@ -95,16 +95,18 @@ def _in_order(results: list[Json], ids: list[Any]) -> list[Json]:
 
 def _writes(role: str, write: Callable[[list[Json]], str | None]) -> bool:
     """Return whether the template writes messages of a role."""
-    asked, said = {"role": "user", "content": "?"}, {"role": role, "content": _MARK}
+    asked: Json = {"role": "user", "content": "?"}
+    said: Json = {"role": role, "content": _MARK}
     return any(_MARK in (write(chat) or "") for chat in ([said, asked], [asked, said]))
 
 
 def _writes_calls(source: str, write: Callable[[list[Json]], str | None]) -> bool:
     if not ASKS_FOR_NONE.search(source):
         return True
-    call = {"id": "c47134713", "type": "function", "function": {"name": "compute4713", "arguments": {}}}
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    text = write(chat)
+    call: Json = {"id": "c47134713", "type": "function", "function": {"name": "compute4713", "arguments": {}}}
+    text = write(
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    )
     return text is None or "compute4713" in text
 
 

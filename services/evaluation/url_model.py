@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.messages import api_message
 from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion
 from paceline.spec import RunSpec
@@ -86,7 +87,7 @@ class UrlModel:
         if data.chat_template_kwargs:
             body["chat_template_kwargs"] = data.chat_template_kwargs
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return "chat/completions", body | {"messages": messages}
+        return "chat/completions", body | {"messages": [api_message(message) for message in messages]}
 
     async def _num_tokens(self, text: str) -> int:
         answer = await self._post("completions", {"model": self.name, "prompt": text, "max_tokens": 1})

@@ -118,3 +118,51 @@ def test_messages_are_as_json_as_they_were_made(rendering: FamilyRendering) -> N
         Conversation(user("?"), TOOLS), rendering.prompt(Conversation(user("?"))), sampled(call())
     )
     assert json.loads(json.dumps(parsed.message("c")))["tool_calls"][0]["id"] == "c_0"
+
+
+def tokenizer_of_families() -> Any:
+    tokenizer = qwen_tokenizer()
+    marks = (
+        "vision_start",
+        "vision_end",
+        "image_pad",
+        "video_pad",
+        "endoftext",
+        "begin_of_text",
+        "end_of_text",
+    )
+    headers = ("start_header_id", "end_header_id", "eot_id", "eom_id", "python_tag")
+    tokenizer.add_tokens([f"<|{name}|>" for name in marks + headers], special_tokens=True)
+    return tokenizer
+
+
+FLAG: Any = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"properties": {"a": {"type": "boolean"}, "s": {"type": "string"}}},
+    },
+}
+XML = "<tool_call>\n<function=f>\n<parameter=a>\nTrue\n</parameter>\n<parameter=s>\n  x \n</parameter>\n</function>\n</tool_call>"
+CUT = "<tool_call>\n<function=f>\n<parameter=a>\nTrue\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "calls", "faults"),
+    [
+        ("qwen3.5", XML, [("f", {"a": True, "s": "  x "})], 0),  # PrimeIntellect-ai/renderers#47
+        ("qwen3.5", CUT, [], 1),
+        ("llama-3", '{"name": "Ada", "born": 1815}', [], 0),
+        ("llama-3", '{"name": "f"}', [], 0),
+        ("llama-3", '{"name": "f", "parameters": {"a": true}}', [("f", {"a": True})], 0),
+    ],
+)
+def test_calls_of_a_family_are_read_as_those_of_a_template(
+    family: str, text: str, calls: list[Any], faults: int
+) -> None:
+    rendering = FamilyRendering(tokenizer_of_families(), family, {})
+    parsed = rendering.parse(Conversation(user("q"), [FLAG]), np.zeros(1, np.int32), sampled(text))
+    assert [tuple(call) for call in parsed.calls] == calls
+    assert len(parsed.faults) == faults
+    if family == "llama-3" and not calls:
+        assert parsed.content == text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.data.messages import are_messages, fault_of_messages, plain, read_message, tools_of
+from paceline.data.messages import api_message, are_messages, fault_of_messages, plain, read_message, tools_of
 from paceline.errors import DataError
 
 USER = {"role": "user", "content": "hi"}
@@ -122,6 +122,16 @@ def test_every_form_of_a_message_is_read_into_one(message: dict[str, Any], expec
 def test_a_message_that_could_mean_something_else_is_refused(message: dict[str, Any], fault: str) -> None:
     assert fault in fault_of_messages([USER, message])
     assert fault_of_messages([USER, message]).startswith("has a message 1 ")
+
+
+def test_a_read_message_goes_back_to_the_form_of_the_api() -> None:
+    sent = calling(call('{"a": "é", "b": null}', id="c"))
+    assert api_message(read_message(sent)) == sent
+    assert api_message(USER) == USER
+    assert api_message(called({}))["tool_calls"][0] == {
+        "type": "function",
+        "function": {"name": "f", "arguments": "{}"},
+    }
 
 
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
