@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from learner.batch.samples import PreferenceLabel, TrainingSample
+from paceline.data.conversations import encode_conversation
 from paceline.data.messages import tools_of
-from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring, encode_text
+from paceline.data.tokens import encode_exchange, encode_for_scoring, encode_text
 from paceline.data.traces.rows import TraceTokens
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec

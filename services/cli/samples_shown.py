@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.conversations import encode_conversation
 from paceline.data.example_rows import Demonstration
 from paceline.data.exchanges import exchange_of
 from paceline.data.messages import tools_of, tools_of_prompt
-from paceline.data.tokens import encode_conversation, encode_exchange, encode_prompt, encode_text
+from paceline.data.tokens import encode_exchange, encode_prompt, encode_text
 from paceline.spec import RunSpec
 
 Part = tuple[str, bool]

@@ -10,12 +10,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from paceline.data.conversations import encode_conversation
 from paceline.data.tokens import (
-    encode_completion,
-    encode_conversation,
     encode_exchange,
     encode_for_scoring,
     encode_prompt,
+    encode_text,
     load_tokenizer,
 )
 from paceline.errors import InvalidInput
@@ -160,7 +160,7 @@ def test_a_template_that_raises_is_the_prompts_fault_with_the_exceptions_text() 
 
 
 @pytest.mark.parametrize(
-    "encode", [encode_completion, lambda tokenizer, text: encode_prompt(tokenizer, text, "auto")]
+    "encode", [encode_text, lambda tokenizer, text: encode_prompt(tokenizer, text, "auto")]
 )
 def test_a_tokenizer_that_panics_is_the_texts_fault(encode: Any) -> None:
     panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
