@@ -187,6 +187,15 @@ def _begun(tokenizer: Any, text: str) -> list[int]:
     return ids if ids[:begin] == whole[:begin] else whole[:begin] + ids
 
 
+def text_kept(tokenizer: Any, text: str) -> str:
+    """Return what remains of a text when it is encoded and decoded by a tokenizer of the package `tokenizers`: the text itself,
+    where only a space that the tokenizer writes before it is new or gone."""
+    tokenizer.no_truncation()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    kept = str(tokenizer.decode(ids, skip_special_tokens=False))
+    return text if kept.removeprefix(" ") == text.removeprefix(" ") else kept
+
+
 def encode_continuation(tokenizer: Any, before: Sequence[int], text: str) -> IntArray:
     """Return [K] tokens of a text that goes on behind the tokens `before`.
 

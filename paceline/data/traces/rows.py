@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paceline.data.example_rows import continuing
 from paceline.data.messages import plain, tools_of
 from paceline.data.row_checks import check_columns, check_prompt, check_text
 from paceline.errors import DataError
@@ -79,7 +80,10 @@ def read_trace(row: Mapping[str, Any], keys: TraceKeys) -> Trace:
     prompt, completion = row[keys.prompt], row.get(keys.completion, "")
     if tokens is None:
         _check_authors(completion, keys.completion)
-    if not isinstance(prompt, str) and isinstance(completion, str) and tokens is None:
+    if tokens is None:
+        completion = continuing(prompt, plain(completion))
+    continues = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+    if not isinstance(prompt, str) and isinstance(completion, str) and tokens is None and not continues:
         completion = [{"role": "assistant", "content": completion}]
     return Trace(plain(prompt), plain(completion), reward, tokens, None if tokens else tools_of(row))
 
