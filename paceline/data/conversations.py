@@ -52,12 +52,12 @@ def encode_conversation(
         ids, spans = _by_marks(tokenizer, messages, template_kwargs, tools)
     else:
         ids, spans = _by_prefixes(tokenizer, messages, template_kwargs, tools)
+    ids, spans = _with_stops(tokenizer, ids, spans, messages)
     if not spans:
         raise InvalidInput(
             f"no token of the conversation {messages!r:.60} is the assistant's: it has no message of the assistant, or the "
             "chat template's {% generation %} marks enclose none of them"
         )
-    ids, spans = _with_stops(tokenizer, ids, spans, messages)
     mask = np.zeros(spans[-1][1], bool)
     for begin, end in spans:
         mask[begin:end] = True
@@ -121,6 +121,9 @@ def _by_marks(
         ]
         if within:
             spans.append((within[0], within[-1] + 1))
+        else:  # an empty answer, of which the stop trains
+            place = next((index for index, (first, _) in enumerate(offsets) if first >= end), len(offsets))
+            spans.append((place, place))
     return list(encoded["input_ids"]), spans
 
 
@@ -141,7 +144,7 @@ def _marked(
         return_assistant_tokens_mask=True,
         **{**tokenizer.special_tokens_map, **template_kwargs, **of_tools(tools)},
     )
-    return text, [(begin, end) for begin, end in marked if begin < end]
+    return text, list(marked)
 
 
 def _with_stops(
@@ -156,6 +159,8 @@ def _with_stops(
         stop = _stop_of(tokenizer, ids, stops, (begin, end), behind)
         if stop is not None:
             end = stop + 1
+        elif begin == end:
+            continue  # marks around nothing that end no turn
         elif is_last and stops.isdisjoint(ids[end:]):
             ids = [*ids[:end], end_id(tokenizer)]
             end += 1

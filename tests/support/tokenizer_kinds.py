@@ -55,9 +55,10 @@ def _byte_level(prefix: bool = False) -> Tokenizer:
 def _merged(symbols: list[str], space: str, **options: Any) -> models.BPE:
     """BPE with the words, each with a space before it and without."""
     merges: dict[tuple[str, str], None] = {}
-    for word in (*WORDS, *(space + word for word in WORDS)):
+    for word in WORDS:
         for end in range(2, len(word) + 1):
             merges[word[: end - 1], word[end - 1]] = None
+    merges |= {(space, word): None for word in WORDS}
     pieces = [*symbols, *("".join(pair) for pair in merges)]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     return models.BPE(vocabulary, list(merges), **options)
