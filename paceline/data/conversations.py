@@ -16,6 +16,7 @@ import numpy as np
 from paceline.data.tokens import (
     NO_KWARGS,
     end_id,
+    end_of,
     ends_by_text,
     ids_of,
     of_tools,
@@ -89,7 +90,8 @@ def _by_prefixes(
                 "so the assistant's tokens cannot be told exactly; use a template with {% generation %} marks, or "
                 "sft.loss_mask=completion"
             )
-        spans.append((start, end))
+        own = end_of(tokenizer, ids[start:end], str(message.get("content") or ""))
+        spans.append((start, end if own is None else start + own))
     return ids, spans
 
 

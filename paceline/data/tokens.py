@@ -381,16 +381,22 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
     return encode_continuation(tokenizer, prompt_ids, text).tolist()
 
 
-def _ended(tokenizer: Any, ids: list[int], said: str = "") -> IntArray:
-    """Up to and with the last token at which sampling stops, if nothing but white space follows it, or nothing of `said`, a message
-    that the template wrote; else with the end of sequence behind."""
+def end_of(tokenizer: Any, ids: Sequence[int], said: str = "") -> int | None:
+    """Return the number of tokens up to and with the last one at which sampling stops, if nothing but white space follows it, or
+    nothing of `said`, a message that the template wrote; else None."""
     stops = stop_ids(tokenizer)
-    last = max((index for index, token in enumerate(ids) if token in stops), default=-1)
-    if last >= 0:
-        rest = tokenizer.decode(ids[last + 1 :], skip_special_tokens=False)
-        if not rest.strip() or (said.strip() and said.strip() not in rest):
-            return np.array(ids[: last + 1], np.int32)
-    return np.array([*ids, end_id(tokenizer)], np.int32)
+    last = max((index for index, token in enumerate(ids) if token in stops), default=None)
+    if last is None:
+        return None
+    rest = tokenizer.decode(ids[last + 1 :], skip_special_tokens=False)
+    is_over = not rest.strip() or (said.strip() and said.strip() not in rest)
+    return last + 1 if is_over else None
+
+
+def _ended(tokenizer: Any, ids: list[int], said: str = "") -> IntArray:
+    """Return tokens up to their end; the end of sequence is added where they have none."""
+    end = end_of(tokenizer, ids, said)
+    return np.array([*ids, end_id(tokenizer)] if end is None else ids[:end], np.int32)
 
 
 def padding_token_id(tokenizer: Any) -> int:

@@ -206,6 +206,16 @@ def test_stops_and_stop_strings_of_the_policy_count(tmp_path: Path) -> None:
     assert trained(loaded(stop_strings=["<|im_end|>"]), TURNS)[0].startswith("4<|im_end|>")
 
 
+def test_a_template_that_always_opens_a_turn_trains_none_of_it() -> None:
+    """As Llama 3's first template did (meta-llama/llama3#104)."""
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}<|assistant|>"
+    assert trained(made(template), TURNS[:2]) == ["4<|im_end|>"]
+    assert (
+        made(template).decode(encode_exchange(made(template), TURNS[:1], TURNS[1:2], "auto")[1])
+        == "4<|im_end|>"
+    )
+
+
 def test_the_next_roles_mark_trains_where_sampling_stops_at_it() -> None:
     """GLM's templates write no end of a turn; the model stops at the mark of the next one."""
     tokenizer = made(
