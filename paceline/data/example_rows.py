@@ -251,6 +251,11 @@ def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[st
     return prompt, rests[0], rests[1:]
 
 
+def is_whole(row: Mapping[str, Any]) -> bool:
+    """Return whether the completion of a row came to its end: false where a recorded one was cut off at its longest."""
+    return row.get("finish_reason") != "length"
+
+
 def as_prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> Any:
     """Return the prompt with the system prompt; as messages where any completion is messages."""
     if isinstance(prompt, str) and any(not isinstance(completion, str) for completion in completions):

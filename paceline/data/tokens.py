@@ -343,9 +343,11 @@ def encode_exchange(
     template: str,
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    ends: bool = True,
 ) -> tuple[IntArray, IntArray]:
     """Return ([P], [T]) token ids of a prompt and what follows it, which ends where sampling would: at the end of
-    sequence.
+    sequence, but for a text that was cut off (`ends` is false).
 
     A completion of messages is what the chat template adds to the prompt, and a new turn even behind the assistant's. Raises
     InvalidInput where the template writes the prompt otherwise once an answer follows, since the trained prompt would then
@@ -356,7 +358,7 @@ def encode_exchange(
         ids = _prompt_ids(tokenizer, prompt, template, text)
         is_text = isinstance(prompt, str) and template != "always"
         rest = _behind(tokenizer, ids, text, completion, begins=is_text)
-        return np.array(ids, np.int32), _ended(tokenizer, rest)
+        return np.array(ids, np.int32), _ended(tokenizer, rest) if ends else np.array(rest, np.int32)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if template == "never" or not tokenizer.chat_template:
         encode_prompt(tokenizer, messages, template)  # raises

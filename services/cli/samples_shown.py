@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.conversations import encode_conversation
-from paceline.data.example_rows import Demonstration
+from paceline.data.example_rows import Demonstration, is_whole
 from paceline.data.exchanges import exchange_of
 from paceline.data.messages import tools_of, tools_of_prompt
 from paceline.data.tokens import encode_exchange, encode_prompt, encode_text, text_kept
@@ -45,7 +45,7 @@ def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[
         messages = [*Demonstration(prompt, completion).prompt, *completion]
         ids, trained = encode_conversation(tokenizer, messages, template[1], tools)
     else:
-        before, after = encode_exchange(tokenizer, prompt, completion, *template, tools)
+        before, after = encode_exchange(tokenizer, prompt, completion, *template, tools, ends=is_whole(row))
         ids, trained = np.concatenate([before, after]), np.arange(len(before) + len(after)) >= len(before)
     parts, end, before = [], 0, ""
     for trains, group in groupby(trained.tolist()):
