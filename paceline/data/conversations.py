@@ -140,12 +140,13 @@ def _marked(
 
     render_chat(tokenizer, messages, template_kwargs, tools)  # raises what a template raises, as InvalidInput
     shown = [{key: value for key, value in each.items() if value is not None} for each in messages]
-    (text,), (marked,) = render_jinja_template(
+    rendered: Any = render_jinja_template(
         conversations=[shown],
         chat_template=tokenizer.get_chat_template(None, tools),
         return_assistant_tokens_mask=True,
         **{**tokenizer.special_tokens_map, **template_kwargs, **of_tools(tools)},
     )
+    (text,), (marked,) = rendered
     return text, list(marked)
 
 

@@ -73,7 +73,7 @@ def load_tokenizer(policy: PolicySection) -> Any:
 
 def _ends_of_model(name: str) -> set[int]:
     """Return the end-of-sequence tokens that the files of a model name beside its tokenizer, as the engine reads them."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     found: set[int] = set()
     for file in ("config.json", "generation_config.json"):
@@ -196,7 +196,7 @@ def text_kept(tokenizer: Any, text: str) -> str:
     return text if kept.removeprefix(" ") == text.removeprefix(" ") else kept
 
 
-def encode_continuation(tokenizer: Any, before: Sequence[int], text: str) -> IntArray:
+def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: str) -> IntArray:
     """Return [K] tokens of a text that goes on behind the tokens `before`.
 
     Tokenizers may begin a text with a white space of their own (SentencePiece's dummy prefix, `add_prefix_space`), which has no
@@ -380,7 +380,7 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
         whole = (_begun if begins else ids_of)(tokenizer, prompt + text)
     if whole[: len(prompt_ids)] == prompt_ids:
         return whole[len(prompt_ids) :]
-    return encode_continuation(tokenizer, prompt_ids, text).tolist()
+    return [int(token) for token in encode_continuation(tokenizer, prompt_ids, text)]
 
 
 def end_of(tokenizer: Any, ids: Sequence[int], said: str = "") -> int | None:

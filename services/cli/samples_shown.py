@@ -47,12 +47,13 @@ def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[
     else:
         before, after = encode_exchange(tokenizer, prompt, completion, *template, tools, ends=is_whole(row))
         ids, trained = np.concatenate([before, after]), np.arange(len(before) + len(after)) >= len(before)
-    parts, end, before = [], 0, ""
+    parts: list[Part] = []
+    end, written = 0, ""
     for trains, group in groupby(trained.tolist()):
         end += len(list(group))
         text = str(tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False))
-        parts.append((shown(text[len(before) :]), bool(trains)))
-        before = text
+        parts.append((shown(text[len(written) :]), bool(trains)))
+        written = text
     return parts, len(ids), int(trained.sum())
 
 

@@ -37,8 +37,8 @@ def open_data(spec: RunSpec) -> RunData:
             open_examples(spec, validation=True)
         shown = [rows[index] for index in range(min(len(rows), NUM_FIRST))]
         shown = [row["traces"][0] for row in shown] if spec.trains_traces else shown
-        first = [part for row in shown for part in exchange_of(row, spec)[:2] if part is not None]
-        return RunData(len(rows), report=report_of(rows, spec), first=tuple(first))
+        parts = (part for row in shown for part in exchange_of(row, spec)[:2] if part is not None)
+        return RunData(len(rows), report=report_of(rows, spec), first=tuple(parts))
     has_tools = spec.prompts_have_tools
     prompts = open_prompts(spec.data, spec.seed, has_tools=has_tools)
     validation = (
