@@ -99,7 +99,6 @@ COVERED_BY = {
     "environment/notes.py": "test_agent_session.py",
     "environment/rendering/choosing.py": "test_family.py",
     "environment/rendering/protocol.py": "test_template.py",
-    "environment/rendering/texts.py": "tests/environment/test_class_episode.py",
     "environment/sample.py": "test_class_episode.py",
     "environment/seeds.py": "test_class_episode.py",
     "environment/setting.py": "test_class_episode.py",

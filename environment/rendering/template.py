@@ -93,7 +93,7 @@ class TemplateRendering:
         reader = AnswerReader(
             self.calls if self.calls is not None else answers.calls,
             answers.reasons,
-            self.template.opens_reasoning(prompt_ids),
+            self.template.opens_reasoning(prompt_ids, conversation.messages),
             self._shown(conversation) or conversation.tools,
         )
         return read_turn(turn.text, reader)

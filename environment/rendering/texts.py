@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from environment.protocols import SampledTurn
 from environment.rendering.protocol import Call, Conversation, Parsed
 from paceline.chat.answer_reader import AnswerReader, calls_of, content_of, read_answer, reasoning_of
 from paceline.chat.call_formats import CallFormat
 from paceline.chat.messages import Json
-from paceline.data.tokens import encode_prompt
+from paceline.data.tokens import encode_continuation, encode_prompt
 from paceline.groups import IntArray
 
 
@@ -33,9 +31,9 @@ class TextRendering:
     def bridge(
         self, before: Conversation, prompt_ids: IntArray, turn: SampledTurn, answer: Json, new: Sequence[Json]
     ) -> IntArray | None:
-        """Return the tokens of the new contents."""
+        """Return the tokens of the new contents, as they are written behind the turn."""
         text = "".join(str(message["content"] or "") for message in new)
-        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        return encode_continuation(self.tokenizer, [*prompt_ids[-1:], *turn.token_ids], text)
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
         """Return the text, and its calls."""

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from learner.batch.samples import PreferenceLabel, TrainingSample
+from paceline.data.conversations import encode_conversation
+from paceline.data.example_rows import is_whole
 from paceline.data.messages import tools_of
-from paceline.data.tokens import encode_conversation, encode_exchange, encode_for_scoring, encode_text
+from paceline.data.tokens import encode_exchange, encode_for_scoring, encode_text
 from paceline.data.traces.rows import TraceTokens
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
@@ -26,26 +28,30 @@ class ExampleEncoder:
         self._template = spec.data.apply_chat_template, spec.data.chat_template_kwargs
         self._limit = spec.policy.max_total_sequence_length
         self._tools: list[Any] | None = None
+        self._ends = True
 
     def of_row(self, row: Mapping[str, Any]) -> ExampleEncoder:
-        """Return the encoder of a row's texts: its chat template gets the row's tools."""
+        """Return the encoder of a row's texts: its chat template gets the row's tools, and a completion that was cut off does
+        not end."""
         tools = tools_of(row)
-        if tools is None:
+        if tools is None and is_whole(row):
             return self
-        if re.search(r"\btools\b", str(self._tokenizer.chat_template or "")) is None:
+        if tools is not None and re.search(r"\btools\b", str(self._tokenizer.chat_template or "")) is None:
             raise InvalidInput(
                 f"column 'tools' defines {len(tools)} tools, but the chat template of the tokenizer reads none; use another "
                 "tokenizer, or remove the column"
             )
         encoder = copy.copy(self)
-        encoder._tools = tools
+        encoder._tools, encoder._ends = tools, is_whole(row)
         return encoder
 
     def completion(
         self, number: int, prompt: Any, completion: Any, label: PreferenceLabel | None = None
     ) -> TrainingSample:
         """Return the completion after its prompt; all of its tokens train."""
-        prompt_ids, ids = encode_exchange(self._tokenizer, prompt, completion, *self._template, self._tools)
+        prompt_ids, ids = encode_exchange(
+            self._tokenizer, prompt, completion, *self._template, self._tools, ends=self._ends
+        )
         self._check_length(np.concatenate((prompt_ids, ids)))
         return TrainingSample(number, prompt_ids, ids, label=label)
 

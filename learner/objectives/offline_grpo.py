@@ -47,7 +47,9 @@ class OfflineGrpo(Objective):
         advantages_C = advantages(rewards_C, group_preset(self._spec.offline_grpo.advantage))
         return [
             replace(
-                encoder.of_row({"tools": trace.tools}).completion(number, trace.prompt, trace.completion)
+                encoder.of_row({"tools": trace.tools, "finish_reason": trace.finish_reason}).completion(
+                    number, trace.prompt, trace.completion
+                )
                 if trace.tokens is None
                 else encoder.recorded(number, trace.tokens),
                 advantage=float(advantage),

@@ -19,7 +19,7 @@ from paceline.chat.rendering import ChatTemplate
 from paceline.chat.requests import ChatAsk
 from paceline.chat.template_probes import END_THINK, AnswerFormat
 from paceline.chat.tools import Choice
-from paceline.data.tokens import NO_KWARGS
+from paceline.data.tokens import NO_KWARGS, encode_continuation
 from paceline.groups import IntArray
 
 NO_CALLS = AnswerFormat("none", False)
@@ -69,7 +69,8 @@ def prepare_chat(
     tools, choice = ask.tools or [], ask.tool_choice
     written = template.answer_format
     calls = written.calls if call_format == "auto" else call_format
-    prompt_ids = template.encode(ask.rendered(), tools, kwargs, choice=choice)
+    messages = ask.rendered()
+    prompt_ids = template.encode(messages, tools, kwargs, choice=choice)
     if choice.kind == "none":
         calls = "none"
     elif calls == "none" and call_format == "auto":
@@ -79,13 +80,13 @@ def prepare_chat(
             "tools",
         )
     reasons = written.reasons and ask.separate_reasoning is not False
-    opens = template.opens_reasoning(prompt_ids)
+    opens = template.opens_reasoning(prompt_ids, messages)
     begun = ""
     if choice.kind in ("required", "function"):
         begun = _begun_call(choice, tools, written if calls == written.calls else NO_CALLS)
         text = f"\n{END_THINK}\n\n{begun}" if opens else begun
-        ids = template.tokenizer(text, add_special_tokens=False)["input_ids"]
-        prompt_ids, opens = np.concatenate([prompt_ids, np.array(ids, np.int32)]), False
+        ids = encode_continuation(template.tokenizer, prompt_ids, text)
+        prompt_ids, opens = np.concatenate([prompt_ids, ids]), False
     return PreparedChat(
         prompt_ids,
         calls,  # type: ignore[arg-type]  # the spec allows no other

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from paceline.chat.messages import Json, Unsupported
 from paceline.chat.template_probes import (
     BESIDE_CALLS,
+    END_THINK,
     THINK,
     AnswerFormat,
     Probe,
@@ -121,10 +122,14 @@ class ChatTemplate:
             proofs.answer_format = answer_format_of(self.tokenizer, self.source)
         return proofs.answer_format
 
-    def opens_reasoning(self, prompt_ids: IntArray) -> bool:
-        """Return whether an answer to the prompt begins within its reasoning, because the template has opened it."""
+    def opens_reasoning(self, prompt_ids: IntArray, messages: Sequence[Json] = ()) -> bool:
+        """Return whether an answer to the prompt begins within its reasoning, because the template has opened it, or the
+        assistant's message that it goes on with."""
         if not self.answer_format.reasons:
             return False
+        if messages and messages[-1]["role"] == "assistant":
+            begun = str(messages[-1].get("content"))
+            return THINK in begun and END_THINK not in begun.rpartition(THINK)[2]
         tail = str(self.tokenizer.decode(prompt_ids[-32:].tolist(), skip_special_tokens=False))
         return tail.rstrip().endswith(THINK)
 

@@ -72,6 +72,14 @@ def texts(table: pa.Table, name: str) -> Mask:
     return passing
 
 
+def unanswered(table: pa.Table, name: str) -> Mask:
+    """Return [N] whether column `name` has text, or messages the last of which is not the assistant's."""
+    if name not in table.column_names or not _are_plain_messages(table[name].type):
+        return np.ones(table.num_rows, bool)
+    others: Mask = Messages(table[name]).roles_at(-1) != "assistant"
+    return others
+
+
 def different(table: pa.Table, name: str, other: str) -> Mask:
     """Return [N] whether two columns certainly differ: their texts, or the last of as many messages. Both have to be
     `texts`."""

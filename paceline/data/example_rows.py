@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +29,13 @@ from paceline.data.row_checks import check_columns, check_prompt, check_text
 from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError
 from paceline.spec import DataSection
+
+MARK = r"<[^<>\s]*start[^<>\s]*>\w*|<[|｜][^<>]*[|｜]>|</?\w[^<>\s]*>|\[/?[A-Z_]+\]"
+"""A mark of a chat: `<start_of_turn>user`, `<|user|>`, `</s>`, `[INST]`."""
+WRITTEN = re.compile(rf"{MARK}|\s+|(?:(?!{MARK})\S)+")
+"""Units of a text that no pair is cut within: marks, white space, and what stands between those."""
+WORDS = re.compile(rf"{MARK}|\s+|[\w\u0300-\u036f]+|(?:(?!{MARK})[^\w\s])+")
+"""Shorter units, for texts without white space."""
 
 
 class Demonstration(NamedTuple):
@@ -77,7 +85,7 @@ def read_demonstration(row: dict[str, Any], data: DataSection) -> Demonstration:
     data = with_keys_of_row(row, data)
     check_prompt(row, data.prompt_key)
     check_columns(row, (data.completion_key,))
-    completion = _completion(row[data.completion_key], data.completion_key)
+    completion = _completion(row[data.completion_key], data.completion_key, row[data.prompt_key])
     return Demonstration(as_prompt(row[data.prompt_key], (completion,), data), completion)
 
 
@@ -118,7 +126,8 @@ def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
     else:
         check_prompt(row, data.prompt_key)
         prompt = row[data.prompt_key]
-    return _preference(prompt, chosen, several, float(margin), data, (data.chosen_key, data.rejected_key))
+    keys, begun = (data.chosen_key, data.rejected_key), row.get(data.prompt_key)
+    return _preference(prompt, chosen, several, float(margin), data, keys, begun)
 
 
 def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
@@ -144,7 +153,7 @@ def read_labeled_completion(row: dict[str, Any], data: DataSection) -> LabeledCo
         raise DataError(
             f"column {data.label_key!r} has to be true or false, not {label!r:.80}; name the column in data.label_key"
         )
-    completion = _completion(row[data.completion_key], data.completion_key)
+    completion = _completion(row[data.completion_key], data.completion_key, row[data.prompt_key])
     return LabeledCompletion(as_prompt(row[data.prompt_key], (completion,), data), completion, bool(label))
 
 
@@ -169,15 +178,21 @@ def _ranked(row: dict[str, Any], data: DataSection) -> Preference:
         )
     key = "context" if "context" in row else data.prompt_key
     check_prompt(row, key)
-    rejected = [item["completion"] for item in ordered[1:]]
-    return _preference(row[key], best[0]["completion"], rejected, 0.0, data, ("completions", "completions"))
+    chosen, *rejected = (item["completion"] for item in ordered)
+    return _preference(row[key], chosen, rejected, 0.0, data, ("completions", "completions"), row[key])
 
 
 def _preference(
-    prompt: Any, chosen: Any, rejected: list[Any], margin: float, data: DataSection, keys: tuple[str, str]
+    prompt: Any,
+    chosen: Any,
+    rejected: list[Any],
+    margin: float,
+    data: DataSection,
+    keys: tuple[str, str],
+    begun: Any,
 ) -> Preference:
-    chosen = _completion(chosen, keys[0])
-    worse = tuple(_completion(completion, keys[1]) for completion in rejected)
+    chosen = _completion(chosen, keys[0], begun)
+    worse = tuple(_completion(completion, keys[1], begun) for completion in rejected)
     if chosen in worse:
         raise DataError(
             f"the chosen completion is also rejected ({chosen!r:.60}); a pair without a difference teaches nothing, "
@@ -213,19 +228,33 @@ def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) ->
 
 
 def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[str]]:
-    """Return the common beginning of texts, without a space at its end, and what follows: as TRL splits them."""
+    """Return the common beginning of texts up to the last place at which all of them may be cut, and what follows.
+
+    A space there belongs to what follows, as TRL splits them, because tokens of words begin with it.
+    """
     first, last = min(whole), max(whole)  # what these two share, all share
     common = sum(
         1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
     )
-    prompt = first[:common].removesuffix(" ")
-    rests = [text[len(prompt) :] for text in whole]
-    if not prompt or not all(rests):
+    common = min(common, min(map(len, whole)) - 1)  # all of them go on
+    prompt = ""
+    for units in (WRITTEN, WORDS):
+        places = set.intersection(*({found.end() for found in units.finditer(text)} for text in whole))
+        prompt = first[: max((place for place in places if place <= common), default=0)].removesuffix(" ")
+        if prompt:
+            break
+    if not prompt:
         raise DataError(
             f"there is no column {data.prompt_key!r}, and the texts of {data.chosen_key!r} and {data.rejected_key!r} have no "
             "common beginning after which both go on; name the prompt in data.prompt_key"
         )
+    rests = [text[len(prompt) :] for text in whole]
     return prompt, rests[0], rests[1:]
+
+
+def is_whole(row: Mapping[str, Any]) -> bool:
+    """Return whether the completion of a row came to its end: false where a recorded one was cut off at its longest."""
+    return row.get("finish_reason") != "length"
 
 
 def as_prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> Any:
@@ -235,6 +264,22 @@ def as_prompt(prompt: Any, completions: tuple[Any, ...], data: DataSection) -> A
     return with_system_prompt(prompt, data)
 
 
-def _completion(value: Any, key: str) -> Any:
+def continuing(prompt: Any, completion: Any) -> Any:
+    """Return the completion of a row, as text where the prompt has begun the message that it goes on with. Raises DataError
+    for one that has more than that text."""
+    begins = are_messages(prompt) and prompt[-1]["role"] == "assistant"
+    if not (begins and are_messages(completion) and completion[0]["role"] == "assistant"):
+        return completion
+    text = completion[0]["content"]
+    if len(completion) > 1 or completion[0].get("tool_calls") or not isinstance(text, str):
+        raise DataError(
+            f"the prompt ends with the assistant's message {prompt[-1]['content']!r:.60}, which the completion goes on with, so "
+            "that has to be text or one message with text alone; move the beginning into the completion"
+        )
+    return text
+
+
+def _completion(value: Any, key: str, begun: Any) -> Any:
+    """Return a checked completion of the prompt `begun`. Raises DataError."""
     check_text(value, key)
-    return plain(value)
+    return continuing(begun, plain(value))

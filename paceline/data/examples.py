@@ -24,6 +24,7 @@ from paceline.data.column_scan import (
     finite,
     finite_or_absent,
     texts,
+    unanswered,
 )
 from paceline.data.decided_pairs import DecidedPairs
 from paceline.data.example_rows import (
@@ -235,7 +236,8 @@ def _passing_demonstrations(table: Any, data: DataSection) -> Mask:
     if has_text(names, data):
         return texts(table, "text")
     data = with_keys_of_row(names, data)
-    return texts(table, data.prompt_key) & texts(table, data.completion_key)
+    prompts = texts(table, data.prompt_key) & unanswered(table, data.prompt_key)
+    return prompts & texts(table, data.completion_key)
 
 
 def _passing_preferences(table: Any, data: DataSection) -> Mask:
@@ -246,10 +248,11 @@ def _passing_preferences(table: Any, data: DataSection) -> Mask:
     if not passing.any():
         return passing  # the columns may have forms that only the check of single rows knows
     if data.prompt_key in table.column_names:
-        return passing & texts(table, data.prompt_key) & different(table, chosen, rejected)
+        prompts = texts(table, data.prompt_key) & unanswered(table, data.prompt_key)
+        return passing & prompts & different(table, chosen, rejected)
     return passing & begin_alike(table, chosen, rejected)
 
 
 def _passing_labeled_completions(table: Any, data: DataSection) -> Mask:
-    text = texts(table, data.prompt_key) & texts(table, data.completion_key)
-    return text & booleans(table, data.label_key)
+    prompts = texts(table, data.prompt_key) & unanswered(table, data.prompt_key)
+    return prompts & texts(table, data.completion_key) & booleans(table, data.label_key)

@@ -6,27 +6,42 @@ Texts are tokenised once. Sampled tokens are never decoded and tokenised again.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from paceline.data.messages import plain
 from paceline.data.template_messages import for_template
 from paceline.error_texts import error_text, is_about_input
-from paceline.errors import InvalidInput, Unreadable
+from paceline.errors import InvalidInput, PacelineError, Unreadable
 from paceline.files.model_source import tokenizer_source
 from paceline.groups import IntArray
 from paceline.models.loading import fault_of_load
 from paceline.spec import DataSection, PolicySection
 
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
-"""Mark of a chat template at the beginning of the assistant's tokens."""
-
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+ANCHORS = ("\n", "a", ".", "0")
+"""Beginnings that a text is encoded behind, to see how the tokenizer writes it within a longer text."""
+
+
+class _Ends(NamedTuple):
+    """At what sampling ends."""
+
+    ids: frozenset[int]
+    """Tokens, besides the tokenizer's end of sequence."""
+    by_text: bool
+    """Stop strings end it too."""
+
+
+_ends: WeakKeyDictionary[Any, _Ends] = WeakKeyDictionary()
+"""Of each tokenizer that was loaded for a policy."""
 
 
 def load_tokenizer(policy: PolicySection) -> Any:
@@ -51,7 +66,48 @@ def load_tokenizer(policy: PolicySection) -> Any:
             f"policy.tokenizer_name (or model_name) {name!r} has no tokenizer files, so its vocabulary is empty; put "
             "tokenizer.json into the folder, or name another one in policy.tokenizer_name"
         )
+    generation = policy.generation
+    ids = frozenset((*_ends_of_model(policy.model_name), *generation.stop_token_ids))
+    _ends[tokenizer] = _Ends(ids, bool(generation.stop_strings))
     return tokenizer
+
+
+def _ends_of_model(name: str) -> set[int]:
+    """Return the end-of-sequence tokens that the files of a model name beside its tokenizer, as the engine reads them."""
+    from transformers.utils.hub import cached_file
+
+    found: set[int] = set()
+    for file in ("config.json", "generation_config.json"):
+        try:
+            path = cached_file(tokenizer_source(name), file, _raise_exceptions_for_missing_entries=False)
+            ids = json.loads(Path(path).read_bytes())["eos_token_id"] if path else []
+        except (OSError, ValueError, LookupError, TypeError, PacelineError):
+            continue  # the engine reports what is wrong with the model
+        found.update(token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int))
+    return found
+
+
+def stop_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens at which sampling stops. Raises InvalidInput where there is none."""
+    own = tokenizer.eos_token_id
+    ids = _ends[tokenizer].ids if tokenizer in _ends else frozenset()
+    ids |= frozenset(() if own is None else (own,))
+    if not ids:
+        raise InvalidInput(
+            "the tokenizer has no end of sequence, so no completion could end; set eos_token in its tokenizer_config.json"
+        )
+    return ids
+
+
+def ends_by_text(tokenizer: Any) -> bool:
+    """Return whether stop strings of the policy end sampling too."""
+    return tokenizer in _ends and _ends[tokenizer].by_text
+
+
+def end_id(tokenizer: Any) -> int:
+    """Return the token that ends a text which has no end yet."""
+    stops, own = stop_ids(tokenizer), tokenizer.eos_token_id
+    return min(stops) if own is None else int(own)
 
 
 def check_same_tokenizer(policy: PolicySection, teacher: PolicySection) -> None:
@@ -91,27 +147,128 @@ def encode_prompt(
 ) -> IntArray:
     """Return [P] token ids of a prompt: messages by the chat template, text as it is.
 
-    `template` is data.apply_chat_template, `template_kwargs` data.chat_template_kwargs, `tools` the definitions of tools
-    that the template gets. Raises InvalidInput: no template where one is needed, no tokens, or whatever
-    tokenizer or template raise.
+    A prompt that ends with the assistant is continued, as transformers' `continue_final_message` does. `template` is
+    data.apply_chat_template, `template_kwargs` data.chat_template_kwargs, `tools` the definitions of tools that the template
+    gets. Raises InvalidInput: no template where one is needed, no tokens, or whatever tokenizer or template raise.
     """
-    if isinstance(prompt, str) and template == "always":
-        prompt = [{"role": "user", "content": prompt}]
+    text = _prompt_text(tokenizer, prompt, template, template_kwargs, tools)
+    return np.array(_prompt_ids(tokenizer, prompt, template, text), np.int32)
+
+
+def _prompt_text(
+    tokenizer: Any,
+    prompt: Any,
+    template: str,
+    template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> str:
+    """Return what the model reads of a prompt, as text: messages with the opening of the answer."""
     if isinstance(prompt, str):
-        with _refusals("the tokenizer", f"the prompt {prompt!r:.60}"):
-            ids = tokenizer(prompt)["input_ids"]
-        if ids and ids[-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]  # some tokenizers end every text; a prompt goes on
-    else:
-        if template == "never" or not tokenizer.chat_template:
-            raise InvalidInput(
-                "the prompt is a list of messages, but the tokenizer has no chat template (or "
-                "data.apply_chat_template is 'never'); use text prompts or another tokenizer"
-            )
-        ids = _by_template(tokenizer, prompt, template_kwargs, add_generation_prompt=True, **_of_tools(tools))
+        if template != "always":
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    if template == "never" or not tokenizer.chat_template:
+        raise InvalidInput(
+            "the prompt is a list of messages, but the tokenizer has no chat template (or "
+            "data.apply_chat_template is 'never'); use text prompts or another tokenizer"
+        )
+    if prompt and prompt[-1].get("role") == "assistant":
+        return _continued(tokenizer, prompt, template_kwargs, tools)
+    return render_chat(tokenizer, prompt, template_kwargs, tools, add_generation_prompt=True)
+
+
+def _prompt_ids(tokenizer: Any, prompt: Any, template: str, text: str) -> list[int]:
+    """Return the tokens of a prompt's text. A text that is no chat begins with the tokenizer's own special tokens, once."""
+    is_text = isinstance(prompt, str) and template != "always"
+    with refusals("the tokenizer", f"the prompt {prompt!r:.60}"):
+        ids = _begun(tokenizer, text) if is_text else ids_of(tokenizer, text)
     if not ids:
         raise InvalidInput(f"the tokenizer has no tokens for the prompt {prompt!r:.60}")
-    return np.array(ids, np.int32)
+    return ids
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that begins a sequence, without special tokens that it does not have."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _begun(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text behind the special tokens that the tokenizer puts before every text, where the text does not
+    begin with them itself. Those that it puts behind a text are left out."""
+    ids = ids_of(tokenizer, text)
+    probe = "a" if ids_of(tokenizer, "a") else text
+    alone, whole = ids_of(tokenizer, probe), list(tokenizer(probe)["input_ids"])
+    begin = next(i for i in range(len(whole) + 1) if whole[i : i + len(alone)] == alone)
+    return ids if ids[:begin] == whole[:begin] else whole[:begin] + ids
+
+
+def text_kept(tokenizer: Any, text: str) -> str:
+    """Return what remains of a text when it is encoded and decoded by a tokenizer of the package `tokenizers`: the text itself,
+    where only a space that the tokenizer writes before it is new or gone."""
+    tokenizer.no_truncation()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    kept = str(tokenizer.decode(ids, skip_special_tokens=False))
+    return text if kept.removeprefix(" ") == text.removeprefix(" ") else kept
+
+
+def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: str) -> IntArray:
+    """Return [K] tokens of a text that goes on behind the tokens `before`.
+
+    Tokenizers may begin a text with a white space of their own (SentencePiece's dummy prefix, `add_prefix_space`), which has no
+    place within a sequence. So the text is encoded behind the last token, if that is a mark, else behind a text of which the
+    tokenizer keeps the tokens, and what follows those is returned.
+    """
+    anchors: Sequence[str] = ANCHORS
+    last = None if len(before) == 0 else tokenizer.added_tokens_decoder.get(int(before[-1]))
+    if last is not None:
+        anchors = (str(last), *ANCHORS)
+    with refusals("the tokenizer", f"the text {text!r:.60}"):
+        for anchor in anchors:
+            begin, whole = ids_of(tokenizer, anchor), ids_of(tokenizer, anchor + text)
+            if begin and whole[: len(begin)] == begin:
+                return np.array(whole[len(begin) :], np.int32)
+        return np.array(ids_of(tokenizer, text), np.int32)
+
+
+def _continued(
+    tokenizer: Any,
+    messages: Any,
+    template_kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> str:
+    """Return messages, the last of which is the assistant's and goes on. Raises InvalidInput where the template writes that
+    message in another way."""
+    last, options = messages[-1], of_tools(tools)
+    content = last.get("content")
+    if last.get("tool_calls") or not isinstance(content, str):
+        raise InvalidInput(
+            f"the prompt ends with an assistant's message that has no text to continue ({last!r:.80}); end it with a "
+            "message of the user or a tool, or with the beginning of the answer as text"
+        )
+    rewritten = InvalidInput(
+        f"the prompt ends with the assistant's message {content!r:.60}, which the chat template writes in another way, so it cannot "
+        "be continued; end the prompt with the message before it, or use another template"
+    )
+    kept = content.strip()
+    try:
+        text = str(
+            by_template(
+                tokenizer, messages, template_kwargs, tokenize=False, continue_final_message=True, **options
+            )
+        )
+    except InvalidInput as error:
+        raise rewritten if "continue_final_message" in str(error) else error from None
+    header, found, rest = text.rpartition(kept) if kept else (text, kept, "")
+    if found != kept or rest.strip():
+        raise rewritten
+    with contextlib.suppress(InvalidInput):  # of a template that takes no shorter chat
+        opened = render_chat(tokenizer, messages[:-1], template_kwargs, tools, add_generation_prompt=True)
+        added = header.removeprefix(opened).split() if header.startswith(opened) else []
+        if added and kept.startswith(added[0]):  # such as a reasoning that the template closes before it
+            header = ""
+    if not header:
+        raise rewritten
+    return text
 
 
 def render_chat(
@@ -124,18 +281,18 @@ def render_chat(
 ) -> str:
     """Return messages as the text that the chat template makes of them. Raises InvalidInput as `encode_prompt` does."""
     return str(
-        _by_template(
+        by_template(
             tokenizer,
             messages,
             template_kwargs,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            **_of_tools(tools),
+            **of_tools(tools),
         )
     )
 
 
-def _by_template(
+def by_template(
     tokenizer: Any,
     messages: Any,
     template_kwargs: Mapping[str, Any],
@@ -159,6 +316,15 @@ def _by_template(
             "the row has tools, which the chat template of the tokenizer does not read; take a model whose template does, or "
             "rename the column 'tools'"
         )
+    messages = shown_to(tokenizer, messages, template_kwargs)
+    with refusals("the chat template", f"the messages {messages!r:.60}"):
+        return tokenizer.apply_chat_template(
+            messages, tokenize=tokenize, return_dict=return_dict, **template_kwargs, **options
+        )
+
+
+def shown_to(tokenizer: Any, messages: Any, template_kwargs: Mapping[str, Any]) -> Any:
+    """Return messages as the chat template of the tokenizer takes them."""
 
     def write(chat: Any) -> str | None:
         try:
@@ -168,14 +334,10 @@ def _by_template(
                 raise
             return None
 
-    messages = for_template(messages, source, write)
-    with _refusals("the chat template", f"the messages {messages!r:.60}"):
-        return tokenizer.apply_chat_template(
-            messages, tokenize=tokenize, return_dict=return_dict, **template_kwargs, **options
-        )
+    return for_template(messages, str(tokenizer.chat_template), write)
 
 
-def _of_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+def of_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
     """Return the argument of the chat template for tools; none where there are none."""
     return {} if tools is None else {"tools": list(tools)}
 
@@ -186,7 +348,7 @@ def reads_tools(template: str) -> bool:
 
 
 @contextlib.contextmanager
-def _refusals(source: str, about: str) -> Iterator[None]:
+def refusals(source: str, about: str) -> Iterator[None]:
     """Turn whatever a tokenizer or its template raises into InvalidInput, with the exception's type and text: it is about
     the text. The excerpt comes last, so that equal faults begin alike."""
     try:
@@ -197,18 +359,11 @@ def _refusals(source: str, about: str) -> Iterator[None]:
         raise InvalidInput(f"{source} raised {error_text(error)}, for {about}") from error
 
 
-def encode_completion(tokenizer: Any, completion: str) -> IntArray:
-    """Return [T] token ids of a target text, the end of sequence included."""
-    with _refusals("the tokenizer", f"the completion {completion!r:.60}"):
-        ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    return np.array([*ids, tokenizer.eos_token_id], np.int32)
-
-
 def encode_text(tokenizer: Any, text: str) -> IntArray:
     """Return [T] token ids of a whole text, the tokenizer's own special tokens and the end of sequence included."""
-    with _refusals("the tokenizer", f"the text {text!r:.60}"):
-        ids = tokenizer(text)["input_ids"]
-    return _ended(tokenizer, ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id])
+    with refusals("the tokenizer", f"the text {text!r:.60}"):
+        ids = _begun(tokenizer, text)
+    return _ended(tokenizer, ids)
 
 
 def encode_exchange(
@@ -218,105 +373,62 @@ def encode_exchange(
     template: str,
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    ends: bool = True,
 ) -> tuple[IntArray, IntArray]:
     """Return ([P], [T]) token ids of a prompt and what follows it, which ends where sampling would: at the end of
-    sequence.
+    sequence, but for a text that was cut off (`ends` is false).
 
-    A completion of messages is what the chat template adds to the prompt. Raises InvalidInput where the template writes
-    the prompt otherwise once an answer follows, since the trained prompt would then not be the sampled one.
+    A completion of messages is what the chat template adds to the prompt, and a new turn even behind the assistant's. Raises
+    InvalidInput where the template writes the prompt otherwise once an answer follows, since the trained prompt would then
+    not be the sampled one.
     """
-    prompt_ids = encode_prompt(tokenizer, prompt, template, template_kwargs, tools)
     if isinstance(completion, str):
-        return prompt_ids, encode_completion(tokenizer, completion)
+        text = _prompt_text(tokenizer, prompt, template, template_kwargs, tools)
+        ids = _prompt_ids(tokenizer, prompt, template, text)
+        is_text = isinstance(prompt, str) and template != "always"
+        rest = _behind(tokenizer, ids, text, completion, begins=is_text)
+        return np.array(ids, np.int32), _ended(tokenizer, rest) if ends else np.array(rest, np.int32)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    prompt_ids = encode_prompt(tokenizer, messages, template, template_kwargs, tools)
-    whole = _by_template(tokenizer, [*messages, *completion], template_kwargs, **_of_tools(tools))
-    if list(whole[: len(prompt_ids)]) != prompt_ids.tolist():
+    if template == "never" or not tokenizer.chat_template:
+        encode_prompt(tokenizer, messages, template)  # raises
+    text = render_chat(tokenizer, messages, template_kwargs, tools, add_generation_prompt=True)
+    whole = render_chat(tokenizer, [*messages, *completion], template_kwargs, tools)
+    if not whole.startswith(text):
         raise InvalidInput(
             f"the chat template writes the prompt {messages!r:.60} in another way once an answer follows, so prompt and "
             "completion cannot be told apart; give completions as text, or use another template"
         )
-    return prompt_ids, _ended(tokenizer, list(whole[len(prompt_ids) :]))
+    ids = _prompt_ids(tokenizer, messages, template, text)
+    rest = _behind(tokenizer, ids, text, whole[len(text) :], begins=False)
+    return np.array(ids, np.int32), _ended(tokenizer, rest, str(completion[-1].get("content") or ""))
 
 
-def encode_conversation(
-    tokenizer: Any,
-    messages: list[Any],
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> tuple[IntArray, np.ndarray]:
-    """Return ([T] token ids, [T] bool: written by the assistant) of a whole conversation, ended after the last answer.
-
-    The assistant's tokens are those that the template marks (`{% generation %}`). In a template without marks they are
-    found by prefixes: the tokens that each assistant message adds to the conversation before it, opened for an answer,
-    up to and with the end of sequence. Raises InvalidInput for a template for which that is not exact, because it writes
-    earlier messages differently once later ones follow.
-    """
-    if not tokenizer.chat_template:
-        raise InvalidInput(
-            "the tokenizer has no chat template, which conversations need; use another tokenizer"
-        )
-    if GENERATION_MARK.search(str(tokenizer.chat_template)):
-        if not tokenizer.is_fast:
-            raise InvalidInput(
-                f"the chat template marks the assistant's tokens, which {type(tokenizer).__name__} cannot tell: it has no "
-                "fast form that keeps the places of characters; use a tokenizer with a tokenizer.json"
-            )
-        marked = _by_template(
-            tokenizer,
-            messages,
-            template_kwargs,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **_of_tools(tools),
-        )
-        ids, mask = list(marked["input_ids"]), np.array(marked["assistant_masks"], bool)
-    else:
-        ids = list(_by_template(tokenizer, messages, template_kwargs, **_of_tools(tools)))
-        mask = np.zeros(len(ids), bool)
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                start, end = _span_by_prefixes(tokenizer, messages, place, ids, template_kwargs, tools)
-                mask[start:end] = True
-    if not mask.any():
-        raise InvalidInput(
-            f"no token of the conversation {messages!r:.60} is the assistant's: it has no message of the assistant, or the "
-            "chat template's {% generation %} marks enclose none of them"
-        )
-    length = int(mask.nonzero()[0][-1]) + 1
-    return np.array(ids[:length], np.int32), mask[:length]
+def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, begins: bool) -> list[int]:
+    """Return the tokens of a text behind a prompt: those that it has in the whole, if the prompt's are the same there."""
+    with refusals("the tokenizer", f"the completion {text!r:.60}"):
+        whole = (_begun if begins else ids_of)(tokenizer, prompt + text)
+    if whole[: len(prompt_ids)] == prompt_ids:
+        return whole[len(prompt_ids) :]
+    return [int(token) for token in encode_continuation(tokenizer, prompt_ids, text)]
 
 
-def _span_by_prefixes(
-    tokenizer: Any,
-    messages: list[Any],
-    place: int,
-    ids: list[int],
-    template_kwargs: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None,
-) -> tuple[int, int]:
-    """Return the begin and the end of message `place`, the assistant's, in `ids`, the whole conversation."""
-    options = _of_tools(tools)
-    opened = _by_template(tokenizer, messages[:place], template_kwargs, add_generation_prompt=True, **options)
-    closed = _by_template(tokenizer, messages[: place + 1], template_kwargs, **options)
-    start, end = len(opened), len(closed)
-    if list(opened) != ids[:start] or list(closed) != ids[:end] or start >= end:
-        raise InvalidInput(
-            f"the chat template writes the messages before {messages[place]!r:.60} in another way once later ones follow, "
-            "so the assistant's tokens cannot be told exactly; use a template with {% generation %} marks, or "
-            "sft.loss_mask=completion"
-        )
-    own = _ended(tokenizer, ids[start:end])
-    return start, start + min(len(own), end - start)
+def end_of(tokenizer: Any, ids: Sequence[int], said: str = "") -> int | None:
+    """Return the number of tokens up to and with the last one at which sampling stops, if nothing but white space follows it, or
+    nothing of `said`, a message that the template wrote; else None."""
+    stops = stop_ids(tokenizer)
+    last = max((index for index, token in enumerate(ids) if token in stops), default=None)
+    if last is None:
+        return None
+    rest = tokenizer.decode(ids[last + 1 :], skip_special_tokens=False)
+    is_over = not rest.strip() or (said.strip() and said.strip() not in rest)
+    return last + 1 if is_over else None
 
 
-def _ended(tokenizer: Any, ids: list[int]) -> IntArray:
-    """Up to and with the last end of sequence; one is added where there is none."""
-    eos = tokenizer.eos_token_id
-    if eos in ids:
-        last = len(ids) - 1 - ids[::-1].index(eos)
-        return np.array(ids[: last + 1], np.int32)
-    return np.array([*ids, eos], np.int32)
+def _ended(tokenizer: Any, ids: list[int], said: str = "") -> IntArray:
+    """Return tokens up to their end; the end of sequence is added where they have none."""
+    end = end_of(tokenizer, ids, said)
+    return np.array([*ids, end_id(tokenizer)] if end is None else ids[:end], np.int32)
 
 
 def padding_token_id(tokenizer: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paceline.data.tokens import encode_for_scoring, encode_prompt
+from paceline.data.tokens import encode_continuation, encode_for_scoring, encode_prompt
 from reward.models.settings import ModelSettings, ProcessModelSettings
 
 
@@ -34,10 +34,10 @@ class TextEncoder:
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         tokenizer = self.tokenizer
         ids = encode_prompt(tokenizer, prompt, "auto", self._settings.chat_template_kwargs or {}).tolist()
-        behind: list[int] = tokenizer(separator, add_special_tokens=False)["input_ids"]
         places = []
         for step in steps_of(text, separator):
-            ids = [*ids, *tokenizer(step, add_special_tokens=False)["input_ids"], *behind]
+            for piece in (step, separator):
+                ids += encode_continuation(tokenizer, ids, piece).tolist()
             places.append(len(ids) - 1)
         return Text(ids, places)
 

@@ -77,8 +77,9 @@ def inspect(
         click.echo("")
         if "tokens" in sample:
             click.echo(f"  {sample['tokens']:,} tokens, of which {sample['trained_tokens']:,} train")
-        if "refused" in sample:
-            click.echo(f"warning: row {sample['row']}: {sample['refused']}", err=True)
+        for key in ("refused", "changed"):
+            if key in sample:
+                click.echo(f"warning: row {sample['row']}: {sample[key]}", err=True)
     for each in found["overlap"]:
         click.echo(
             f"{each['evaluation']}: {each['rows']:,} of {each['compared']:,} training prompts are in it"
@@ -171,7 +172,7 @@ def _sources(rows: Rows, spec: RunSpec, *, validation: bool) -> dict[str, Any]:
 
 def _samples(rows: Rows, spec: RunSpec, number: int, tokens: bool) -> list[dict[str, Any]]:
     from paceline.data.tokens import load_tokenizer
-    from services.cli.samples_shown import as_text, as_tokens
+    from services.cli.samples_shown import as_text, as_tokens, changed
 
     if not tokens:
         return [{"row": index, "parts": as_text(rows[index], spec)} for index in range(number)]
@@ -180,6 +181,8 @@ def _samples(rows: Rows, spec: RunSpec, number: int, tokens: bool) -> list[dict[
         try:
             parts, length, trained = as_tokens(rows[index], spec, tokenizer)
             samples.append({"row": index, "parts": parts, "tokens": length, "trained_tokens": trained})
+            if sentence := changed(rows[index], spec, tokenizer):
+                samples[-1]["changed"] = sentence
         except InvalidInput as error:
             samples.append({"row": index, "parts": as_text(rows[index], spec), "refused": str(error)})
     return samples

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.example_rows import Demonstration
+from paceline.data.conversations import encode_conversation
+from paceline.data.example_rows import Demonstration, is_whole
 from paceline.data.exchanges import exchange_of
 from paceline.data.messages import tools_of, tools_of_prompt
-from paceline.data.tokens import encode_conversation, encode_exchange, encode_prompt, encode_text
+from paceline.data.tokens import encode_exchange, encode_prompt, encode_text, text_kept
 from paceline.spec import RunSpec
 
 Part = tuple[str, bool]
@@ -44,12 +45,27 @@ def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[
         messages = [*Demonstration(prompt, completion).prompt, *completion]
         ids, trained = encode_conversation(tokenizer, messages, template[1], tools)
     else:
-        before, after = encode_exchange(tokenizer, prompt, completion, *template, tools)
+        before, after = encode_exchange(tokenizer, prompt, completion, *template, tools, ends=is_whole(row))
         ids, trained = np.concatenate([before, after]), np.arange(len(before) + len(after)) >= len(before)
-    parts = []
-    for trains, group in groupby(zip(ids.tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1]):
-        parts.append((shown(tokenizer.decode([token for token, _ in group])), bool(trains)))
+    parts: list[Part] = []
+    end, written = 0, ""
+    for trains, group in groupby(trained.tolist()):
+        end += len(list(group))
+        text = str(tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False))
+        parts.append((shown(text[len(written) :]), bool(trains)))
+        written = text
     return parts, len(ids), int(trained.sum())
+
+
+def changed(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> str:
+    """Return a sentence about a text of the row that the tokenizer does not keep; empty where it keeps all."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    for part in exchange_of(row, spec)[:2] if backend is not None else ():
+        texts = (part,) if part is None or isinstance(part, str) else [each.get("content") for each in part]
+        for text in texts:
+            if isinstance(text, str) and (kept := text_kept(backend, text)) != text:
+                return f"the tokenizer does not keep {text!r:.80}: {kept!r:.80} remains"
+    return ""
 
 
 def shown(value: Any) -> str:

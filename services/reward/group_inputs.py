@@ -51,11 +51,15 @@ class GroupInputs:
 def inputs_of_completions(
     prompt: Any, columns: dict[str, Any], completions: Sequence[Completion]
 ) -> GroupInputs:
-    """Return the inputs of a group without an environment."""
+    """Return the inputs of a group without an environment. An answer that the prompt begins is in the completion as a whole, as
+    TRL has it."""
     count = len(completions)
     texts: list[Any] = [completion.text for completion in completions]
     if not isinstance(prompt, str):
-        texts = [[{"role": "assistant", "content": text}] for text in texts]
+        begun = ""
+        if prompt and prompt[-1]["role"] == "assistant":
+            prompt, begun = prompt[:-1], prompt[-1]["content"]
+        texts = [[{"role": "assistant", "content": begun + text}] for text in texts]
     return GroupInputs(
         [prompt] * count,
         texts,

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paceline.data.example_rows import continuing
 from paceline.data.messages import plain, tools_of
 from paceline.data.row_checks import check_columns, check_prompt, check_text
 from paceline.errors import DataError
@@ -57,6 +58,8 @@ class Trace(NamedTuple):
     """None for a text row."""
     tools: list[Any] | None = None
     """Definitions of tools that the chat template gets with the prompt of a text row."""
+    finish_reason: str | None = None
+    """Why the completion of a text row ended, where the row says so."""
 
 
 class TraceKeys(NamedTuple):
@@ -79,9 +82,13 @@ def read_trace(row: Mapping[str, Any], keys: TraceKeys) -> Trace:
     prompt, completion = row[keys.prompt], row.get(keys.completion, "")
     if tokens is None:
         _check_authors(completion, keys.completion)
-    if not isinstance(prompt, str) and isinstance(completion, str) and tokens is None:
+    if tokens is None:
+        completion = continuing(prompt, plain(completion))
+    continues = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+    if not isinstance(prompt, str) and isinstance(completion, str) and tokens is None and not continues:
         completion = [{"role": "assistant", "content": completion}]
-    return Trace(plain(prompt), plain(completion), reward, tokens, None if tokens else tools_of(row))
+    tools, reason = (None, None) if tokens else (tools_of(row), row.get("finish_reason"))
+    return Trace(plain(prompt), plain(completion), reward, tokens, tools, reason)
 
 
 def format_of(row: Mapping[str, Any]) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.data.examples import open_examples, report_of
+from paceline.data.exchanges import exchange_of
 from paceline.data.prompts import PromptSource, open_prompts
 from paceline.spec import RunSpec
+
+NUM_FIRST = 8
+"""Rows whose texts are looked at when a run is submitted."""
 
 
 class RunData(NamedTuple):
@@ -19,6 +23,8 @@ class RunData(NamedTuple):
     validation: PromptSource | None = None
     report: str = ""
     """Format of the training data, and what was used and left out, for people."""
+    first: tuple[Any, ...] = ()
+    """Prompts, and completions of examples, of the first rows: texts or messages."""
 
 
 def open_data(spec: RunSpec) -> RunData:
@@ -29,7 +35,10 @@ def open_data(spec: RunSpec) -> RunData:
         rows = open_examples(spec)
         if spec.examples.validates and data.validation is not None:
             open_examples(spec, validation=True)
-        return RunData(len(rows), report=report_of(rows, spec))
+        shown = [rows[index] for index in range(min(len(rows), NUM_FIRST))]
+        shown = [row["traces"][0] for row in shown] if spec.trains_traces else shown
+        parts = (part for row in shown for part in exchange_of(row, spec)[:2] if part is not None)
+        return RunData(len(rows), report=report_of(rows, spec), first=tuple(parts))
     has_tools = spec.prompts_have_tools
     prompts = open_prompts(spec.data, spec.seed, has_tools=has_tools)
     validation = (
@@ -37,7 +46,8 @@ def open_data(spec: RunSpec) -> RunData:
         if spec.data.validation
         else None
     )
-    return RunData(len(prompts), prompts, validation, prompts.format)
+    first = tuple(prompts.draw(cursor)[0] for cursor in range(min(len(prompts), NUM_FIRST)))
+    return RunData(len(prompts), prompts, validation, prompts.format, first)
 
 
 def changed_data_warnings(before: str, spec: RunSpec, prompts: PromptSource | None) -> list[str]:

@@ -9,12 +9,13 @@ import inspect
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
-from paceline.data.tokens import reads_tools
+from paceline.data.tokens import reads_tools, text_kept
 from paceline.errors import DataError, InvalidInput, PacelineError, Unreadable
 from paceline.files.storage import Folder, is_url
 from paceline.models.architectures import check_architecture
@@ -44,7 +45,27 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
             _check_reward_settings(spec, source)
             _check_template(spec, source)
             warnings += _shadowed(field, source)
-    return data, warnings
+    return data, warnings + _changed_texts(spec.policy, data.first)
+
+
+def _changed_texts(policy: PolicySection, first: Sequence[Any]) -> list[str]:
+    """Return a warning where the tokenizer, if it is on this machine, does not keep the texts of the first rows."""
+    from tokenizers import Tokenizer
+
+    path = Path(policy.tokenizer_name or policy.model_name).expanduser() / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
+    except Exception:  # the library has no other; the workers report what is wrong with the file
+        return []
+    for part in first if tokenizer is not None else ():
+        for text in (part,) if isinstance(part, str) else (message.get("content") for message in part):
+            kept = text_kept(tokenizer, text) if isinstance(text, str) else text
+            if kept != text:
+                return [
+                    f"the tokenizer of policy.model_name {policy.model_name!r} does not keep every text of the data: of "
+                    f"{text!r:.80} remains {kept!r:.80}; the model reads and writes such texts only in this form"
+                ]
+    return []
 
 
 def check_network(spec: RunSpec, host: str, store: str) -> None:

@@ -80,3 +80,12 @@ def test_a_template_that_reads_no_tools_is_refused() -> None:
         InvalidInput, match=r"column 'tools' defines 1 tools, but the chat template .* reads none"
     ):
         ExampleEncoder(spec_of(), tokenizer).of_row({"tools": TOOLS})
+
+
+def test_a_completion_that_was_cut_off_is_not_taught_to_stop() -> None:
+    """The rows of `samples export` say how a completion ended (huggingface/transformers#19742)."""
+    tokenizer, spec = character_tokenizer(TEMPLATE), spec_of()
+    for reason, end in (("length", ""), ("stop", "<|im_end|>"), (None, "<|im_end|>")):
+        row = {"prompt": [USER], "completion": "4, be", "finish_reason": reason}
+        (sample,) = Sft(spec).samples(row, 0, ExampleEncoder(spec, tokenizer), None)
+        assert tokenizer.decode(sample.completion_ids) == f"4, be{end}"

@@ -185,3 +185,14 @@ def test_an_effort_is_what_the_template_reads_or_refused() -> None:
 def test_what_the_template_raises_is_the_client_s_fault() -> None:
     with pytest.raises(InvalidInput, match="roles must alternate"):
         text(template("{{ raise_exception('roles must alternate') }}"), USER)
+
+
+def test_a_chat_that_the_assistant_ends_goes_on() -> None:
+    chat = template(chat_templates.HERMES)
+    begun = {"role": "assistant", "content": "<think>\nOne"}
+    wanted = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n<think>\nOne"
+    assert text(chat, USER, begun) == wanted  # huggingface/transformers#33198
+    messages = rendered(USER, begun)
+    assert chat.opens_reasoning(chat.encode(messages), messages)
+    closed = rendered(USER, {**begun, "content": "<think>One</think>So"})
+    assert not chat.opens_reasoning(chat.encode(closed), closed)

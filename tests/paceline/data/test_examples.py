@@ -130,3 +130,72 @@ def test_contradictions_are_refused(sections: dict[str, Any], parts: tuple[str, 
         RunSpec.model_validate(tree)
     for part in parts:
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "prompt"),
+    [
+        ("Q: 7+8? The answer is 15", "Q: 7+8? The answer is 12", "Q: 7+8? The answer is"),
+        ("<|user|>hi<|bot|>yes", "<|user|>hi<|tool|>no", "<|user|>hi"),  # unslothai/unsloth-zoo#1110
+        ("<|user|>hi<|bot|>yes", "<|user|>hi<|bot|>yet", "<|user|>hi<|bot|>"),
+        ("2+2=4", "2+2=5", "2+2="),
+        ("x = 15", "x = 12", "x ="),
+        ("f(15)", "f(12)", "f("),
+        ("User: hi\nAssistant: yes", "User: hi\nAssistant: no", "User: hi\nAssistant:"),
+        ("User: hi\n\nBot: yes", "User: hi\n\nBob: no", "User: hi\n\n"),
+        ("Is it so?\nyes", "Is it so?\nno", "Is it so?\n"),
+        ("a\nb", "a\n\nb", "a"),
+        ("a  b", "a  c", "a "),
+        ("a\tb", "a\tc", "a\t"),
+        ("The answer is 15", "The answer is 15.", "The answer is"),
+        ("The answer is 15", "The answer is 15 because", "The answer is"),
+        ("It is unhappy", "It is undone", "It is"),
+        ("Say don't", "Say don'x", "Say"),
+        ("[INST] hi [/INST] yes", "[INST] hi [/INST] yellow", "[INST] hi [/INST]"),
+        ("[INST]hi[/INST]yes", "[INST]hi[/INST]no", "[INST]hi[/INST]"),
+        ("[INST]hi[/INST]yes", "[INST]hi[/INST]yet", "[INST]hi[/INST]"),
+        ("<s>hi</s>yes", "<s>hi</s>yet", "<s>hi</s>"),
+        ("<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\nyes", "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>mode\nno", "<start_of_turn>user\nhi<end_of_turn>\n"),
+        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>tool\nno", "<|im_start|>user\nhi<|im_end|>\n"),
+        ("<|im_start|>assistant\nyes", "<|im_start|>assistant\nyet", "<|im_start|>assistant\n"),
+        ("<｜User｜>hi<｜Assistant｜>yes", "<｜User｜>hi<｜Assistent｜>yes", "<｜User｜>hi"),
+        ("<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>yes", "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>yet", "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"),
+        ("Human: 1 < 2\n\nAssistant: yes", "Human: 1 < 2\n\nAssistant: yet", "Human: 1 < 2\n\nAssistant:"),
+        ("问题：1+1？答案：2", "问题：1+1？答案：3", "问题：1+1？答案："),
+        ("Say cafe\u0301 now", "Say cafe\u0300 now", "Say"),
+        ("Say 👍🏽", "Say 👍🏿", "Say"),
+        ("a **b", "a **c", "a"),
+        ("Ja. <b>x</b>", "Ja. <b>y</b>", "Ja. <b>"),
+        ("one two\n", "one two\n\n", "one two"),
+    ],
+)  # fmt: skip
+def test_a_pair_of_texts_is_cut_at_marks_and_words(first: str, second: str, prompt: str) -> None:
+    for chosen, rejected in ((first, second), (second, first)):
+        pair = read_preference({"chosen": chosen, "rejected": rejected}, DATA)
+        assert pair.prompt == prompt
+        assert (pair.prompt + pair.chosen, pair.prompt + pair.rejected[0]) == (chosen, rejected)
+
+
+BEGUN = [USER, {"role": "assistant", "content": "The sum is "}]
+
+
+def test_a_completion_goes_on_with_the_message_that_its_prompt_begins() -> None:
+    pair = {"prompt": BEGUN, "chosen": [FOUR], "rejected": [FIVE]}
+    assert read_preference(pair, DATA) == (BEGUN, "4", ("5",), 0.0)
+    assert read_demonstration({"prompt": BEGUN, "completion": [FOUR]}, DATA) == (BEGUN, "4")
+    assert read_demonstration({"prompt": BEGUN, "completion": "4"}, DATA) == (BEGUN, "4")
+    assert read_labeled_completion({"prompt": BEGUN, "completion": [FOUR], "label": True}, DATA)[1] == "4"
+    ranks = [{"rank": 0, "completion": [FOUR]}, {"rank": 1, "completion": [FIVE]}]
+    assert read_preference({"context": BEGUN, "completions": ranks}, DATA).chosen == "4"
+    with pytest.raises(
+        DataError, match="goes on with, so that has to be text or one message with text alone"
+    ):
+        read_demonstration({"prompt": BEGUN, "completion": [FOUR, USER, FIVE]}, DATA)
+
+
+def test_a_turn_behind_a_turn_of_the_assistant_is_a_turn() -> None:
+    """The messages of a whole conversation are turns, whoever wrote the one before."""
+    messages = DATA.model_copy(update={"messages_key": "messages"})
+    assert read_demonstration({"messages": [*BEGUN, FOUR]}, messages) == (BEGUN, [FOUR])
+    pair = read_preference({"chosen": [*BEGUN, FOUR], "rejected": [*BEGUN, FIVE]}, DATA)
+    assert pair == (BEGUN, [FOUR], ([FIVE],), 0.0)

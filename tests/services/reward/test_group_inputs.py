@@ -27,6 +27,15 @@ def test_a_chats_completion_is_a_message() -> None:
     assert inputs.samples == [0, 1]
 
 
+def test_a_completion_has_the_beginning_that_its_prompt_gives() -> None:
+    """TRL's reward functions get an answer as a whole; the prompt is what came before."""
+    completion = Completion(ids(1), np.zeros(1, np.float32), (VersionSpan(1, 0, 0, 1),), "stop", "hi</think>")
+    user = {"role": "user", "content": "?"}
+    inputs = inputs_of_completions([user, {"role": "assistant", "content": "<think>\n"}], {}, [completion])
+    assert inputs.completions == [[{"role": "assistant", "content": "<think>\nhi</think>"}]]
+    assert inputs.prompts == [[user]]
+
+
 def test_an_episode_is_its_conversation_with_the_sampled_tokens_of_all_rows() -> None:
     inputs = of_episodes(episode_texts())
     assert [message["role"] for message in inputs.completions[0]] == ["assistant", "tool", "assistant"]

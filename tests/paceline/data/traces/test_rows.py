@@ -20,7 +20,7 @@ def text(prompt: Any, completion: str, reward: float | None) -> dict[str, Any]:
 def test_the_completion_of_a_chat_is_the_assistants_message() -> None:
     chat = [{"role": "user", "content": "2+2?"}]
     trace = read_trace(text(chat, "4", 1.0), KEYS)
-    assert trace == (chat, [{"role": "assistant", "content": "4"}], 1.0, None, None)
+    assert trace == (chat, [{"role": "assistant", "content": "4"}], 1.0, None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_verifiers_results_have_a_reward() -> None:
         "completion": [{"role": "assistant", "content": "4"}],
         "reward": 1,
     }
-    assert read_trace(row, KEYS) == (chat, row["completion"], 1.0, None, None)
+    assert read_trace(row, KEYS) == (chat, row["completion"], 1.0, None, None, None)
     assert format_of(row) == "verifiers"
 
 

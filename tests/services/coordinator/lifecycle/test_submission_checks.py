@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizer_kinds import tokenizer_of
 
 from paceline.errors import DataError, InvalidInput
 from paceline.spec import RunSpec
@@ -15,6 +16,7 @@ from paceline.tls.folder import VARIABLE
 from services.coordinator.lifecycle.submission_checks import check_network, checked_data
 
 CHAT = [{"role": "user", "content": "2+2?"}]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def spec_for(folder: Path, row: dict[str, Any], *rewards: dict[str, Any], **data: Any) -> RunSpec:
@@ -194,3 +196,37 @@ def test_links_in_the_clear_are_refused_with_certificates(
         check_network(to_store, "127.0.0.1", "")
     allowed = WeightsSection(backend="gloo", allow_plaintext_network=True)
     check_network(spec.model_copy(update={"weights": allowed}), "10.0.0.1", "http://10.0.0.9/runs")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "kind", "kept"),
+    [
+        ("grpo", {"prompt": "The answer:  is\n42 "}, "strips", "The answer: is 42"),
+        ("grpo", {"prompt": "é"}, "unigram", "<unk>"),
+        ("grpo", {"prompt": " é  \n42"}, "byte_level", ""),
+        ("grpo", {"prompt": "The answer"}, "legacy_llama", ""),
+        ("sft", {"prompt": "say", "completion": "yes\n42"}, "strips", "yes 42"),
+        ("sft", {"messages": [*CHAT, {"role": "assistant", "content": "a  b"}]}, "strips", "a b"),
+        ("dpo", {"prompt": "say", "chosen": "a\tb", "rejected": "no"}, "strips", "a b"),
+        ("sft", {"text": "say yes"}, "metaspace_always", ""),
+    ],
+)
+def test_texts_that_the_tokenizer_does_not_keep_are_a_warning(
+    tmp_path: Path, algorithm: str, row: dict[str, Any], kind: str, kept: str
+) -> None:
+    tokenizer_of(kind, template=TEMPLATE).save_pretrained(tmp_path)
+    spec = spec_for(tmp_path, row)
+    if algorithm != "grpo":
+        tree = {
+            "algorithm": algorithm,
+            "policy": {"model_name": str(tmp_path)},
+            "data": {"train": spec.data.train},
+        }
+        spec = RunSpec.model_validate(tree)
+    warnings = checked_data(spec)[1]
+    if kept:
+        assert len(warnings) == 1
+        assert "does not keep every text of the data" in warnings[0]
+        assert f"{kept!r}; the model reads" in warnings[0]
+    else:
+        assert warnings == []
