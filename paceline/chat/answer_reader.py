@@ -22,8 +22,8 @@ from paceline.chat.call_formats import (
     read_json_calls,
     read_marked_call,
 )
+from paceline.chat.completion_texts import END_THINK, JSON_CALLS, THINK
 from paceline.chat.messages import Json
-from paceline.chat.template_probes import END_THINK, THINK
 
 
 class TextPart(NamedTuple):
@@ -134,6 +134,11 @@ class AnswerReader:
     def _say(self, parts: list[AnswerPart]) -> bool:
         text = self._held.lstrip() if self._trims else self._held
         if self._trims and not text:
+            return False
+        if self.calls == "json" and text and JSON_CALLS.startswith(text[: len(JSON_CALLS)]):
+            if text.startswith(JSON_CALLS):
+                self._held = text[len(JSON_CALLS) :]
+                self._enter("json", trims=False)
             return False
         if self.calls == "json" and may_be_json_call(text):
             if text.strip():

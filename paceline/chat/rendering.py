@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from paceline.chat.completion_texts import opens_reasoning
 from paceline.chat.messages import Json, Unsupported, in_order_of_calls
 from paceline.chat.template_probes import (
     BESIDE_CALLS,
-    THINK,
     AnswerFormat,
     Probe,
     answer_format_of,
@@ -120,10 +120,7 @@ class ChatTemplate:
 
     def opens_reasoning(self, prompt_ids: IntArray) -> bool:
         """Return whether an answer to the prompt begins within its reasoning, because the template has opened it."""
-        if not self.answer_format.reasons:
-            return False
-        tail = str(self.tokenizer.decode(prompt_ids[-32:].tolist(), skip_special_tokens=False))
-        return tail.rstrip().endswith(THINK)
+        return self.answer_format.reasons and opens_reasoning(self.tokenizer, prompt_ids)
 
     def effort_kwargs(self, effort: str | None) -> Json:
         """Return the arguments of the template for `reasoning_effort`. Raises Unsupported for an effort that the template

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
+from paceline.chat.completion_texts import completion_text, opens_reasoning
 from paceline.data.tokens import encode_prompt
 from paceline.errors import WireError
 from paceline.groups import Completion, IntArray
@@ -31,12 +32,10 @@ class GroupSampler:
         spec: RunSpec,
         on_sample_end: Callable[[int], object],
     ):
-        self._engine, self._tokenizer, self._data = engine, tokenizer, spec.data
+        self._engine, self._tokenizer, self._spec = engine, tokenizer, spec
         self._on_sample_end = on_sample_end
-        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.params = SamplingParams.from_spec(spec.policy.generation)
-        strings = spec.policy.generation.stop_strings
-        self.stop = StopStrings(strings, self._decode) if strings else None
+        self.stop = StopStrings.of(tokenizer, spec.policy.generation.stop_strings)
         """Stop strings of the run, which end external requests too."""
         self._request_ids: dict[str, None] = {}
         """Requests that the engine works on."""
@@ -45,10 +44,10 @@ class GroupSampler:
     async def sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
         """Return the prompt's tokens and the completions. Raises InvalidInput and the errors of `Engine.generate`."""
         earlier = None if prefix is None else _read_prefix(lease, prefix)
+        prompt, data = json.loads(lease.prompt_json), self._spec.data
         if earlier is not None:
             prompt_ids, begun = earlier
         else:
-            prompt, data = json.loads(lease.prompt_json), self._data
             tools = json.loads(lease.tools_json) if lease.tools_json else None
             prompt_ids = encode_prompt(
                 self._tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs, tools
@@ -57,8 +56,10 @@ class GroupSampler:
         completions = await gather_or_cancel(
             self._sample_completion(lease, i, prompt_ids, begun[i]) for i in range(lease.num_generations)
         )
+        opened = begins_in_reasoning(self._spec, self._tokenizer, prompt, prompt_ids)
         return prompt_ids, [
-            Completion(c.token_ids, c.logprobs, c.spans, c.finish_reason, self.text(c)) for c in completions
+            Completion(c.token_ids, c.logprobs, c.spans, c.finish_reason, self.text(c, in_reasoning=opened))
+            for c in completions
         ]
 
     def abort(self) -> None:
@@ -66,11 +67,10 @@ class GroupSampler:
         for request_id in list(self._request_ids):
             self._engine.abort(request_id)
 
-    def text(self, completion: Completion) -> str:
-        """Return the text of a completion, without special tokens; one that a stop string ended ends with that string."""
-        if self.stop is not None and completion.finish_reason == "stop":
-            return self.stop.text(completion.token_ids)
-        return str(self._decode(completion.token_ids.tolist()))
+    def text(self, completion: Completion, *, in_reasoning: bool = False) -> str:
+        """Return the text of a completion; see `completion_text`."""
+        end_of = self.stop.end if self.stop is not None else None
+        return completion_text(self._tokenizer, completion, end_of, in_reasoning=in_reasoning)
 
     async def _sample_completion(
         self, lease: pb.Lease, index: int, prompt_ids: IntArray, begun: Completion | None
@@ -92,6 +92,26 @@ class GroupSampler:
             return completion
         finally:
             self._on_sample_end(lease.group_id)
+
+
+def begins_in_reasoning(spec: RunSpec, tokenizer: Any, prompt: Any, prompt_ids: IntArray) -> bool:
+    """Return whether the chat template opened the reasoning, in which completions of the prompt then begin. Warns of rewards that
+    look for the opening in a completion."""
+    if not opens_reasoning(tokenizer, prompt_ids):
+        return False
+    for reward in spec.rewards:
+        if reward.function == "think_answer_format" and not reward.kwargs.get("think_in_prompt"):
+            _warn_of_opening(reward.label)
+    return not isinstance(prompt, str) or spec.data.apply_chat_template == "always"
+
+
+@functools.cache
+def _warn_of_opening(label: str) -> None:
+    log.warning(
+        "prompts end with <think>, so completions have </think> alone, and the reward %r gives them 0; set "
+        "think_in_prompt: true in its kwargs",
+        label,
+    )
 
 
 def _read_prefix(lease: pb.Lease, prefix: bytes) -> tuple[IntArray, Sequence[Completion | None]] | None:
