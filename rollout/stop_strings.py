@@ -44,13 +44,20 @@ class StopStrings:
         return scanner
 
     def end(self, token_ids: IntArray) -> str | None:
-        """Return the text of a completion up to and with the stop string that its last token completes; None where that is none."""
+        """Return the text of a completion up to and with the stop string that its last token completes; None where that is none.
+        A stop string with a mark of the chat is no text, so the text ends before it."""
         ids = token_ids.tolist()
-        text = self._decode(ids)
-        before = len(self._decode(ids[:-1]).rstrip(UNFINISHED))
-        found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self.strings]
-        ends = [start + len(string) for start, string in found if start >= 0]
-        return text[: min(ends)] if ends else None
+        for decode in (self._decode, self._decode_all):
+            text, before = decode(ids), len(decode(ids[:-1]).rstrip(UNFINISHED))
+            found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self.strings]
+            ends = [start + len(string) for start, string in found if start >= 0]
+            if ends and decode is self._decode:
+                return text[: min(ends)]
+            if ends:
+                start = min(start for start, _ in found if start >= 0)
+                kept = next(n for n in range(len(ids), -1, -1) if len(decode(ids[:n])) <= start)
+                return self._decode(ids[:kept])
+        return None
 
 
 class StopScanner:

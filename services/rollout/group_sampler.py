@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.chat.completion_texts import completion_text, opens_reasoning
+from paceline.chat.completion_texts import END_THINK, THINK, completion_text, opens_reasoning
 from paceline.data.tokens import encode_prompt
 from paceline.errors import WireError
 from paceline.groups import Completion, IntArray
@@ -101,16 +101,20 @@ def begins_in_reasoning(spec: RunSpec, tokenizer: Any, prompt: Any, prompt_ids: 
         return False
     for reward in spec.rewards:
         if reward.function == "think_answer_format" and not reward.kwargs.get("think_in_prompt"):
-            _warn_of_opening(reward.label)
+            _warn_of_opening(reward.label, "set think_in_prompt: true in its kwargs")
+        if reward.function == "format_regex" and THINK in str(reward.kwargs.get("pattern")):
+            _warn_of_opening(reward.label, f"leave {THINK} out of its pattern")
     return not isinstance(prompt, str) or spec.data.apply_chat_template == "always"
 
 
 @functools.cache
-def _warn_of_opening(label: str) -> None:
+def _warn_of_opening(label: str, remedy: str) -> None:
     log.warning(
-        "prompts end with <think>, so completions have </think> alone, and the reward %r gives them 0; set "
-        "think_in_prompt: true in its kwargs",
+        "prompts end with %s, so completions have %s alone, and the reward %r may give all of them 0: %s",
+        THINK,
+        END_THINK,
         label,
+        remedy,
     )
 
 

@@ -224,7 +224,9 @@ def test_a_template_that_is_read_anew_is_noticed() -> None:
         (("</answer>", "42"), RIGHT, 1, RIGHT.removesuffix("</answer>")),
         (("</think>",), RIGHT, 4, "<think>why</think>"),
         (("<|im_start|>",), "42<|im_start|>user", 4, "42"),
-        (("42<",), RIGHT, 0, RIGHT.removesuffix("/answer>")),
+        (("42<",), RIGHT + "a", 1, RIGHT.removesuffix("/answer>")),
+        (("<|im_start|>user",), "42\n<|im_start|>user\n43", 3, "42\n"),
+        (("2<|im_start|>",), "42<|im_start|>user", 4, "4"),
     ],
 )
 def test_a_stop_string_may_be_a_special_token(

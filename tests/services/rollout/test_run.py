@@ -18,12 +18,12 @@ from rollout_bench import PATIENCE_S, TWO_TURNS, Bench, Engine, lease
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import EngineDied, InvalidInput
 from paceline.groups import Completion, VersionSpan
-from paceline.spec import RunSpec
+from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from rollout.engine import GenerationRequest, check_prompt_length
 from services.demo.model import make_tokenizer
-from services.rollout.group_sampler import GroupSampler
+from services.rollout.group_sampler import GroupSampler, _warn_of_opening, begins_in_reasoning
 from services.rollout.run import (
     MAX_UNEXPECTED,
     RETURN_BYTES_PER_S,
@@ -119,6 +119,29 @@ async def test_a_group_gets_the_runs_stop_strings_and_texts_that_end_with_them(t
     whole = Completion(ended.token_ids[:2], ended.logprobs[:2], (), "stop")
     assert sampler.text(whole) == "12"
     assert sampler.text(ended) == "123"  # the last token completes no stop string
+
+
+@pytest.mark.parametrize(
+    ("reward", "remedy"),
+    [
+        ({"function": "think_answer_format"}, "think_in_prompt: true"),
+        ({"function": "format_regex", "kwargs": {"pattern": "<think>.*</think>.*"}}, "out of its pattern"),
+        ({"function": "think_answer_format", "kwargs": {"think_in_prompt": True}}, None),
+        ({"function": "format_regex", "kwargs": {"pattern": ".*</think>.*"}}, None),
+    ],
+)
+def test_rewards_that_look_for_an_opening_that_the_prompt_has_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reward: dict[str, Any], remedy: str | None
+) -> None:
+    spec = make_spec(tmp_path).model_copy(update={"rewards": (RewardFunctionSection.model_validate(reward),)})
+    _warn_of_opening.cache_clear()
+    tokenizer = character_tokenizer(PLAIN)
+    opened, plain = (np.array(tokenizer(text)["input_ids"], np.int32) for text in ("<a><think>\n", "<a>"))
+    for _ in range(2):
+        assert begins_in_reasoning(spec, tokenizer, [{"role": "user", "content": "?"}], opened)
+        assert not begins_in_reasoning(spec, tokenizer, "?", opened)
+        assert not begins_in_reasoning(spec, tokenizer, "?", plain)
+    assert [remedy in record.message for record in caplog.records] == [True] * (remedy is not None)
 
 
 async def test_a_prompt_has_the_tools_of_its_lease(tmp_path: Path) -> None:
