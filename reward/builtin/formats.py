@@ -74,10 +74,9 @@ def think_answer_format(
 
     Each tag has to appear exactly once. think_in_prompt: the chat template already wrote the opening `<think>`.
     """
-    return [
-        float(_is_think_answer(("<think>" if think_in_prompt else "") + completion_text(completion)))
-        for completion in completions
-    ]
+    opening = "<think>" if think_in_prompt else ""
+    texts = [completion_text(completion, in_reasoning=think_in_prompt) for completion in completions]
+    return [float(_is_think_answer(opening + text)) for text in texts]
 
 
 def _is_think_answer(text: str) -> bool:

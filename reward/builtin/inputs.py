@@ -15,8 +15,8 @@ class MissingColumn(LookupError):
     """The data set lacks a column that a function reads."""
 
 
-def completion_text(completion: Any) -> str:
-    """Return the text that the model wrote: `completion` itself, or its last assistant message as text.
+def completion_text(completion: Any, *, in_reasoning: bool = False) -> str:
+    """Return the text that the model wrote: `completion` itself, or its last assistant message as text; see `message_text`.
 
     Raises TypeError for anything that is neither text nor a list of chat messages with an assistant's among them.
     """
@@ -25,7 +25,7 @@ def completion_text(completion: Any) -> str:
     if isinstance(completion, list | tuple):
         for message in reversed(completion):
             if isinstance(message, Mapping) and message.get("role") == "assistant":
-                return message_text(message)
+                return message_text(message, in_reasoning=in_reasoning)
     raise TypeError(
         f"a completion is text or a list of chat messages with an assistant's, not {_short(completion)}"
     )

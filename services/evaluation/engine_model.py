@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from paceline.chat.completion_texts import completion_text
+from paceline.chat.completion_texts import completion_text, opens_reasoning
 from paceline.data.tokens import encode_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, IntArray
@@ -17,7 +18,9 @@ from rollout.engine import GenerationRequest, sample_seed
 from rollout.stop_strings import StopStrings
 from services.evaluation.models import ContinuationScore, split
 from services.model_server.serving import ServedModel
-from services.rollout.group_sampler import begins_in_reasoning
+from services.rollout.group_sampler import begins_in_reasoning, warnings_of_opening
+
+log = logging.getLogger(__name__)
 
 
 class EngineModel:
@@ -36,6 +39,9 @@ class EngineModel:
         ids = self._encode(prompt, tools)
         stop = StopStrings.of(served.tokenizer, generation.stop_strings)
         opened = begins_in_reasoning(served.spec, served.tokenizer, prompt, ids)
+        if index == 0 and opens_reasoning(served.tokenizer, ids):
+            for text in warnings_of_opening(served.spec):
+                log.warning(text)
         requests = [
             GenerationRequest(
                 f"eval/{index}/{each}", ids, served.params, sample_seed(seed, index, each), stop=stop

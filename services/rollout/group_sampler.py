@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from paceline.chat.completion_texts import END_THINK, THINK, completion_text, opens_reasoning
@@ -23,7 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class GroupSampler:
-    """Sampler of one run's groups. `on_sample_end` gets the group of each sample that has ended."""
+    """Sampler of one run's groups. `on_sample_end` gets the group of each sample that has ended, `on_warning` what people have to
+    know of the run, once."""
 
     def __init__(
         self,
@@ -31,9 +31,10 @@ class GroupSampler:
         tokenizer: Any,
         spec: RunSpec,
         on_sample_end: Callable[[int], object],
+        on_warning: Callable[[str], Awaitable[None]] | None = None,
     ):
         self._engine, self._tokenizer, self._spec = engine, tokenizer, spec
-        self._on_sample_end = on_sample_end
+        self._on_sample_end, self._on_warning = on_sample_end, on_warning
         self.params = SamplingParams.from_spec(spec.policy.generation)
         self.stop = StopStrings.of(tokenizer, spec.policy.generation.stop_strings)
         """Stop strings of the run, which end external requests too."""
@@ -53,6 +54,10 @@ class GroupSampler:
                 self._tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs, tools
             )
             begun = [None] * lease.num_generations
+        if self._on_warning is not None and opens_reasoning(self._tokenizer, prompt_ids):
+            on_warning, self._on_warning = self._on_warning, None
+            for text in warnings_of_opening(self._spec):
+                await on_warning(text)
         completions = await gather_or_cancel(
             self._sample_completion(lease, i, prompt_ids, begun[i]) for i in range(lease.num_generations)
         )
@@ -95,27 +100,26 @@ class GroupSampler:
 
 
 def begins_in_reasoning(spec: RunSpec, tokenizer: Any, prompt: Any, prompt_ids: IntArray) -> bool:
-    """Return whether the chat template opened the reasoning, in which completions of the prompt then begin. Warns of rewards that
-    look for the opening in a completion."""
-    if not opens_reasoning(tokenizer, prompt_ids):
-        return False
-    for reward in spec.rewards:
-        if reward.function == "think_answer_format" and not reward.kwargs.get("think_in_prompt"):
-            _warn_of_opening(reward.label, "set think_in_prompt: true in its kwargs")
-        if reward.function == "format_regex" and THINK in str(reward.kwargs.get("pattern")):
-            _warn_of_opening(reward.label, f"leave {THINK} out of its pattern")
-    return not isinstance(prompt, str) or spec.data.apply_chat_template == "always"
+    """Return whether the chat template opened the reasoning, in which completions of the prompt then begin."""
+    is_chat = not isinstance(prompt, str) or spec.data.apply_chat_template == "always"
+    return is_chat and opens_reasoning(tokenizer, prompt_ids)
 
 
-@functools.cache
-def _warn_of_opening(label: str, remedy: str) -> None:
-    log.warning(
-        "prompts end with %s, so completions have %s alone, and the reward %r may give all of them 0: %s",
-        THINK,
-        END_THINK,
-        label,
-        remedy,
-    )
+def warnings_of_opening(spec: RunSpec) -> list[str]:
+    """Return a warning for each reward that looks for the opening of the reasoning in completions, where prompts have it."""
+    remedies = [
+        (reward.label, f"leave {THINK} out of its pattern")
+        for reward in spec.rewards
+        if reward.function == "format_regex" and THINK in str(reward.kwargs.get("pattern"))
+    ] + [
+        (reward.label, "set think_in_prompt: true in its kwargs")
+        for reward in spec.rewards
+        if reward.function == "think_answer_format" and not reward.kwargs.get("think_in_prompt")
+    ]
+    return [
+        f"prompts end with {THINK}, so completions have {END_THINK} alone, and reward {label!r} may give all of them 0; {remedy}"
+        for label, remedy in remedies
+    ]
 
 
 def _read_prefix(lease: pb.Lease, prefix: bytes) -> tuple[IntArray, Sequence[Completion | None]] | None:

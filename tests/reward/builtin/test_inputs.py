@@ -115,4 +115,6 @@ def test_an_episodes_message_reads_as_a_completion_does(
     assert answer_text(completion) == answer
     if text is None:
         assert think_answer_format([""], [completion]) == [1.0]
+        in_prompt = isinstance(completion, list)  # its reasoning is a field, whoever wrote the opening
+        assert think_answer_format([""], [completion], think_in_prompt=True) == [float(in_prompt)]
         assert format_regex([""], [completion], pattern="(?s)<think>.*</think>.*") == [1.0]

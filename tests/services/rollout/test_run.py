@@ -23,7 +23,7 @@ from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from rollout.engine import GenerationRequest, check_prompt_length
 from services.demo.model import make_tokenizer
-from services.rollout.group_sampler import GroupSampler, _warn_of_opening, begins_in_reasoning
+from services.rollout.group_sampler import GroupSampler
 from services.rollout.run import (
     MAX_UNEXPECTED,
     RETURN_BYTES_PER_S,
@@ -130,18 +130,24 @@ async def test_a_group_gets_the_runs_stop_strings_and_texts_that_end_with_them(t
         ({"function": "format_regex", "kwargs": {"pattern": ".*</think>.*"}}, None),
     ],
 )
-def test_rewards_that_look_for_an_opening_that_the_prompt_has_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, reward: dict[str, Any], remedy: str | None
+async def test_rewards_that_look_for_an_opening_that_the_prompt_has_are_warned_of(
+    tmp_path: Path, reward: dict[str, Any], remedy: str | None
 ) -> None:
     spec = make_spec(tmp_path).model_copy(update={"rewards": (RewardFunctionSection.model_validate(reward),)})
-    _warn_of_opening.cache_clear()
-    tokenizer = character_tokenizer(PLAIN)
-    opened, plain = (np.array(tokenizer(text)["input_ids"], np.int32) for text in ("<a><think>\n", "<a>"))
-    for _ in range(2):
-        assert begins_in_reasoning(spec, tokenizer, [{"role": "user", "content": "?"}], opened)
-        assert not begins_in_reasoning(spec, tokenizer, "?", opened)
-        assert not begins_in_reasoning(spec, tokenizer, "?", plain)
-    assert [remedy in record.message for record in caplog.records] == [True] * (remedy is not None)
+    told: list[str] = []
+
+    async def warn(text: str) -> None:
+        told.append(text)
+
+    engine: Any = Engine()
+    for opening, expected in (("<a>", 0), ("<a><think>\n", remedy is not None)):
+        tokenizer = character_tokenizer(PLAIN.replace("<a>", opening))
+        sampler = GroupSampler(engine, tokenizer, spec, lambda group_id: None, warn)
+        messages = json.dumps([{"role": "user", "content": "1+1?"}])
+        for _ in range(2):
+            await sampler.sample(lease(0, messages), None)
+        assert len(told) == expected
+    assert all(str(remedy) in text for text in told)
 
 
 async def test_a_prompt_has_the_tools_of_its_lease(tmp_path: Path) -> None:
