@@ -33,7 +33,8 @@ class StopStrings:
     @classmethod
     def of(cls, tokenizer: Any, strings: tuple[str, ...]) -> StopStrings | None:
         """Return the stop strings of completions by a tokenizer; None without any."""
-        return cls(strings, partial(text_of, tokenizer), tokenizer.decode) if strings else None
+        decode_all = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        return cls(strings, partial(text_of, tokenizer), decode_all) if strings else None
 
     def scanner(self, min_tokens: int = 0, prefix: Completion | None = None) -> StopScanner:
         """Return the scanner of one completion, which has the tokens of `prefix` already. A string that is complete

@@ -131,7 +131,8 @@ def special_tokens(tokenizer: Any) -> SpecialTokens:
 
 
 def _told_apart(tokenizer: Any) -> SpecialTokens:
-    texts = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # the tokenizers of mistral-common have none
+    texts = {number: str(token) for number, token in added.items() if token.special}
     texts |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     framing = {str(getattr(tokenizer, f"{name}_token")) for name in NAMES} | {"<s>", "</s>"}
     framing |= _framing(tokenizer, set(texts.values()) - framing)

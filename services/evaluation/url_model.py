@@ -104,7 +104,7 @@ class UrlModel:
         try:
             choice = answer["choices"][0]
             text = choice.get("completion")
-            if text is None:
+            if not isinstance(text, str):
                 text = (
                     choice["text"]
                     if "text" in choice

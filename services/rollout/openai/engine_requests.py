@@ -39,7 +39,8 @@ def samplers_of(served: Served, ask: EngineAsk, answer_id: str, pinned: Version 
     seed = secrets.randbits(63) if ask.seed is None else ask.seed
     stops = served.spec.policy.generation.stop_strings if ask.stop is None else ask.stops
     marks = special_tokens(served.tokenizer).marks.items()
-    ends = [number for number, mark in marks if mark in stops]  # no text has them, so they end it as tokens
+    # No text has a mark of the chat, so one in a stop string ends the choice as a token.
+    ends = [number for number, mark in marks if any(mark in stop for stop in stops)]
     params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends)) if ends else params
     prompts, reader = _prompts(served, ask)
     samplers: list[Sampler] = []

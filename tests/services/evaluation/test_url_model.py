@@ -120,6 +120,7 @@ WAYS: list[tuple[str, str, list[str], str, list[dict[str, Any]]]] = [
         [{"message": {"content": None, "tool_calls": [CALL]}, "finish_reason": "tool_calls"}],
     ),
     ("hermes", "42" + END, [], "42", [{"message": {"content": "42"}, "finish_reason": "stop"}]),
+    ("hermes", "42\n<|im_start|>user", ["<|im_start|>user"], "42\n", []),
     ("hermes", END, [], "", [{"message": {"content": None}, "finish_reason": "stop"}]),
     (
         "hermes", "a<|im_start|>b", ["<|im_start|>"], "a",
