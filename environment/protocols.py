@@ -74,7 +74,7 @@ class SampledTurn(NamedTuple):
     finish_reason: str
     """`stop` or `length`."""
     text: str
-    """Decoded, without special tokens."""
+    """Text without the marks of the chat."""
 
 
 class TokenSource(Protocol):

@@ -6,7 +6,7 @@ could be meant a new one begins.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,9 @@ from environment.protocols import SampledTurn
 from paceline.episodes import TurnArrays
 from paceline.groups import Completion, IntArray, Turn, VersionSpan
 from protos.paceline.v1 import exchange_pb2 as pb
+
+TextOf = Callable[[list[int]], str]
+"""Decoder of the tokens of a row: `paceline.chat.completion_texts.text_of` with the run's tokenizer."""
 
 
 class Place(NamedTuple):
@@ -146,17 +149,6 @@ def _row(turns: Sequence[TurnArrays], finish_reason: str, text_of: TextOf | None
         prompt_ids=turns[0].context_ids,
         sampled_T=np.concatenate(sampled),
     )
-
-
-class TextOf:
-    """Decoder of the tokens of a row, without special tokens."""
-
-    def __init__(self, tokenizer: object) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, token_ids: list[int]) -> str:
-        """Return the text."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))  # type: ignore[attr-defined]
 
 
 def joined(samples: Iterable[SampleRows]) -> tuple[list[Completion], tuple[int, ...], tuple[Turn, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from environment.counts import EpisodeCounts
@@ -10,6 +11,7 @@ from environment.hosting.pool import UserCode
 from environment.protocols import EpisodeLease, Journal, SessionHost, TokenSource, TurnParams
 from environment.rendering.choosing import Renderings, choose_renderings
 from environment.rows import TextOf
+from paceline.chat.completion_texts import text_of
 from paceline.spec import RunSpec
 from paceline.spec.sections.environment import EnvironmentSection
 
@@ -27,7 +29,7 @@ class EpisodeSetting:
     @classmethod
     def of(cls, spec: RunSpec, tokenizer: Any) -> EpisodeSetting:
         """Return the setting of a run. Raises InvalidInput for a renderer that cannot be used."""
-        return cls(spec, tokenizer, choose_renderings(spec, tokenizer), TextOf(tokenizer))
+        return cls(spec, tokenizer, choose_renderings(spec, tokenizer), partial(text_of, tokenizer))
 
     @property
     def environment(self) -> EnvironmentSection:

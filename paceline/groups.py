@@ -84,7 +84,7 @@ class Completion:
     finish_reason: str
     """`stop` (a stop token or a stop string), `length` (max_new_tokens or the model's length) or `abort` (returned unfinished)."""
     text: str = ""
-    """The decoded completion without special tokens; what reward functions read."""
+    """What reward functions read; see `paceline.chat.completion_texts`."""
     reference_logprobs: FloatArray | None = None
     """[T] by the run's reference (a teacher, or the policy as it was), in nats, where the reward pool serves it."""
     prompt_ids: IntArray | None = None

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+from paceline.chat.completion_texts import text_of
 from paceline.groups import Completion, IntArray, VersionSpan
 
 UNFINISHED = "\ufffd"
@@ -18,30 +21,44 @@ Decode = Callable[[list[int]], str]
 
 
 class StopStrings:
-    """Strings that end a completion, with the decoder of the run's tokenizer."""
+    """Strings that end a completion, with the decoder of the run's tokenizer: `decode` gives the text that is read, `decode_all`
+    all tokens, so that a mark of the chat may be a stop string too."""
 
-    def __init__(self, strings: tuple[str, ...], decode: Decode) -> None:
+    def __init__(self, strings: tuple[str, ...], decode: Decode, decode_all: Decode | None = None) -> None:
         """Raises ValueError for an empty string, which every text holds."""
         if not all(strings):
             raise ValueError("a stop string is empty; every text would end with it")
-        self.strings, self._decode = strings, decode
+        self.strings, self._decode, self._decode_all = strings, decode, decode_all or decode
+
+    @classmethod
+    def of(cls, tokenizer: Any, strings: tuple[str, ...]) -> StopStrings | None:
+        """Return the stop strings of completions by a tokenizer; None without any."""
+        decode_all = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        return cls(strings, partial(text_of, tokenizer), decode_all) if strings else None
 
     def scanner(self, min_tokens: int = 0, prefix: Completion | None = None) -> StopScanner:
         """Return the scanner of one completion, which has the tokens of `prefix` already. A string that is complete
         before `min_tokens` tokens ends nothing."""
-        scanner = StopScanner(self.strings, self._decode, min_tokens)
+        scanner = StopScanner(self.strings, self._decode_all, min_tokens)
         if prefix is not None:
             scanner.push(prefix.token_ids.tolist())
         return scanner
 
-    def text(self, token_ids: IntArray) -> str:
-        """Return the text of an ended completion, up to and with the stop string that its last token completes."""
+    def end(self, token_ids: IntArray) -> str | None:
+        """Return the text of a completion up to and with the stop string that its last token completes; None where that is none.
+        A stop string with a mark of the chat is no text, so the text ends before it."""
         ids = token_ids.tolist()
-        text = self._decode(ids)
-        before = len(self._decode(ids[:-1]).rstrip(UNFINISHED))
-        found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self.strings]
-        ends = [start + len(string) for start, string in found if start >= 0]
-        return text[: min(ends)] if ends else text
+        for decode in (self._decode, self._decode_all):
+            text, before = decode(ids), len(decode(ids[:-1]).rstrip(UNFINISHED))
+            found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self.strings]
+            ends = [start + len(string) for start, string in found if start >= 0]
+            if ends and decode is self._decode:
+                return text[: min(ends)]
+            if ends:
+                start = min(start for start, _ in found if start >= 0)
+                kept = next(n for n in range(len(ids), -1, -1) if len(decode(ids[:n])) <= start)
+                return self._decode(ids[:kept])
+        return None
 
 
 class StopScanner:

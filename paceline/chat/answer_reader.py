@@ -22,8 +22,8 @@ from paceline.chat.call_formats import (
     read_json_calls,
     read_marked_call,
 )
+from paceline.chat.completion_texts import END_THINK, THINK
 from paceline.chat.messages import Json
-from paceline.chat.template_probes import END_THINK, THINK
 
 
 class TextPart(NamedTuple):

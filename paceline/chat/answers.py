@@ -1,7 +1,8 @@
 """Answers in the shapes of the OpenAI API, for chat and text, whole and as chunks of a stream.
 
 Each choice has an additional field `versions`, a list of [session, step, start, end): the weights of each range of
-tokens. `model` names the newest of them and `system_fingerprint` all of them, oldest first.
+tokens. `model` names the newest of them and `system_fingerprint` all of them, oldest first. A whole choice has `completion`
+where the text that reward functions read is not its content alone: with reasoning, calls or the stop string.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Answer:
                 choice, content, 0, reason_of(choice) if self._chat else choice.finish_reason
             )
             entry["versions"] = ranges(choice.spans)
+            if choice.text != choice.content:
+                entry["completion"] = choice.text
             if self._token_ids:
                 entry["prompt_token_ids"] = choice.prompt_ids.tolist()
             if choice.echo is not None:

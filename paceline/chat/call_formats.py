@@ -33,7 +33,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
-_PYTHON_TAG = "<|python_tag|>"
+JSON_MARKS = ("<|python_tag|>", "[TOOL_CALLS]")
+"""Marks that some models write before calls as JSON. They are special tokens, and no part of the JSON."""
 
 
 class ToolCall(NamedTuple):
@@ -67,12 +68,13 @@ def read_marked_call(body: str, tools: Sequence[Json] = ()) -> ToolCall:
 
 
 def read_json_calls(text: str, tools: Sequence[Json]) -> list[ToolCall]:
-    """Return the calls of `tools` that a text in the format `json` makes; behind the mark `<|python_tag|>` also of others. Raises
+    """Return the calls of `tools` that a text in the format `json` makes; behind a mark (JSON_MARKS) also of others. Raises
     NoCall, and MalformedCall for a text that names one of the tools and cannot be read."""
     text = text.strip()
-    marked = text.startswith(_PYTHON_TAG)
+    mark = next((mark for mark in JSON_MARKS if text.startswith(mark)), "")
+    marked = bool(mark)
     names = {tool.get("function", tool).get("name") for tool in tools}
-    rest, values = text.removeprefix(_PYTHON_TAG), list[Any]()
+    rest, values = text.removeprefix(mark), list[Any]()
     try:
         while rest := rest.strip().lstrip(";").lstrip():
             value, end = STRICT_JSON.raw_decode(rest)
@@ -101,7 +103,7 @@ def may_be_json_call(text: str) -> bool:
         not text
         or text.startswith(("{", "[{"))
         or text == "["
-        or _PYTHON_TAG.startswith(text[: len(_PYTHON_TAG)])
+        or any(mark.startswith(text[: len(mark)]) for mark in JSON_MARKS)
     )
 
 

@@ -37,6 +37,8 @@ class Choice:
     spans: tuple[VersionSpan, ...]
     finish_reason: str
     """`stop` or `length`."""
+    text: str
+    """The whole completion, as reward functions read it."""
     echo: Echo | None = None
     """Set when the answer begins with the prompt."""
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from paceline.chat.answer_reader import AnswerReader
 from paceline.chat.call_formats import CallFormat
+from paceline.chat.completion_texts import END_THINK
 from paceline.chat.messages import Json, Unsupported
 from paceline.chat.rendering import ChatTemplate
 from paceline.chat.requests import ChatAsk
-from paceline.chat.template_probes import END_THINK, AnswerFormat
+from paceline.chat.template_probes import AnswerFormat
 from paceline.chat.tools import Choice
 from paceline.data.tokens import NO_KWARGS, encode_continuation
 from paceline.groups import IntArray

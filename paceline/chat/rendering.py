@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from paceline.chat.completion_texts import END_THINK, THINK, opens_reasoning
 from paceline.chat.messages import Json, Unsupported
 from paceline.chat.template_probes import (
     BESIDE_CALLS,
-    END_THINK,
-    THINK,
     AnswerFormat,
     Probe,
     answer_format_of,
@@ -130,8 +129,7 @@ class ChatTemplate:
         if messages and messages[-1]["role"] == "assistant":
             begun = str(messages[-1].get("content"))
             return THINK in begun and END_THINK not in begun.rpartition(THINK)[2]
-        tail = str(self.tokenizer.decode(prompt_ids[-32:].tolist(), skip_special_tokens=False))
-        return tail.rstrip().endswith(THINK)
+        return opens_reasoning(self.tokenizer, prompt_ids)
 
     def effort_kwargs(self, effort: str | None) -> Json:
         """Return the arguments of the template for `reasoning_effort`. Raises Unsupported for an effort that the template

@@ -16,10 +16,10 @@ from paceline.chat.answers import call_id
 from paceline.chat.api_errors import error_answer
 from paceline.chat.call_formats import ToolCall
 from paceline.chat.choices import Choice, Delta, model_name, version_name
+from paceline.chat.completion_texts import END_THINK
 from paceline.chat.frames import Event, ranges, usage
 from paceline.chat.messages import Json
 from paceline.chat.responses import ResponsesAsk
-from paceline.chat.template_probes import END_THINK
 from paceline.errors import PacelineError
 from paceline.groups import Version
 

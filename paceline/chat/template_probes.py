@@ -20,12 +20,10 @@ from paceline.chat.call_formats import (
     read_json_calls,
     read_marked_call,
 )
+from paceline.chat.completion_texts import END_THINK, THINK, special_tokens
 from paceline.chat.messages import Json
 from paceline.data.tokens import NO_KWARGS, render_chat
 from paceline.errors import InvalidInput
-
-THINK, END_THINK = "<think>", "</think>"
-"""Marks around the reasoning of an answer."""
 
 BY_ORDER = ("tool_call_id", "name")
 """Fields that name the call of a tool's result. A template that writes results may rely on their order instead."""
@@ -107,22 +105,23 @@ class Probe:
             opened = opened[:opened_thinking]
         same = next((i for i, (a, b) in enumerate(zip(whole, opened, strict=False)) if a != b), len(opened))
         text = whole[same:]
-        for special in self.tokenizer.all_special_tokens:
-            text = text.split(special)[0] if special else text
+        for mark in special_tokens(self.tokenizer).marks.values():
+            text = text.split(mark)[0]
         return text
 
     def _text(self, messages: Sequence[Json], **options: Any) -> str | None:
         try:
-            return render_chat(self.tokenizer, list(messages), self.kwargs, self.tools, **options)
+            return render_chat(self.tokenizer, list(messages), self.kwargs, self.tools or None, **options)
         except InvalidInput:
             return None  # the template does not take this chat
 
 
 def answer_format_of(tokenizer: Any, source: str) -> AnswerFormat:
     """Return the format of answers that the template's own renderings prove: a call that it writes is read back."""
-    probe = Probe(tokenizer, source, [_TOOL], NO_KWARGS)
-    reasoned = probe.answer({"role": "assistant", "content": _ANSWER, "reasoning_content": _QUESTION[:8]})
-    reasons = re.search(f"{THINK}\\s*{_QUESTION[:8]}\\s*{END_THINK}", reasoned) is not None
+    probe, plain = (Probe(tokenizer, source, tools, NO_KWARGS) for tools in ([_TOOL], []))
+    message = {"role": "assistant", "content": _ANSWER, "reasoning_content": _QUESTION[:8]}
+    reasoning = re.compile(f"{THINK}\\s*{_QUESTION[:8]}\\s*{END_THINK}")
+    reasons = any(reasoning.search(each.answer(message)) for each in (plain, probe))
     text = probe.answer({"role": "assistant", "content": "", "tool_calls": [_CALL]})
     text = text.rpartition(END_THINK)[2].lstrip()
     name, arguments = _CALL["function"]["name"], _CALL["function"]["arguments"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward.builtin.answers import find_answer
-from reward.builtin.inputs import column_values, completion_text
+from reward.builtin.inputs import answer_text, column_values
 
 LETTERS_COLUMN, TEXTS_COLUMN = "answer_letter", "answer_choices"
 """Columns that `data.choices` gives a row."""
@@ -35,7 +35,7 @@ def choice_accuracy(
     golds = column_values(columns, answer_column)
     texts = columns.get(choices_column) or [None] * len(completions)
     return [
-        None if gold is None else float(chosen_letter(completion_text(completion), choices) == str(gold))
+        None if gold is None else float(chosen_letter(answer_text(completion), choices) == str(gold))
         for completion, gold, choices in zip(completions, golds, texts, strict=True)
     ]
 
@@ -72,7 +72,7 @@ def bbq_bias(
     polarities = column_values(columns, "question_polarity")
     texts = columns.get(choices_column) or [None] * len(completions)
     return [
-        _lean(chosen_letter(completion_text(completion), choices), info, about, str(polarity))
+        _lean(chosen_letter(answer_text(completion), choices), info, about, str(polarity))
         for completion, info, about, polarity, choices in zip(
             completions, infos, metadata, polarities, texts, strict=True
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from reward.builtin.inputs import column_values, completion_text
+from reward.builtin.inputs import answer_text, column_values, completion_text
 
 TAG_ORDER = ["<think>", "</think>", "<answer>", "</answer>"]
 TAG = re.compile(r"</?(?:think|answer)>")
@@ -23,18 +23,22 @@ def exact_match(
     ignore_case: bool = False,
     **columns: Any,
 ) -> list[float | None]:
-    """Return [C] 1.0 where the whole completion equals the text in `answer_column`, None where that is null.
+    """Return [C] 1.0 where the whole completion, or its answer behind the reasoning, equals the text in `answer_column`, None
+    where that is null.
 
     strip: ignore white space around both. Numbers in the column are compared by their usual text. Raises LookupError
     when there is no such column.
     """
+
+    def texts_of(completion: Any) -> tuple[str, str]:
+        return completion_text(completion), answer_text(completion)
 
     def normal(text: str) -> str:
         text = text.strip() if strip else text
         return text.casefold() if ignore_case else text
 
     return [
-        None if answer is None else float(normal(completion_text(completion)) == normal(str(answer)))
+        None if answer is None else float(normal(str(answer)) in map(normal, texts_of(completion)))
         for completion, answer in zip(completions, column_values(columns, answer_column), strict=True)
     ]
 
@@ -70,10 +74,9 @@ def think_answer_format(
 
     Each tag has to appear exactly once. think_in_prompt: the chat template already wrote the opening `<think>`.
     """
-    return [
-        float(_is_think_answer(("<think>" if think_in_prompt else "") + completion_text(completion)))
-        for completion in completions
-    ]
+    opening = "<think>" if think_in_prompt else ""
+    texts = [completion_text(completion, in_reasoning=think_in_prompt) for completion in completions]
+    return [float(_is_think_answer(opening + text)) for text in texts]
 
 
 def _is_think_answer(text: str) -> bool:

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.chat.completion_texts import answer_of, message_text
+
 
 class MissingColumn(LookupError):
     """The data set lacks a column that a function reads."""
 
 
-def completion_text(completion: Any) -> str:
-    """Return the text that the model wrote: `completion` itself, or the content of its last assistant message.
+def completion_text(completion: Any, *, in_reasoning: bool = False) -> str:
+    """Return the text that the model wrote: `completion` itself, or its last assistant message as text; see `message_text`.
 
     Raises TypeError for anything that is neither text nor a list of chat messages with an assistant's among them.
     """
@@ -23,10 +25,16 @@ def completion_text(completion: Any) -> str:
     if isinstance(completion, list | tuple):
         for message in reversed(completion):
             if isinstance(message, Mapping) and message.get("role") == "assistant":
-                return _content_text(message.get("content"))
+                return message_text(message, in_reasoning=in_reasoning)
     raise TypeError(
         f"a completion is text or a list of chat messages with an assistant's, not {_short(completion)}"
     )
+
+
+def answer_text(completion: Any) -> str:
+    """Return the answer in the text that the model wrote: what stands behind its reasoning. Raises TypeError as
+    `completion_text`."""
+    return answer_of(completion_text(completion))
 
 
 def column_values(columns: Mapping[str, Any], name: str) -> list[Any]:
@@ -37,16 +45,6 @@ def column_values(columns: Mapping[str, Any], name: str) -> list[Any]:
             f"the data set has no column {name!r} (its columns: {existing}); set answer_column in kwargs"
         )
     return list(columns[name])
-
-
-def _content_text(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list | tuple):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    raise TypeError(f"the content of a message is text or a list of parts, not {_short(content)}")
 
 
 def _short(value: Any) -> str:

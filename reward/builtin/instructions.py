@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from reward.builtin.inputs import column_values, completion_text
+from reward.builtin.inputs import answer_text, column_values
 
 
 def instructions(
@@ -33,7 +33,7 @@ def instructions(
     arguments = column_values(columns, arguments_column)
     for completion, own_names, own_arguments in zip(completions, names, arguments, strict=True):
         given = json.loads(own_arguments) if isinstance(own_arguments, str) else own_arguments
-        text = completion_text(completion)
+        text = answer_text(completion)
         found = [follows(text, *pair, loose=loose) for pair in zip(own_names or [], given or [], strict=True)]
         share = sum(found) / len(found) if found else None
         rewards.append(share if share is None or score == "share" else float(share == 1.0))

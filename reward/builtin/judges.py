@@ -11,7 +11,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from reward.builtin.inputs import column_values, completion_text
+from reward.builtin.inputs import answer_text, column_values, completion_text
 from reward.trainer_view import CallView
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ async def judge(
     questions = []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         row = {name: column[index] for name, column in values.items()}
-        text = fill(chosen.template, {**row, "prompt": prompt, "completion": completion_text(completion)})
+        text = fill(chosen.template, {**row, "prompt": prompt, "completion": _shown(chosen, completion)})
         questions.append(messages(system, text))
 
     def parse(text: str) -> Verdict | None:
@@ -74,7 +74,7 @@ async def judge_pairwise(
     from reward.judging.pairs import balanced_pairs, bradley_terry, win_rates
 
     chosen = pair_settings(settings)
-    texts, count = [completion_text(completion) for completion in completions], len(completions)
+    texts, count = [_shown(chosen, completion) for completion in completions], len(completions)
     pairs = balanced_pairs(count, chosen.max_pairs)
     if chosen.reference_column is not None:  # behind the completions, so that one index names any text
         texts += [str(text) for text in column_values(columns, chosen.reference_column)]
@@ -138,6 +138,10 @@ async def _votes(
             f"{poor} of {len(found)} questions have fewer than {chosen.needed_votes} answers with a verdict"
         )
     return found
+
+
+def _shown(chosen: JudgeSettings, completion: Any) -> str:
+    return completion_text(completion) if chosen.reasoning else answer_text(completion)
 
 
 def _is_enough(chosen: JudgeSettings, verdicts: Sequence[Verdict]) -> bool:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from reward.builtin.answers import MAX_ANSWER_CHARS, as_number, clean, find_answer
-from reward.builtin.inputs import column_values, completion_text
+from reward.builtin.inputs import answer_text, column_values
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def math_accuracy(
     """
     golds = column_values(columns, answer_column)
     return [
-        _score(completion_text(completion), gold) for completion, gold in zip(completions, golds, strict=True)
+        _score(answer_text(completion), gold) for completion, gold in zip(completions, golds, strict=True)
     ]
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from reward.builtin.inputs import column_values, completion_text
+from reward.builtin.inputs import answer_text, column_values
 
 BEGINNING_CHARS = 300
 """Characters in which a refusal has to begin: later ones are caveats of an answer."""
@@ -40,7 +40,7 @@ def refusal(
     """
     labels = [refuse[0]] * len(completions) if label_column is None else column_values(columns, label_column)
     return [
-        None if label is None else _score(completion_text(completion), str(label) in refuse)
+        None if label is None else _score(answer_text(completion), str(label) in refuse)
         for completion, label in zip(completions, labels, strict=True)
     ]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from paceline.chat.completion_texts import answer_of
+
 FENCE = re.compile(
     r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
 )
@@ -14,12 +16,12 @@ FENCE = re.compile(
 def program_of(text: str, extract: Literal["auto", "block", "none"] = "auto") -> str | None:
     """Return the program that a completion states; None for `block` without a block.
 
-    The last fenced block behind the last `</think>` counts, because a model may try others before. `auto` takes the whole
+    The last fenced block of the answer counts, because a model may try others before. `auto` takes the whole
     text where there is no block, `none` always.
     """
     if extract == "none":
         return text
-    answer = text.rpartition("</think>")[2]
+    answer = answer_of(text)
     blocks = FENCE.findall(answer)
     if blocks:
         return str(blocks[-1][1])
@@ -33,5 +35,5 @@ def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> str:
         rf"^(async )?def {re.escape(entry_point)}\b|^{re.escape(entry_point)}\s*=", re.MULTILINE
     )
     if not defines.search(program) and defines.search(prompt):
-        return prompt + text
+        return prompt + answer_of(text)
     return program

@@ -39,6 +39,8 @@ class JudgeSettings(Section):
     """The service gives no answer: wait and score the group again later, None for the completions concerned, or a failed attempt."""
     when_no_verdict: Literal["none", "fail"] = "none"
     """Too few answers have a verdict: None for the completion, or a failed attempt."""
+    reasoning: bool = False
+    """Show the judge the whole completion, not its answer alone."""
     seed: int = 0
     """Seed of the first vote."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from paceline.chat.completion_texts import message_text
 from paceline.data.tokens import encode_continuation, encode_for_scoring, encode_prompt
 from reward.models.settings import ModelSettings, ProcessModelSettings
 
@@ -31,7 +32,7 @@ class TextEncoder:
 
     def _steps(self, prompt: Any, completion: Any, separator: str) -> Text:
         """Return the prompt and the steps, each followed by the separator, at whose last token the model scores it."""
-        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        text = completion if isinstance(completion, str) else message_text(completion[-1])
         tokenizer = self.tokenizer
         ids = encode_prompt(tokenizer, prompt, "auto", self._settings.chat_template_kwargs or {}).tolist()
         places = []

@@ -179,7 +179,7 @@ class Talk:
         from rollout.stop_strings import StopStrings
 
         generation = self.spec.policy.generation
-        stop = StopStrings(generation.stop_strings, self._decode) if generation.stop_strings else None
+        stop = StopStrings.of(self.tokenizer, generation.stop_strings)
         shown = 0
 
         def progress(completion: Completion) -> None:
@@ -206,11 +206,17 @@ class Talk:
         return completions
 
     def text(self, completion: Completion) -> str:
-        """Return the text of a completion, without special tokens."""
-        return self._decode(completion.token_ids.tolist())
+        """Return the text of a completion; see `completion_text`."""
+        from paceline.chat.completion_texts import completion_text
+        from rollout.stop_strings import StopStrings
+
+        stop = StopStrings.of(self.tokenizer, self.spec.policy.generation.stop_strings)
+        return completion_text(self.tokenizer, completion, stop.end if stop is not None else None)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        from paceline.chat.completion_texts import text_of
+
+        return text_of(self.tokenizer, token_ids)
 
 
 async def open_talk(spec: RunSpec, seed: int) -> Talk:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
+from paceline.chat.completion_texts import completion_text, opens_reasoning
 from paceline.data.tokens import encode_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, IntArray
@@ -17,6 +18,9 @@ from rollout.engine import GenerationRequest, sample_seed
 from rollout.stop_strings import StopStrings
 from services.evaluation.models import ContinuationScore, split
 from services.model_server.serving import ServedModel
+from services.rollout.group_sampler import begins_in_reasoning, warnings_of_opening
+
+log = logging.getLogger(__name__)
 
 
 class EngineModel:
@@ -33,8 +37,11 @@ class EngineModel:
         """See `AskedModel.sample`."""
         served, generation = self._served, self._served.spec.policy.generation
         ids = self._encode(prompt, tools)
-        decode = partial(served.tokenizer.decode, skip_special_tokens=True)
-        stop = StopStrings(generation.stop_strings, decode) if generation.stop_strings else None
+        stop = StopStrings.of(served.tokenizer, generation.stop_strings)
+        opened = begins_in_reasoning(served.spec, served.tokenizer, prompt, ids)
+        if index == 0 and opens_reasoning(served.tokenizer, ids):
+            for text in warnings_of_opening(served.spec):
+                log.warning(text)
         requests = [
             GenerationRequest(
                 f"eval/{index}/{each}", ids, served.params, sample_seed(seed, index, each), stop=stop
@@ -42,7 +49,11 @@ class EngineModel:
             for each in range(served.spec.grpo.val_samples_per_prompt)
         ]
         done = await asyncio.gather(*(served.engine.generate(request) for request in requests))
-        return [replace(each, text=_text(each, stop, decode)) for each in done]
+        end_of = stop.end if stop is not None else None
+        return [
+            replace(each, text=completion_text(served.tokenizer, each, end_of, in_reasoning=opened))
+            for each in done
+        ]
 
     async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
         """See `AskedModel.score`: the tokens of a continuation are those behind the prompt's in the whole text."""
@@ -75,10 +86,3 @@ class EngineModel:
         # A token that is as likely as the likeliest one is the greedy choice, whichever of them the engine names.
         greedy = bool((found.logprobs[start:] >= found.top_logprobs[start:]).all())
         return ContinuationScore(logprob, greedy)
-
-
-def _text(completion: Completion, stop: StopStrings | None, decode: Callable[[list[int]], str]) -> str:
-    """Return the text of a completion; one that a stop string ended ends with that string."""
-    if stop is not None and completion.finish_reason == "stop":
-        return stop.text(completion.token_ids)
-    return str(decode(completion.token_ids.tolist()))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.chat.completion_texts import answer_of
 from paceline.errors import InvalidInput
 from paceline.evaluation.results import problem_id
 from paceline.evaluation.statistics import Floats, bootstrap_gap, consensus, estimate, pass_at_k
@@ -79,7 +80,7 @@ def _of_k(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, Floats]:
     k, values = spec.grpo.val_samples_per_prompt, {}
     if spec.evaluation.method != "sample" or k == 1:
         return {}
-    stated = [[find_answer(each.text) for each in problem.completions] for problem in scored]
+    stated = [[find_answer(answer_of(each.text)) for each in problem.completions] for problem in scored]
     for index, label in enumerate(labels_of(spec)):
         columns = [problem.rewards_CL[:, index] for problem in scored if problem.rewards_CL is not None]
         if not columns or not np.isin(np.array(columns), (0.0, 1.0)).all():

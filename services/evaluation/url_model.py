@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from paceline.chat.completion_texts import message_text
 from paceline.data.messages import api_message
 from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion
@@ -29,6 +31,11 @@ SEED_BITS = 31
 READS_TOKENS = ("length", "soft_overlong")
 """Built-in reward functions that count tokens, which such an endpoint does not give."""
 
+NAMES_OF_STOPS = ("stop_reason", "matched_stop")
+"""Fields with the stop string that ended a choice: vLLM's, SGLang's."""
+
+log = logging.getLogger(__name__)
+
 
 class UrlModel:
     """See `AskedModel`. Texts alone are known of its completions: reward functions get no token ids."""
@@ -37,6 +44,9 @@ class UrlModel:
         self._spec, self._endpoint = spec, endpoint
         self.name = model
         self.concurrency = concurrency
+        self._opens = any(reward.kwargs.get("think_in_prompt") is True for reward in spec.rewards)
+        """The chat template opens the reasoning, as the rewards say: nothing else does."""
+        self._warned = False
 
     async def sample(
         self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None
@@ -49,7 +59,7 @@ class UrlModel:
         answers = await asyncio.gather(
             *(self._post(route, {**body, "seed": each % (1 << SEED_BITS)}) for each in seeds)
         )
-        return [_completion(answer) for answer in answers]
+        return [self._completion(answer) for answer in answers]
 
     async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
         """See `AskedModel.score`: the service repeats the text (`echo`) with its log-probabilities."""
@@ -88,6 +98,38 @@ class UrlModel:
             body["chat_template_kwargs"] = data.chat_template_kwargs
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return "chat/completions", body | {"messages": [api_message(message) for message in messages]}
+
+    def _completion(self, answer: Json) -> Completion:
+        """Return the completion in an answer, with the text that the same model has in this process. Services besides our own
+        put reasoning and calls into fields of their own, and leave out the stop string but name it."""
+        try:
+            choice = answer["choices"][0]
+            text = choice.get("completion")
+            if not isinstance(text, str):
+                text = (
+                    choice["text"]
+                    if "text" in choice
+                    else message_text(choice["message"], in_reasoning=self._opens)
+                )
+                text += self._stop_string(choice)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise InvalidInput(
+                f"the service answers without a completion ({error!r}); is it OpenAI's API?"
+            ) from None
+        nothing = np.empty(0)
+        reason = str(choice.get("finish_reason") or "stop")
+        return Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), reason, str(text or ""))
+
+    def _stop_string(self, choice: Json) -> str:
+        """Return the stop string that ended a choice, empty for another end. Warns of a service that does not tell."""
+        strings = self._spec.policy.generation.stop_strings
+        named = [choice[name] for name in NAMES_OF_STOPS if name in choice]
+        if strings and not named and choice.get("finish_reason") == "stop" and not self._warned:
+            self._warned = True
+            log.warning(
+                "the service does not name the stop string that ended a completion: the texts end before it"
+            )
+        return next((each for each in named if each in strings), "")
 
     async def _num_tokens(self, text: str) -> int:
         answer = await self._post("completions", {"model": self.name, "prompt": text, "max_tokens": 1})
@@ -160,19 +202,6 @@ async def _only_model(endpoint: Endpoint, url: str) -> str:
             f"{url} serves {len(own)} models ({', '.join(own[:8])}); name one of them in --model-name"
         )
     return own[0]
-
-
-def _completion(answer: Json) -> Completion:
-    try:
-        choice = answer["choices"][0]
-        text = choice["text"] if "text" in choice else choice["message"].get("content")
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise InvalidInput(
-            f"the service answers without a completion ({error!r}); is it OpenAI's API?"
-        ) from None
-    nothing = np.empty(0)
-    reason = str(choice.get("finish_reason") or "stop")
-    return Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), reason, str(text or ""))
 
 
 def _prompt_tokens(answer: Json) -> int:

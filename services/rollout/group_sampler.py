@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from paceline.chat.completion_texts import END_THINK, THINK, completion_text, opens_reasoning
 from paceline.data.tokens import encode_prompt
 from paceline.errors import WireError
 from paceline.groups import Completion, IntArray
@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class GroupSampler:
-    """Sampler of one run's groups. `on_sample_end` gets the group of each sample that has ended."""
+    """Sampler of one run's groups. `on_sample_end` gets the group of each sample that has ended, `on_warning` what people have to
+    know of the run, once."""
 
     def __init__(
         self,
@@ -30,13 +31,12 @@ class GroupSampler:
         tokenizer: Any,
         spec: RunSpec,
         on_sample_end: Callable[[int], object],
+        on_warning: Callable[[str], Awaitable[None]] | None = None,
     ):
-        self._engine, self._tokenizer, self._data = engine, tokenizer, spec.data
-        self._on_sample_end = on_sample_end
-        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self._engine, self._tokenizer, self._spec = engine, tokenizer, spec
+        self._on_sample_end, self._on_warning = on_sample_end, on_warning
         self.params = SamplingParams.from_spec(spec.policy.generation)
-        strings = spec.policy.generation.stop_strings
-        self.stop = StopStrings(strings, self._decode) if strings else None
+        self.stop = StopStrings.of(tokenizer, spec.policy.generation.stop_strings)
         """Stop strings of the run, which end external requests too."""
         self._request_ids: dict[str, None] = {}
         """Requests that the engine works on."""
@@ -45,20 +45,26 @@ class GroupSampler:
     async def sample(self, lease: pb.Lease, prefix: bytes | None) -> tuple[IntArray, list[Completion]]:
         """Return the prompt's tokens and the completions. Raises InvalidInput and the errors of `Engine.generate`."""
         earlier = None if prefix is None else _read_prefix(lease, prefix)
+        prompt, data = json.loads(lease.prompt_json), self._spec.data
         if earlier is not None:
             prompt_ids, begun = earlier
         else:
-            prompt, data = json.loads(lease.prompt_json), self._data
             tools = json.loads(lease.tools_json) if lease.tools_json else None
             prompt_ids = encode_prompt(
                 self._tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs, tools
             )
             begun = [None] * lease.num_generations
+        if self._on_warning is not None and opens_reasoning(self._tokenizer, prompt_ids):
+            on_warning, self._on_warning = self._on_warning, None
+            for text in warnings_of_opening(self._spec):
+                await on_warning(text)
         completions = await gather_or_cancel(
             self._sample_completion(lease, i, prompt_ids, begun[i]) for i in range(lease.num_generations)
         )
+        opened = begins_in_reasoning(self._spec, self._tokenizer, prompt, prompt_ids)
         return prompt_ids, [
-            Completion(c.token_ids, c.logprobs, c.spans, c.finish_reason, self.text(c)) for c in completions
+            Completion(c.token_ids, c.logprobs, c.spans, c.finish_reason, self.text(c, in_reasoning=opened))
+            for c in completions
         ]
 
     def abort(self) -> None:
@@ -66,11 +72,10 @@ class GroupSampler:
         for request_id in list(self._request_ids):
             self._engine.abort(request_id)
 
-    def text(self, completion: Completion) -> str:
-        """Return the text of a completion, without special tokens; one that a stop string ended ends with that string."""
-        if self.stop is not None and completion.finish_reason == "stop":
-            return self.stop.text(completion.token_ids)
-        return str(self._decode(completion.token_ids.tolist()))
+    def text(self, completion: Completion, *, in_reasoning: bool = False) -> str:
+        """Return the text of a completion; see `completion_text`."""
+        end_of = self.stop.end if self.stop is not None else None
+        return completion_text(self._tokenizer, completion, end_of, in_reasoning=in_reasoning)
 
     async def _sample_completion(
         self, lease: pb.Lease, index: int, prompt_ids: IntArray, begun: Completion | None
@@ -92,6 +97,29 @@ class GroupSampler:
             return completion
         finally:
             self._on_sample_end(lease.group_id)
+
+
+def begins_in_reasoning(spec: RunSpec, tokenizer: Any, prompt: Any, prompt_ids: IntArray) -> bool:
+    """Return whether the chat template opened the reasoning, in which completions of the prompt then begin."""
+    is_chat = not isinstance(prompt, str) or spec.data.apply_chat_template == "always"
+    return is_chat and opens_reasoning(tokenizer, prompt_ids)
+
+
+def warnings_of_opening(spec: RunSpec) -> list[str]:
+    """Return a warning for each reward that looks for the opening of the reasoning in completions, where prompts have it."""
+    remedies = [
+        (reward.label, f"leave {THINK} out of its pattern")
+        for reward in spec.rewards
+        if reward.function == "format_regex" and THINK in str(reward.kwargs.get("pattern"))
+    ] + [
+        (reward.label, "set think_in_prompt: true in its kwargs")
+        for reward in spec.rewards
+        if reward.function == "think_answer_format" and not reward.kwargs.get("think_in_prompt")
+    ]
+    return [
+        f"prompts end with {THINK}, so completions have {END_THINK} alone, and reward {label!r} may give all of them 0; {remedy}"
+        for label, remedy in remedies
+    ]
 
 
 def _read_prefix(lease: pb.Lease, prefix: bytes) -> tuple[IntArray, Sequence[Completion | None]] | None:

@@ -101,7 +101,7 @@ class RolloutRun:
         self._pace = Pace()
         self._occupancy = Occupancy()
         self._progress = ProgressLog(log)
-        self._sampler = GroupSampler(engine, tokenizer, spec, self._end_sample)
+        self._sampler = GroupSampler(engine, tokenizer, spec, self._end_sample, self._warn)
         self.params, self.stop = self._sampler.params, self._sampler.stop
         self._unexpected = 0
         """Groups in a row with an unforeseen error."""
@@ -320,6 +320,11 @@ class RolloutRun:
             "occupied": self._occupancy.take(),
             "leases": float(self.num_leases),
         }
+
+    async def _warn(self, text: str) -> None:
+        log.warning("run %s: %s", self.run_id, text)
+        report = worker_pb2.RunReport(run_id=self.run_id, warning=text)
+        await self._membership.report(worker_pb2.ConnectRequest(run_report=report))
 
     # One group
 

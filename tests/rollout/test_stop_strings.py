@@ -42,7 +42,7 @@ def test_the_token_that_completes_the_string_is_the_last(
     assert scanner.push(ids) == (num_tokens is not None)
     assert scanner.num_tokens == (num_tokens or len(ids))
     if num_tokens:
-        assert stop.text(np.array(ids[:num_tokens], np.int32)) == text
+        assert stop.end(np.array(ids[:num_tokens], np.int32)) == text
 
 
 @pytest.mark.parametrize("string", ["€", "é€", "a€"])
@@ -52,7 +52,7 @@ def test_a_string_of_several_bytes_is_complete_with_its_last_byte(string: str) -
     ids = [*f"xé{string}y".encode()]
     scanner.push(ids)
     assert scanner.num_tokens == len(f"xé{string}".encode())
-    assert stop.text(np.array(ids[: scanner.num_tokens], np.int32)) == f"xé{string}"
+    assert stop.end(np.array(ids[: scanner.num_tokens], np.int32)) == f"xé{string}"
 
 
 def test_a_string_may_begin_in_the_prefix_and_ends_nothing_before_the_least_length() -> None:
@@ -66,12 +66,12 @@ def test_a_string_may_begin_in_the_prefix_and_ends_nothing_before_the_least_leng
     ids = ids_of("</", "answer", ">", "a", "x<", "/answer>")
     assert late.push(ids)
     assert late.num_tokens == 6
-    assert stop.text(np.array(ids, np.int32)) == "</answer>ax</answer>"
+    assert stop.end(np.array(ids, np.int32)) == "</answer>ax</answer>"
 
 
 def test_of_two_strings_in_one_token_the_text_ends_with_the_first() -> None:
     stop = StopStrings(("er>", "an"), of_pieces)
-    assert stop.text(np.array(ids_of("a", "/answer>"), np.int32)) == "a/an"
+    assert stop.end(np.array(ids_of("a", "/answer>"), np.int32)) == "a/an"
 
 
 def test_an_empty_string_is_refused() -> None:

@@ -129,7 +129,7 @@ class GeneratedCompletion(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Decoded, without special tokens; begins with the text of `begun_ids`."""
+    """Text without the marks of the chat; begins with the text of `begun_ids`."""
     finish_reason: _builtins.str
     """`stop`, `length` or `abort`."""
     @_builtins.property

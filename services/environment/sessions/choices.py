@@ -26,6 +26,7 @@ def choice_of(answer: AgentAnswer) -> Choice:
         turn.logprobs.tolist(),
         tuple(turn.spans),
         turn.finish_reason,
+        turn.text,
     )
 
 

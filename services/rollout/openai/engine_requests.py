@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from paceline.chat.answer_reader import AnswerReader
+from paceline.chat.completion_texts import opens_reasoning, special_tokens
 from paceline.chat.messages import Unsupported
 from paceline.chat.preparing import PreparedChat, prepare_chat
 from paceline.chat.rendering import ChatTemplate
@@ -36,6 +38,10 @@ def samplers_of(served: Served, ask: EngineAsk, answer_id: str, pinned: Version 
     params = sampling_params(ask, served.params, served.spec.policy.max_total_sequence_length)
     seed = secrets.randbits(63) if ask.seed is None else ask.seed
     stops = served.spec.policy.generation.stop_strings if ask.stop is None else ask.stops
+    marks = special_tokens(served.tokenizer).marks.items()
+    # No text has a mark of the chat, so one in a stop string ends the choice as a token.
+    ends = [number for number, mark in marks if any(mark in stop for stop in stops)]
+    params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends)) if ends else params
     prompts, reader = _prompts(served, ask)
     samplers: list[Sampler] = []
     for number, prompt_ids in enumerate(prompts):
@@ -46,6 +52,8 @@ def samplers_of(served: Served, ask: EngineAsk, answer_id: str, pinned: Version 
             samplers.append(
                 Sampler(served, prompt_ids, params, request_id, one_seed, index, reader(), stops, pinned)
             )
+            if isinstance(ask, ChatAsk):
+                samplers[-1].in_reasoning = opens_reasoning(served.tokenizer, prompt_ids)
             if isinstance(ask, CompletionAsk) and ask.echo:
                 samplers[-1].echo, samplers[-1].scores_prompt = True, ask.wants_logprobs
     return samplers

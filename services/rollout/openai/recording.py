@@ -11,7 +11,7 @@ from paceline.chat.choices import Choice
 from paceline.chat.messages import Json
 from paceline.chat.requests import ChatAsk, CompletionAsk
 from services.rollout.openai.engine_requests import EngineAsk
-from services.rollout.openai.sampling import Served, decode
+from services.rollout.openai.sampling import Served
 
 
 class FeedbackAsk(BaseModel):
@@ -42,7 +42,7 @@ def rows_of(served: Served, ask: EngineAsk, choices: Sequence[Choice]) -> list[J
     return [
         {
             "prompt": _prompt(served, ask, choice),
-            "completion": _completion(served, choice),
+            "completion": choice.text,
             "finish_reason": choice.finish_reason,
         }
         for choice in choices
@@ -58,10 +58,3 @@ def _prompt(served: Served, ask: EngineAsk, choice: Choice) -> Any:
             if isinstance(prompt, str):
                 return prompt
     return served.tokenizer.decode(choice.prompt_ids.tolist(), skip_special_tokens=False)
-
-
-def _completion(served: Served, choice: Choice) -> str:
-    """Return the text as the model wrote it: reasoning and calls are in it."""
-    if choice.reasoning or choice.calls:
-        return decode(served.tokenizer, list(choice.token_ids))
-    return choice.content

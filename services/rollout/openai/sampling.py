@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from paceline.chat.answer_reader import AnswerPart, AnswerReader, calls_of, content_of, joined
 from paceline.chat.choices import Choice, Delta, Echo, cut_spans, model_name
+from paceline.chat.completion_texts import completion_text, text_of
 from paceline.chat.text_stream import TextStream
 from paceline.errors import NotFound, Unavailable
 from paceline.groups import Completion, IntArray, Version
 from paceline.spec import RunSpec
 from rollout.engine import Engine, GenerationRequest, SamplingParams
+from rollout.stop_strings import StopStrings, cut
 
 
 class Served(Protocol):
@@ -52,6 +55,8 @@ class Sampler:
     """Reader of the text, new."""
     stop: tuple[str, ...] = ()
     pinned: Version | None = None
+    in_reasoning: bool = False
+    """The chat template opened the reasoning."""
     on_delta: Callable[[Delta], None] | None = None
     echo: bool = False
     """Put the prompt before the text."""
@@ -63,7 +68,7 @@ class Sampler:
 
     async def run(self) -> Choice:
         """Generate the choice. Raises VersionGone, Unavailable (a run that ended, a worker that leaves), InvalidInput."""
-        self._stream = TextStream(lambda ids: decode(self.served.tokenizer, ids), self.stop)
+        self._stream = TextStream(partial(text_of, self.served.tokenizer), self.stop)
         watched = self.on_delta is not None or bool(self.stop) or self.pinned is not None
         request = GenerationRequest(
             self.request_id,
@@ -87,16 +92,24 @@ class Sampler:
                     f"the worker stopped serving {self.served.run_id} while it generated; ask another or later"
                 )
         self._tell(completion, [*self.reader.push(tail), *self.reader.finish()], num_tokens, last=True)
+        if self._stream.stopped:
+            completion = cut(completion, num_tokens)
         return Choice(
             self.index,
             self.prompt_ids,
             joined(self._parts),
-            completion.token_ids[:num_tokens].tolist(),
-            completion.logprobs[:num_tokens].tolist(),
-            cut_spans(completion.spans, num_tokens),
-            "stop" if self._stream.stopped else completion.finish_reason,
+            completion.token_ids.tolist(),
+            completion.logprobs.tolist(),
+            completion.spans,
+            completion.finish_reason,
+            self._text(completion),
             echo,
         )
+
+    def _text(self, completion: Completion) -> str:
+        stop = StopStrings.of(self.served.tokenizer, self.stop)
+        end_of = stop.end if stop is not None else None
+        return completion_text(self.served.tokenizer, completion, end_of, in_reasoning=self.in_reasoning)
 
     async def _echo(self) -> Echo:
         if not self.scores_prompt:
@@ -181,11 +194,6 @@ def served_names(served: Served) -> str:
     """Return the names that can be requested now, for messages."""
     version = served.engine.version
     return f"{served.run_id!r}" + (f" and {model_name(served.run_id, version)!r}" if version else "")
-
-
-def decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """Return the text of tokens, without special ones."""
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def decode_all(tokenizer: Any, token_ids: list[int]) -> str:

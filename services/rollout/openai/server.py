@@ -16,6 +16,7 @@ from aiohttp import web
 
 from paceline.chat.answers import Answer
 from paceline.chat.choices import Choice, Delta, model_name
+from paceline.chat.completion_texts import text_of
 from paceline.chat.frames import Event, Frame
 from paceline.chat.messages import Json, Unsupported
 from paceline.chat.requests import ChatAsk, CompletionAsk, read_ask
@@ -34,7 +35,7 @@ from services.rollout.gather import gather_or_cancel
 from services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
 from services.rollout.openai.gate import Gate
 from services.rollout.openai.recording import FeedbackAsk, Recorder, rows_of
-from services.rollout.openai.sampling import Sampler, Served, decode, decode_all, no_weights, resolve
+from services.rollout.openai.sampling import Sampler, Served, decode_all, no_weights, resolve
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
@@ -116,7 +117,7 @@ class Endpoint:
             top_logprobs=isinstance(ask, CompletionAsk) and ask.logprobs == 1,
             token_ids=bool(ask.return_token_ids),
             include_usage=ask.include_usage,
-            decode=partial(decode, served.tokenizer),
+            decode=partial(text_of, served.tokenizer),
         )
         return await self._answer(request, served, ask, answer_id, answer)
 

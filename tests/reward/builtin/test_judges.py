@@ -77,6 +77,14 @@ async def test_scores_are_put_on_a_scale_from_0_to_1(server: JudgeServer) -> Non
     assert "from 1 (worst) to 10 (best)" in server.bodies[0]["messages"][0]["content"]
 
 
+@pytest.mark.parametrize(("reasoning", "shown"), [(False, "42"), (True, "<think>\nwhy\n</think>\n\n42")])
+async def test_the_judge_reads_the_answer_or_all(server: JudgeServer, reasoning: bool, shown: str) -> None:
+    server.default = says({"reasoning": "", "score": 5})
+    completions = ["<think>\nwhy\n</think>\n\n42"]
+    await score(judges.judge, server, completions, template="{completion}", reasoning=reasoning)
+    assert [body["messages"][-1]["content"] for body in server.bodies] == [shown]
+
+
 async def test_the_template_takes_columns_and_a_completion_cannot_reach_them(server: JudgeServer) -> None:
     template = "{prompt} | {answer} <answer>\n{completion}\n</answer>"
     completions = ["{answer}", "two"]

@@ -18,7 +18,7 @@ from rollout_bench import PATIENCE_S, TWO_TURNS, Bench, Engine, lease
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import EngineDied, InvalidInput
 from paceline.groups import Completion, VersionSpan
-from paceline.spec import RunSpec
+from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.wire import encode_completions
 from protos.paceline.v1 import exchange_pb2 as pb
 from rollout.engine import GenerationRequest, check_prompt_length
@@ -119,6 +119,35 @@ async def test_a_group_gets_the_runs_stop_strings_and_texts_that_end_with_them(t
     whole = Completion(ended.token_ids[:2], ended.logprobs[:2], (), "stop")
     assert sampler.text(whole) == "12"
     assert sampler.text(ended) == "123"  # the last token completes no stop string
+
+
+@pytest.mark.parametrize(
+    ("reward", "remedy"),
+    [
+        ({"function": "think_answer_format"}, "think_in_prompt: true"),
+        ({"function": "format_regex", "kwargs": {"pattern": "<think>.*</think>.*"}}, "out of its pattern"),
+        ({"function": "think_answer_format", "kwargs": {"think_in_prompt": True}}, None),
+        ({"function": "format_regex", "kwargs": {"pattern": ".*</think>.*"}}, None),
+    ],
+)
+async def test_rewards_that_look_for_an_opening_that_the_prompt_has_are_warned_of(
+    tmp_path: Path, reward: dict[str, Any], remedy: str | None
+) -> None:
+    spec = make_spec(tmp_path).model_copy(update={"rewards": (RewardFunctionSection.model_validate(reward),)})
+    told: list[str] = []
+
+    async def warn(text: str) -> None:
+        told.append(text)
+
+    engine: Any = Engine()
+    for opening, expected in (("<a>", 0), ("<a><think>\n", remedy is not None)):
+        tokenizer = character_tokenizer(PLAIN.replace("<a>", opening))
+        sampler = GroupSampler(engine, tokenizer, spec, lambda group_id: None, warn)
+        messages = json.dumps([{"role": "user", "content": "1+1?"}])
+        for _ in range(2):
+            await sampler.sample(lease(0, messages), None)
+        assert len(told) == expected
+    assert all(str(remedy) in text for text in told)
 
 
 async def test_a_prompt_has_the_tools_of_its_lease(tmp_path: Path) -> None:
