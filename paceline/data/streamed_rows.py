@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.table_rows import SHORT, in_short_form
 from paceline.errors import DataError, Unreadable
 
 if TYPE_CHECKING:
@@ -181,7 +182,8 @@ class _Tables:
             start = self._position - table.num_rows
             skipped = min(max(0, first - start), table.num_rows)
             taken = table.slice(skipped, number - len(found))
-            found += taken.to_pylist()
+            short = [field.name for field in taken.schema if str(field.type) in SHORT]
+            found += [in_short_form(row, short) for row in taken.to_pylist()]
             rest = table.slice(skipped + taken.num_rows)
             self._rest = rest if rest.num_rows else None
         return found

@@ -52,7 +52,8 @@ def blocks_of(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language and the content of each fenced block, without the fence's indentation; one that nothing closes ends with
     the text. As CommonMark 0.31, section 4.5, has them: a fence is closed by one as long or longer, which is indented by at most
     three columns more. Blocks of Markdown are looked into, and a block in Python ends where another one opens."""
-    fence, indent, word, lines = "", 0, "", []
+    fence, indent, word = "", 0, ""
+    lines: list[str] = []
     for line in re.findall(r"[^\n]*\n|[^\n]+", text.replace("\r\n", "\n")):
         bare = line.strip()
         opening = OPENING.fullmatch(line) or (None if fence else BEHIND_TEXT.fullmatch(line))

@@ -110,6 +110,7 @@ def _request(
         "stop": settings.score == "all",
         "programs": sources,
     }
+    of_cases: dict[str, Any]
     match cases:
         case Checks():
             of_cases = {

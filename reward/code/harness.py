@@ -174,7 +174,7 @@ def _call(
 def _function(name: str, names: dict[str, Any]) -> Any:
     """Return the function that the program defines, of `Solution` its method, or what `Solution().add` names."""
     owner = names.get("Solution")
-    if "." not in name and hasattr(owner, name):
+    if "." not in name and owner is not None and hasattr(owner, name):
         return getattr(owner(), name)
     if name.split(".")[0].removesuffix("()") not in names:
         raise NameError(f"the program does not define {name}")
