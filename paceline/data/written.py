@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-WHOLE = re.compile(r"-?(0|[1-9]\d{0,999})")
-NUMBER = re.compile(r"-?(0|[1-9]\d{0,999})(\.\d{1,999})?([eE][+-]?\d{1,3})?")
+WHOLE = re.compile(r"-?(0|[1-9]\d{0,999})", re.ASCII)
+NUMBER = re.compile(r"-?(0|[1-9]\d{0,999})(\.\d{1,999})?([eE][+-]?\d{1,3})?", re.ASCII)
 
 
 def number_of(text: str) -> int | float | None:
