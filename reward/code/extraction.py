@@ -12,6 +12,7 @@ OPENING = re.compile(
 """First line of a fenced block, which may be an entry of a list."""
 BEHIND_TEXT = re.compile(r"(?P<before>)[^`\n]*(?P<fence>`{3,})(?P<word>python3?|py)[ \t]*\n?")
 """The same behind text: `Here it is: ```python`."""
+BARE_FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*\r?$", re.MULTILINE)
 CONTAINERS = ("markdown", "md")
 DEFINED = re.compile(
     r"^(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE
@@ -34,8 +35,9 @@ def program_of(
     """Return the program that a completion states; None for `block` without a block.
 
     The last fenced block behind the last `</think>` counts, because a model may try others before: the last of those that
-    define one of `names`, or where none does of those in Python (`python`), or of all. `auto` takes the whole text where there is
-    no block, `none` always.
+    define one of `names`, or where none does of those in Python (`python`), or of all. The text before a bare fence counts too where
+    it alone defines one of `names`, because a prompt may have opened its block. `auto` takes the whole text where there is no
+    block, `none` always.
     """
     if extract == "none":
         return text
@@ -43,9 +45,11 @@ def program_of(
     blocks = [(word, code) for word, code in blocks_of(answer) if code.strip()]
     programs = [code for word, code in blocks if not python or not word or word.startswith("py")]
     programs = programs or [code for _, code in blocks]
-    if programs:
-        return ([code for code in programs if names & defined_in(code)] or programs)[-1]
-    return None if extract == "block" else answer
+    before = BARE_FENCE.split(answer, maxsplit=1)[0]
+    for candidates in (programs, [before] if before != answer else []):
+        if defining := [code for code in candidates if names & defined_in(code)]:
+            return defining[-1]
+    return programs[-1] if programs else None if extract == "block" else before
 
 
 def blocks_of(text: str) -> Iterator[tuple[str, str]]:
@@ -102,6 +106,9 @@ def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> list[
     answer = text.rpartition("</think>")[2]
     bodies = [each for each in (program, answer) if each.lstrip("\n")[:1] in (" ", "\t")] or [program, answer]
     bodies += [match[0] for each in bodies if (match := BODY.match(each))]
+    bodies += [
+        f"    {each}" for each in bodies if each[:1].strip()
+    ]  # a chat's text often begins without its white space
     continued = [head + body for body in bodies for head in heads if name in defined_in(head)]
     return _once(continued or [program])
 

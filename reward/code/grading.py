@@ -40,6 +40,9 @@ def grade(
 
 def _grade_pairs(program: str, cases: Pairs, sandbox: Sandbox, settings: CodeSettings) -> list[CaseResult]:
     files = {settings.file: program.encode(errors="replace")}
+    command = list(settings.command)
+    if command[0] == PYTHON:  # the benchmarks' judges print integers of any length
+        command[1:1] = ["-X", "int_max_str_digits=0"]
     results: list[CaseResult] = []
     left_s = settings.total_time_s
     for given, right in cases.pairs:
@@ -47,7 +50,7 @@ def _grade_pairs(program: str, cases: Pairs, sandbox: Sandbox, settings: CodeSet
             results.append(CaseResult("not run"))
             continue
         limits = settings.limits(min(settings.time_s, left_s))
-        outcome = sandbox.run(settings.command, files, limits, given.encode(errors="replace"))
+        outcome = sandbox.run(command, files, limits, given.encode(errors="replace"))
         left_s -= outcome.duration_s
         by_number = cases.decimals and "compare" not in settings.model_fields_set
         results.append(

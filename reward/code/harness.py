@@ -141,6 +141,7 @@ def _import_presumed(module: types.ModuleType) -> None:
         names.update({name: getattr(library, name) for name in public})
     module.__dict__["__builtins__"] = names | libraries | vars(builtins)
     sys.setrecursionlimit(MAX_RECURSION)
+    sys.set_int_max_str_digits(0)
 
 
 def _check(request: dict[str, Any], test: str, module: types.ModuleType) -> Callable[[], object]:

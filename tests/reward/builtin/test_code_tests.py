@@ -237,6 +237,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], float]] = {
     "a float that is an integer": ("def f(x): return x / 2", fn([[4]], [2]), 1.0),
     "a float, exactly": ("def f(x): return x / 3 + 1e-9", fn([[1]], [1 / 3]), 0.0),
     "a float with a tolerance": ("def f(x): return x / 3 + 1e-9", {**fn([[1]], [1 / 3]), "tolerance": 1e-6}, 1.0),
+    "floats in a list with a tolerance": ("def f(x): return [x / 3 + 1e-9]", {**fn([[1], [1]], [[1 / 3], [1 / 3]]), "tolerance": 1e-6}, 1.0),
     "arguments that are mutated": ("def f(xs): xs.append(1); return len(xs)", fn([[[]], [[]]], [1, 1]), 1.0),
     "debugging in function mode": ("def f(x): print('x', x); return x", fn([[1]], [1]), 1.0),
     "names that a starter presumes": ("def f(xs: List[int]): return Counter(xs).most_common(1)[0][0]", fn([[[1, 1]]], [1]), 1.0),
@@ -253,6 +254,8 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], float]] = {
     # standard input
     "input and sys.stdin": ("import sys\na = input()\nprint(a + sys.stdin.readline().strip())", stdin("12", "1\n2\n"), 1.0),
     "reading beyond the input": ("input(); input()", stdin("", "1\n"), 0.0),
+    "bytes to standard output": ("import sys\nsys.stdout.buffer.write(b'7')", stdin("7"), 1.0),  # NVIDIA-NeMo/Gym#2956
+    "an integer of 5000 digits": ("print(10 ** 5000)", stdin("1" + "0" * 5000), 1.0),
     "a main guard": ("if __name__ == '__main__':\n    print(input())", stdin("7", "7"), 1.0),
     "right, and then a status": ("print(7)\nraise SystemExit(3)", stdin("7"), 0.0),
     "decimals of LiveCodeBench": ("print('  1.50 2')", stdin("1.5 2.0", testtype="stdin"), 1.0),
@@ -265,6 +268,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], float]] = {
     "a body in a fence": ("```python\n    return sum(xs)\n```", {**TOTAL, "prompt": TYPED}, 1.0),
     "a body and a run-on that is cut off": ("    return sum(xs)\n\n\ndef more(x):\n    return (", {**TOTAL, "prompt": TYPED}, 1.0),
     "a body and a run-on that reads": ("    return sum(xs)\n\nprint(total(input()))\n", {**TOTAL, "prompt": TYPED}, 1.0),
+    "a body without its first indentation": ("n = 0\n    for x in xs:\n        n += x\n    return n", {**TOTAL, "prompt": TYPED}, 1.0),  # EleutherAI/lm-evaluation-harness#3126
     "a body behind reasoning": ("<think>hm</think>    return sum(xs)\n", {**TOTAL, "prompt": TYPED}, 1.0),
     "a body, a fence and words": ("    return sum(xs)\n```\nThis adds them.\n", {**TOTAL, "prompt": TYPED}, 1.0),
     "a function without the prompt's imports": ("```python\ndef total(xs: List[int]) -> int:\n    return sum(xs)\n```", {**TOTAL, "prompt": TYPED}, 1.0),
@@ -289,6 +293,9 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], float]] = {
     "a block in a block of Markdown": (f"```markdown\n# Sum\n```python\n{ADD}\n```\n```", {"tests": TESTS}, 1.0),
     "a fence behind words": (f"Here: ```python\n{ADD}\n```", {"tests": TESTS}, 1.0),
     "lines of Windows": (f"```python\r\n{ADD}\r\n```\r\nDone.\r\n", {"tests": TESTS}, 1.0),
+    "a block that its prompt has opened": (f"{ADD}\n```", {"tests": TESTS}, 1.0),  # noonghunna/benchlocal-cli#120
+    "words behind such a block": (f"{ADD}\n```\nIt adds:\n```python\nprint(add(1, 2))\n```", {"tests": TESTS}, 1.0),
+    "it reads standard input": ("print(input())\n```", {"tests": ONE}, 1.0),
     "two attempts": (f"```python\ndef add(a, b): return 0\n```\nNo:\n```python\n{ADD}\n```", {"tests": TESTS}, 1.0),
 }  # fmt: skip
 
