@@ -137,14 +137,18 @@ def _lines_of(setup: Any) -> list[str]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text that holds a list or an object, else `value`."""
+    """Return the value of a JSON text that holds a list or an object, and a list of such texts of objects, else `value`."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
             return value
-    tolist = getattr(value, "tolist", None)
-    return tolist() if tolist is not None else value
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list | tuple) and all(
+        isinstance(each, str) and each.lstrip()[:1] == "{" for each in value
+    ):
+        return [_parsed(each) for each in value]
+    return value
 
 
 def _form(value: Any) -> Kind:

@@ -129,7 +129,8 @@ def _of_groups(
         known = {value: values for value, values in of_groups.items() if values is not None}
         for value, values in known.items():
             metrics[f"{name}[{column}={value}]"] = estimate(values, seed)._asdict()
-        metrics[f"gap/{name}[{column}]"] = bootstrap_gap(list(known.values()), seed)._asdict()
+        if len(known) > 1 or len(groups) == 1:  # a gap to groups without any number is no 0
+            metrics[f"gap/{name}[{column}]"] = bootstrap_gap(list(known.values()), seed)._asdict()
     return metrics
 
 

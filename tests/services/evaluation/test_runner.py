@@ -221,3 +221,13 @@ async def test_a_completion_without_a_number_takes_no_metric_away(tmp_path: Path
     assert result["unscored"] == ({"some": unscored} if unscored else {})
     assert metrics["pass@4/right"]["value"] == 1.0
     assert metrics["cons@4/right"]["value"] == 0.25
+
+
+async def test_a_group_without_any_number_makes_no_gap_of_0(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1", "says": ["a"], "answer": "a", "topic": "red"},
+        {"prompt": "2", "says": ["a"], "answer": None, "topic": "blue"},
+    ]
+    result, _, _ = await evaluated(tmp_path, rows, GROUPED)
+    assert "reward/right[topic=red]" in result["metrics"]
+    assert "gap/reward/right[topic]" not in result["metrics"]
