@@ -41,6 +41,8 @@ def grade(
 def _grade_pairs(program: str, cases: Pairs, sandbox: Sandbox, settings: CodeSettings) -> list[CaseResult]:
     files = {settings.file: program.encode(errors="replace")}
     command = list(settings.command)
+    if cases.decimals and settings.command == (PYTHON, "main.py"):
+        files[HARNESS], command[1:1] = _harness(), [HARNESS]
     if command[0] == PYTHON:  # the benchmarks' judges print integers of any length
         command[1:1] = ["-X", "int_max_str_digits=0"]
     results: list[CaseResult] = []

@@ -1,4 +1,5 @@
-"""Runs the tests of one program inside its sandbox: `python harness.py`, the request as JSON on standard input.
+"""Runs the tests of one program inside its sandbox: `python harness.py`, the request as JSON on standard input. `python
+harness.py FILE` runs a program with standard input as it is, and the names that LiveCodeBench's programs find imported.
 
 Request: `word` (begins each line of ours), `kind`, `tests` (texts, arguments, or files by name), `first` (index of the first
 test to run), `entry_point`, `setup`, `time_s` (limit of one test), `stop` (end at the first test that fails), `programs` (the
@@ -21,6 +22,7 @@ import functools
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -36,7 +38,7 @@ PRESUMED = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "builtins", "typing",
 )  # fmt: skip
-"""Modules that programs of the benchmarks with calls find imported, themselves and their names (LiveCodeBench, `testing_util.py`)."""
+"""Modules that programs with calls, and those of LiveCodeBench, find imported, themselves and their names (LiveCodeBench, `testing_util.py`)."""
 MAX_RECURSION = 50_000
 """Limit of recursion there."""
 
@@ -67,7 +69,10 @@ class Report:
 
 
 def main() -> None:
-    """Read the request, run the tests, and end."""
+    """Read the request, run the tests, and end; with an argument run that program alone."""
+    if len(sys.argv) > 1:
+        _run_program(sys.argv[1])
+        return
     request = json.loads(sys.stdin.buffer.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     report = Report(request.pop("word"))
@@ -120,7 +125,8 @@ def _load(request: dict[str, Any], clock: Clock) -> tuple[str, str, str]:
         module = types.ModuleType(MODULE)
         sys.modules[MODULE] = module
         if request["kind"] == "calls":
-            _import_presumed(module)
+            # Where the program finds Python's own names, so that no presumed one counts as its own.
+            module.__dict__["__builtins__"] = _presume()
         outcomes.append(clock.timed(functools.partial(_execute, source, module)))
         if outcomes[-1][0] in ("passed", "time"):
             return outcomes[-1]
@@ -132,16 +138,23 @@ def _execute(source: str, module: types.ModuleType) -> None:
     exec(compile(source, f"{MODULE}.py", "exec", dont_inherit=True), module.__dict__)
 
 
-def _import_presumed(module: types.ModuleType) -> None:
-    """Let the program find the presumed names where it finds those of Python, so that none of them counts as its own."""
+def _presume() -> dict[str, Any]:
+    """Return Python's own names and the presumed ones, and lift the limits of recursion and of digits."""
+    sys.setrecursionlimit(MAX_RECURSION)
+    sys.set_int_max_str_digits(0)
     libraries = {name: importlib.import_module(name) for name in PRESUMED}
     names: dict[str, Any] = {}
     for library in libraries.values():
         public = getattr(library, "__all__", None) or [name for name in vars(library) if name[:1] != "_"]
         names.update({name: getattr(library, name) for name in public})
-    module.__dict__["__builtins__"] = names | libraries | vars(builtins)
-    sys.setrecursionlimit(MAX_RECURSION)
-    sys.set_int_max_str_digits(0)
+    return names | libraries | vars(builtins)
+
+
+def _run_program(path: str) -> None:
+    """Run a program that reads standard input, with the presumed names."""
+    vars(builtins).update(_presume())
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
 
 
 def _check(request: dict[str, Any], test: str, module: types.ModuleType) -> Callable[[], object]:
