@@ -1,7 +1,8 @@
 """Rows of a CSV file: the first line names the columns, every fault is told with its line.
 
-A column whose filled cells are all whole numbers, numbers, or true and false, written as JSON writes them, has such
-values, and null where a cell is empty. Every other column is text (`007`, `1,5` and dates stay what they are).
+A column whose filled cells are all numbers, or all true and false, has such values, and null where a cell is empty. Every
+other column is text (`007`, `1,5` and dates stay what they are). So is one with a number that would be written in another way
+than it is (`0.50`, `1e5`), because such values are compared with texts; cells of it that are empty are null too.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.spooled_rows import SpooledRows
+from paceline.data.written import number_of
 from paceline.encryption.encrypted_file import open_data
 from paceline.errors import DataError
 
 MAX_CELL = 64 << 20
 """Characters of one cell."""
-WHOLE = re.compile(r"-?(0|[1-9]\d{0,17})")
-NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d{1,3})?")
 TRUTH = re.compile(r"true|false", re.IGNORECASE)
-Convert = Callable[[str], Any]
+Conversion = Callable[[str], Any]
+"""Value of a cell; None for one that has none."""
 
 
 def open_csv(path: Path, check: Callable[[dict[str, Any]], None] | None = None) -> SpooledRows:
@@ -86,28 +87,32 @@ def _checked_names(path: Path, names: list[str]) -> list[str]:
     return names
 
 
-def _converters(path: Path) -> list[tuple[str, Convert]]:
+def _converters(path: Path) -> list[tuple[str, Conversion]]:
     """Return each column with the conversion of its cells."""
     lines = _lines(path, header=True)
     names = next(lines, (0, []))[1]
-    kinds = [[WHOLE, NUMBER, TRUTH] for _ in names]
+    conversions: list[list[Conversion]] = [[_number, _number_text, _truth] for _ in names]
     filled = [False] * len(names)
     for _, cells in lines:
         for place, cell in enumerate(cells):
             if cell:
                 filled[place] = True
-                kinds[place] = [kind for kind in kinds[place] if kind.fullmatch(cell)]
+                conversions[place] = [each for each in conversions[place] if each(cell) is not None]
     return [
-        (name, _conversion(kinds[place][0] if filled[place] and kinds[place] else None))
+        (name, conversions[place][0] if filled[place] and conversions[place] else str)
         for place, name in enumerate(names)
     ]
 
 
-def _conversion(kind: re.Pattern[str] | None) -> Convert:
-    if kind is WHOLE:
-        return lambda cell: int(cell) if cell else None
-    if kind is NUMBER:
-        return lambda cell: float(cell) if cell else None
-    if kind is TRUTH:
-        return lambda cell: cell.lower() == "true" if cell else None
-    return str
+def _number(cell: str) -> int | float | None:
+    """Return the number of a cell; None where there is none, or it is written in another way."""
+    number = number_of(cell)
+    return number if str(number) == cell else None
+
+
+def _number_text(cell: str) -> str | None:
+    return None if number_of(cell) is None else cell
+
+
+def _truth(cell: str) -> bool | None:
+    return cell.lower() == "true" if TRUTH.fullmatch(cell) else None

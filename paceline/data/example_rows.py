@@ -27,6 +27,7 @@ from paceline.data.column_names import conversation_key, has_text, with_keys_of_
 from paceline.data.messages import are_messages, plain
 from paceline.data.row_checks import check_columns, check_prompt, check_text
 from paceline.data.tokens import with_system_prompt
+from paceline.data.written import as_number
 from paceline.errors import DataError
 from paceline.spec import DataSection
 
@@ -115,7 +116,7 @@ def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
             f"column {data.rejected_key!r} is an empty list; give it at least one completion, or remove the row"
         )
     margin = row.get(data.margin_key, 0.0)
-    margin = 0.0 if margin is None else margin
+    margin = 0.0 if margin is None else as_number(margin)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise DataError(
             f"column {data.margin_key!r} has to be a finite number, not {margin!r:.80}; correct it, or name another column in "
@@ -135,7 +136,7 @@ def preference_of(row: Mapping[str, Any], data: DataSection) -> float:
     neither is; -1 without that key. Raises DataError."""
     if data.preference_key is None:
         return -1.0
-    value = row.get(data.preference_key)
+    value = as_number(row.get(data.preference_key))
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(
             f"column {data.preference_key!r} has to be a finite number, below 0 where {data.chosen_key!r} is better and above 0 "

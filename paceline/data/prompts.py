@@ -74,7 +74,8 @@ class PromptSource:
         return self._order.rows(num_draws)
 
     def draw(self, cursor: int) -> tuple[Any, dict[str, Any]]:
-        """Prompt (text or messages) and columns of the `cursor`-th draw. Raises Unreadable when the row cannot be read now."""
+        """Prompt (text or messages) and columns of the `cursor`-th draw, with None for NaN, which JSON does not have. Raises
+        Unreadable when the row cannot be read now."""
         row = self._rows[self.index(cursor)]
         try:
             prompt, columns = prompt_of(row, self._data)
@@ -84,6 +85,11 @@ class PromptSource:
             ) from None
         if self._added is not None:
             columns[self._added] = self._names[self._order.part(cursor)]
+        # A table's missing numbers are NaN where pandas has written it, and no reader of JSON but Python's takes that.
+        columns = {
+            name: None if isinstance(value, float) and value != value else value
+            for name, value in columns.items()
+        }
         return with_system_prompt(prompt, self._data), columns
 
     @property

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.added_nulls import without_added_nulls
+from paceline.data.table_rows import SHORT, in_short_form
 from paceline.errors import DataError, Unreadable
 
 if TYPE_CHECKING:
@@ -182,7 +183,9 @@ class _Tables:
             start = self._position - table.num_rows
             skipped = min(max(0, first - start), table.num_rows)
             taken = table.slice(skipped, number - len(found))
-            found += [without_added_nulls(row, is_table=True) for row in taken.to_pylist()]
+            short = [field.name for field in taken.schema if str(field.type) in SHORT]
+            rows = (without_added_nulls(row, is_table=True) for row in taken.to_pylist())
+            found += [in_short_form(row, short) for row in rows]
             rest = table.slice(skipped + taken.num_rows)
             self._rest = rest if rest.num_rows else None
         return found

@@ -7,9 +7,11 @@ is plain: where this process has a storage key, a file is read into memory inste
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from paceline.data.added_nulls import without_added_nulls
 from paceline.data.table_packages import need_table_packages
@@ -18,6 +20,8 @@ from paceline.encryption.storage_key import storage_key
 from paceline.errors import DataError, Unreadable
 from paceline.models.hub_names import hub_remedy
 
+SHORT = ("float32", "float16", "float", "halffloat")
+"""Types, as `datasets` and pyarrow name them, whose numbers have more digits as Python's than they are written with."""
 STREAMED_ROWS = 1000
 """Rows of one table of a stream."""
 
@@ -116,18 +120,25 @@ def without_configs(field: str, config: str, name: str, kind: str) -> DataError:
     )
 
 
+def in_short_form(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return a row with the numbers of 32 or 16 bits in the columns `names` as they are written: 0.1, not 0.10000000149011612."""
+    short = {name: value for name in names if (value := row[name]) is not None}
+    return {**row, **{name: float(str(np.float32(value))) for name, value in short.items()}}
+
+
 class TableRows:
     def __init__(self, dataset: Any):
         self.dataset = dataset
         self.fingerprint = f"{len(dataset)} rows"
         self.columns = tuple(dataset.column_names)
+        self._short = [name for name, each in dataset.features.items() if getattr(each, "dtype", "") in SHORT]
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
-            row = dict(self.dataset[index])
+            row = in_short_form(self.dataset[index], self._short)
         except Exception as error:  # as `datasets` has it: its files lie on a disk, and columns are decoded when they are read
             raise Unreadable(
                 f"row {index} of the data set cannot be read: {type(error).__name__}: {error}"

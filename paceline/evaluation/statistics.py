@@ -8,8 +8,9 @@ Suffixes: G problems, C completions of a problem, B resamples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ CHUNK = 1 << 22
 """Indices that are drawn at a time."""
 
 Floats = npt.NDArray[np.float64]
+Answer = TypeVar("Answer")
 
 
 class Estimate(NamedTuple):
@@ -56,20 +58,30 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def consensus(answers: Sequence[str | None], scores: Sequence[float]) -> float:
+def consensus(
+    answers: Sequence[Answer | None],
+    scores: Sequence[float],
+    same: Callable[[Answer, Answer], bool] = operator.eq,
+) -> float:
     """Return the score of the most frequent answer, of several equally frequent ones their mean; 0 without any answer.
 
-    `answers` and `scores` are those of one problem's completions; equal answers that scored differently count with their
-    mean.
+    `answers` and `scores` are those of one problem's completions. Answers that are the `same` as the first one of a vote are one
+    vote; those of one vote that scored differently count with their mean.
     """
-    by_answer: dict[str, list[float]] = {}
+    votes: list[tuple[Answer, list[float]]] = []
     for answer, score in zip(answers, scores, strict=True):
-        if answer is not None:
-            by_answer.setdefault(answer, []).append(score)
-    if not by_answer:
+        if answer is None:
+            continue
+        for first, found in votes:
+            if same(first, answer):
+                found.append(score)
+                break
+        else:
+            votes.append((answer, [score]))
+    if not votes:
         return 0.0
-    most = max(map(len, by_answer.values()))
-    means = [sum(found) / most for found in by_answer.values() if len(found) == most]
+    most = max(len(found) for _, found in votes)
+    means = [sum(found) / most for _, found in votes if len(found) == most]
     return sum(means) / len(means)
 
 

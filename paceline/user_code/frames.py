@@ -10,6 +10,8 @@ import asyncio
 import json
 import socket
 import struct
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
 
 from paceline.errors import InvalidInput, WireError
@@ -19,7 +21,7 @@ MAX_FRAME_BYTES = 256 * 2**20
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Return the frame of `message`; NumPy scalars and arrays become numbers and lists.
+    """Return the frame of `message`; NumPy scalars and arrays become numbers and lists, decimals and times texts.
 
     Raises InvalidInput when something in it has no JSON form, or it is larger than MAX_FRAME_BYTES.
     """
@@ -73,6 +75,8 @@ def _exactly(connection: socket.socket, size_bytes: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Decimal | date | time | timedelta):  # of tables; the ledger writes them so too
+        return str(value)
     tolist = getattr(value, "tolist", None)
     if tolist is None:
         raise TypeError(f"{type(value).__name__} {repr(value)[:80]} has no JSON form")

@@ -30,14 +30,20 @@ def choice_accuracy(
     """Return [C] 1.0 where the completion names the letter in `answer_column`, 0.0 where not, None without one.
 
     It may state it as an answer (`\\boxed{B}`, `Answer: (B)`), begin with it (`B. …`), or state the text of the choice in
-    `choices_column`. Raises LookupError when there is no `answer_column`.
+    `choices_column`. A whole number is the index of the right choice. Raises LookupError when there is no `answer_column`.
     """
     golds = column_values(columns, answer_column)
     texts = columns.get(choices_column) or [None] * len(completions)
     return [
-        None if gold is None else float(chosen_letter(answer_text(completion), choices) == str(gold))
+        None if gold is None else float(chosen_letter(answer_text(completion), choices) == _letter_of(gold))
         for completion, gold, choices in zip(completions, golds, texts, strict=True)
     ]
+
+
+def _letter_of(gold: Any) -> str:
+    if isinstance(gold, int) and not isinstance(gold, bool):
+        return chr(ord("A") + gold)
+    return str(gold).strip().upper()
 
 
 def chosen_letter(text: str, choices: list[str] | None = None) -> str | None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import InvalidInput
 from reward.builtin.inputs import column_values, completion_text
 from reward.trainer_view import CallView
 
@@ -38,33 +37,16 @@ def code_tests(
 
     chosen = code_settings(settings)
     sandbox = _sandbox(json.dumps(chosen.model_dump(mode="json"), sort_keys=True))
-    tests = column_values(columns, chosen.tests_column)
-    names = columns.get(chosen.entry_point_column) or [None] * len(completions)
+    column_values(columns, chosen.tests_column)
+    rows = [{name: values[index] for name, values in columns.items()} for index in range(len(completions))]
     work = [
-        _work(prompt, completion_text(completion), read_tests(value, name, chosen), chosen)
-        for prompt, completion, value, name in zip(prompts, completions, tests, names, strict=True)
+        _work(prompt, completion_text(completion), chosen.read_row(row), chosen)
+        for prompt, completion, row in zip(prompts, completions, rows, strict=True)
     ]
     with ThreadPoolExecutor(chosen.parallel, "code") as threads:
         graded = list(threads.map(lambda each: _graded(each, sandbox, chosen), work))
     _log(call, graded)
     return [None if each is None else reward_of(each, chosen.score) for each in graded]
-
-
-def read_tests(value: Any, entry_point: Any, chosen: CodeSettings) -> Cases | None:
-    """Return the tests of one row. Raises InvalidInput."""
-    from reward.code.cases import Pairs, read_cases
-    from reward.sandbox import PYTHON
-
-    try:
-        cases = read_cases(value, chosen.kind, entry_point)
-    except InvalidInput as error:
-        raise InvalidInput(f"column {chosen.tests_column!r}: {error}") from None
-    if cases is not None and not isinstance(cases, Pairs) and chosen.command != (PYTHON, "main.py"):
-        raise InvalidInput(
-            f"column {chosen.tests_column!r} has tests in Python, but command is {list(chosen.command)}; other interpreters take "
-            "pairs of input and output"
-        )
-    return cases
 
 
 def code_settings(values: object) -> CodeSettings:
@@ -83,31 +65,38 @@ def _sandbox(settings_json: str) -> Sandbox:
 
 def _work(
     prompt: Any, text: str, cases: Cases | None, chosen: CodeSettings
-) -> tuple[str | None, Cases] | None:
-    """Return the program and its tests; None without tests."""
-    from reward.code.cases import Checks
+) -> tuple[list[str], Cases] | None:
+    """Return the programs of which the first that loads counts, and the tests; None without tests."""
+    from reward.code.cases import Checks, names_in
     from reward.code.extraction import program_of, with_prompt
 
     if cases is None:
         return None
-    program = program_of(text, chosen.extract)
-    if program is not None and isinstance(cases, Checks) and cases.entry_point and isinstance(prompt, str):
-        program = with_prompt(prompt, text, program, cases.entry_point)
-    return program, cases
+    program = program_of(text, chosen.extract, names_in(cases), python=chosen.file.endswith(".py"))
+    if program is not None and isinstance(cases, Checks) and cases.entry_point:
+        return with_prompt(_last_text(prompt), text, program, cases.entry_point), cases
+    return [] if program is None else [program], cases
+
+
+def _last_text(prompt: Any) -> str:
+    """Return the text of a prompt, of messages that of the last one."""
+    last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else prompt
+    content = last.get("content") if isinstance(last, Mapping) else last
+    return content if isinstance(content, str) else ""
 
 
 def _graded(
-    work: tuple[str | None, Cases] | None, sandbox: Sandbox, chosen: CodeSettings
+    work: tuple[list[str], Cases] | None, sandbox: Sandbox, chosen: CodeSettings
 ) -> Sequence[CaseResult] | None:
     from reward.code.grading import grade
     from reward.code.results import CaseResult
 
     if work is None:
         return None
-    program, cases = work
-    if program is None:
+    programs, cases = work
+    if not programs:
         return [CaseResult("not run", 0.0, "the completion has no fenced block")]
-    return grade(program, cases, sandbox, chosen)
+    return grade(programs[0], cases, sandbox, chosen, programs[1:])
 
 
 def _log(call: CallView, graded: Sequence[Sequence[CaseResult] | None]) -> None:

@@ -5,9 +5,12 @@ Each returns 1.0 or 0.0 per completion; `exact_match` returns None where the dat
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from paceline.data.written import says
 from reward.builtin.inputs import answer_text, column_values, completion_text
 
 TAG_ORDER = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -26,8 +29,9 @@ def exact_match(
     """Return [C] 1.0 where the whole completion, or its answer behind the reasoning, equals the text in `answer_column`, None
     where that is null.
 
-    strip: ignore white space around both. Numbers in the column are compared by their usual text. Raises LookupError
-    when there is no such column.
+    strip: ignore white space around both. A number or truth value in the column is compared with the texts that files have of
+    it; of a list any entry will do. None also for NaN, and for a list without entries. Raises LookupError when there is no such
+    column, TypeError for an object in it.
     """
 
     def texts_of(completion: Any) -> tuple[str, str]:
@@ -37,10 +41,23 @@ def exact_match(
         text = text.strip() if strip else text
         return text.casefold() if ignore_case else text
 
+    def score(texts: tuple[str, str], answer: Any) -> float | None:
+        if isinstance(answer, Mapping):
+            raise TypeError(
+                f"column {answer_column!r} has an object, {str(answer)[:80]}; exact_match compares text"
+            )
+        answers = answer if isinstance(answer, list | tuple) else [answer]
+        golds = [normal(each) if isinstance(each, str) else each for each in answers if not _is_missing(each)]
+        return float(any(says(normal(text), gold) for text in texts for gold in golds)) if golds else None
+
     return [
-        None if answer is None else float(normal(str(answer)) in map(normal, texts_of(completion)))
+        score(texts_of(completion), answer)
         for completion, answer in zip(completions, column_values(columns, answer_column), strict=True)
     ]
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def format_regex(

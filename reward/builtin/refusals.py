@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.data.written import says
 from reward.builtin.inputs import answer_text, column_values
 
 BEGINNING_CHARS = 300
@@ -40,7 +41,9 @@ def refusal(
     """
     labels = [refuse[0]] * len(completions) if label_column is None else column_values(columns, label_column)
     return [
-        None if label is None else _score(answer_text(completion), str(label) in refuse)
+        None
+        if label is None
+        else _score(answer_text(completion), any(says(str(each), label) for each in refuse))
         for completion, label in zip(completions, labels, strict=True)
     ]
 

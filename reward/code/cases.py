@@ -1,16 +1,19 @@
 """The tests of a row, in the forms that data sets have them. Pure.
 
-    pairs      [{"input": "1 2\\n", "output": "3\\n"}, …] or {"inputs": […], "outputs": […]}   (APPS, CodeContests)
+    pairs      [{"input": "1 2\\n", "output": "3\\n"}, …] or {"inputs": […], "outputs": […]}   (APPS, TACO, CodeContests)
+    calls      {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, or pairs whose `testtype` is functional and whose input
+               has one argument a line as JSON                                      (APPS, TACO, PRIME, LiveCodeBench)
     asserts    ["assert add(1, 2) == 3", …]                                                    (MBPP)
     humaneval  "def check(candidate): …", with the function's name in another column            (HumanEval)
     pytest     "def test_add(): …", or {"test_add.py": "…", …}, which import from `solution`
 
-Each may also be the JSON text of such a value.
+Each may also be the JSON text of such a value. Promise: a key that no form has is refused by name, never ignored.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import re
 import warnings
@@ -25,6 +28,13 @@ MAX_TESTS = 1000
 MODULE = "solution"
 """Name under which tests import the program."""
 FILE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,60}\.py")
+FUNCTION = re.compile(r"[^\W\d]\w*(\(\))?(\.[^\W\d]\w*)*")
+"""Name of a function, or of a method as in `Solution().add`."""
+TYPES = {"stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
+"""Whether a test of this `testtype` (LiveCodeBench) or `type` (PRIME) calls a function."""
+FURTHER_KEYS = frozenset({"testtype", "type", "fn_name", "metadata"})
+PAIR_KEYS = FURTHER_KEYS | {"input", "output"}
+PAIRS_KEYS = FURTHER_KEYS | {"inputs", "outputs"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,18 @@ class Pairs:
     """A program's inputs and the outputs that are right."""
 
     pairs: tuple[tuple[str, str], ...]
+    decimals: bool = False
+    """Whether outputs are compared as LiveCodeBench does: lines without white space around them, or else their numbers."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of a function, or of a method of `Solution`, and the values that are right."""
+
+    function: str
+    arguments: tuple[tuple[Any, ...], ...]
+    outputs: tuple[tuple[Any, ...], ...]
+    """Values of each call, one of which it has to return."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +63,8 @@ class Checks:
     kind: Literal["asserts", "humaneval"]
     tests: tuple[str, ...]
     entry_point: str = ""
+    setup: str = ""
+    """Python that runs before each test, behind the program."""
 
 
 @dataclass(frozen=True)
@@ -50,42 +74,81 @@ class PytestFiles:
     files: Mapping[str, str]
 
 
-Cases = Pairs | Checks | PytestFiles
+Cases = Pairs | Calls | Checks | PytestFiles
 
 
-def read_cases(value: Any, kind: Kind | Literal["auto"], entry_point: Any = None) -> Cases | None:
+def read_cases(
+    value: Any, kind: Kind | Literal["auto"], entry_point: Any = None, setup: Sequence[Any] = ()
+) -> Cases | None:
     """Return the tests in a row's value; None for null, which means that there are none.
 
-    entry_point: the function that `humaneval` calls. Raises InvalidInput for a value of another form, or without a test.
+    entry_point: the function that tests call which do not name it, or LiveCodeBench's metadata with its `func_name`. setup:
+    Python that runs before each of the asserts, as texts or lists of texts. Raises InvalidInput for a value of another form,
+    or without a test.
     """
     if value is None:
         return None
-    value = _parsed(value)
+    value, entry_point = _parsed(value), _function_of(entry_point)
     form = _form(value) if kind == "auto" else kind
     match form:
         case "pairs":
-            return _pairs(value)
+            return _pairs(value, entry_point)
         case "asserts":
-            return Checks("asserts", _texts([value] if isinstance(value, str) else value))
+            before = "\n".join(line for each in setup for line in _lines_of(each))
+            _check_python(before, "the set-up of the tests")
+            return Checks("asserts", _texts([value] if isinstance(value, str) else value), setup=before)
         case "humaneval":
-            if not isinstance(entry_point, str) or not entry_point.isidentifier():
-                raise InvalidInput(
-                    f"tests with check(candidate) need the name of a function, not {entry_point!r:.60}; set entry_point_column"
-                )
-            return Checks("humaneval", _texts([value]), entry_point)
+            return Checks("humaneval", _texts([value]), _checked_function(entry_point))
         case _:
             return _files(value)
 
 
+def names_in(cases: Cases) -> frozenset[str]:
+    """Return the names that a program has to define for its tests, as far as they tell: at least one of them."""
+    if isinstance(cases, Calls):
+        return frozenset({"Solution", cases.function})
+    if not isinstance(cases, Checks):
+        return frozenset()
+    if cases.entry_point:
+        return frozenset(re.findall(r"^\w+", cases.entry_point))
+    nodes = [node for test in cases.tests for node in ast.walk(ast.parse(test))]
+    return frozenset(node.id for node in nodes if isinstance(node, ast.Name)) - set(dir(builtins))
+
+
+def _function_of(entry_point: Any) -> Any:
+    """Return the name of a function; that of LiveCodeBench's metadata is in `func_name`."""
+    value = _parsed(entry_point)
+    return value.get("func_name") if isinstance(value, Mapping) else value
+
+
+def _checked_function(entry_point: Any) -> str:
+    if not isinstance(entry_point, str) or not FUNCTION.fullmatch(entry_point):
+        raise InvalidInput(
+            f"the tests call a function and need its name, not {entry_point!r:.60}; set entry_point_column to the column with the "
+            "name, or with LiveCodeBench's metadata"
+        )
+    return entry_point
+
+
+def _lines_of(setup: Any) -> list[str]:
+    """Return the texts of a column with set-up code; none for null."""
+    setup = _parsed(setup)
+    return [str(each) for each in (setup if isinstance(setup, list | tuple) else [setup]) if each]
+
+
 def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text that holds a list or an object, else `value`."""
+    """Return the value of a JSON text that holds a list or an object, and a list of such texts of objects, else `value`."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
             return value
-    tolist = getattr(value, "tolist", None)
-    return tolist() if tolist is not None else value
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list | tuple) and all(
+        isinstance(each, str) and each.lstrip()[:1] == "{" for each in value
+    ):
+        return [_parsed(each) for each in value]
+    return value
 
 
 def _form(value: Any) -> Kind:
@@ -96,31 +159,120 @@ def _form(value: Any) -> Kind:
             "pytest" if re.search(r"^\s*(async )?def test_|^class Test", value, re.MULTILINE) else "asserts"
         )
     if isinstance(value, Mapping):
-        return "pairs" if "inputs" in value or "input" in value else "pytest"
+        return "pytest" if value and all(str(key).endswith(".py") for key in value) else "pairs"
     if isinstance(value, Sequence) and value and all(isinstance(each, str) for each in value):
         return "asserts"
     return "pairs"
 
 
-def _pairs(value: Any) -> Pairs:
-    if isinstance(value, Mapping) and isinstance(value.get("inputs"), Sequence):
-        inputs, outputs = value["inputs"], value.get("outputs")
-        if not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
-            raise InvalidInput(f"tests have {len(inputs)} inputs, but not as many outputs")
-        rows: list[Any] = [
-            {"input": each, "output": right} for each, right in zip(inputs, outputs, strict=True)
-        ]
-    else:
-        rows = (
-            [value] if isinstance(value, Mapping) else list(value) if isinstance(value, list | tuple) else []
+def _pairs(value: Any, entry_point: Any) -> Pairs | Calls:
+    """Return the tests of an object with lists, or of a list of objects."""
+    rows, of_lists = _rows(value)
+    _check_count(len(rows))
+    calls = [_is_call(row) for row in rows]
+    if len(set(calls)) > 1:
+        raise InvalidInput(
+            "some tests call a function and some read standard input; give a row tests of one type"
         )
-    pairs = []
+    if calls[0]:
+        names = {name for row in rows if (name := row.get("fn_name") or _function_of(row.get("metadata")))}
+        if len(names) > 1:
+            raise InvalidInput(
+                f"the tests call {len(names)} functions, {sorted(map(str, names))[:3]}; write one"
+            )
+        function = _checked_function(next(iter(names), entry_point))
+        return Calls(function, *_calls(rows, wrapped=of_lists))
+    pairs = tuple((_text(row["input"]), _text(row["output"])) for row in rows)
+    return Pairs(pairs, decimals=any("testtype" in row for row in rows))
+
+
+def _rows(value: Any) -> tuple[list[Mapping[str, Any]], bool]:
+    """Return an object for each test, and whether they were lists in one object, as in APPS."""
+    if isinstance(value, Mapping) and ("inputs" in value or "outputs" in value):
+        _check_keys(value, PAIRS_KEYS, "the tests have")
+        return _paired(value, value.get("inputs"), value.get("outputs")), True
+    if isinstance(value, Mapping) and isinstance(value.get("input"), list | tuple):  # CodeContests
+        _check_keys(value, PAIR_KEYS, "the tests have")
+        return _paired(value, value["input"], value.get("output")), False
+    rows = [value] if isinstance(value, Mapping) else list(value) if isinstance(value, list | tuple) else []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping) or not {"input", "output"} <= row.keys():
             raise InvalidInput(f"test {index} is {row!r:.60}, it has to be an object with input and output")
-        pairs.append((_text(row["input"]), _text(row["output"])))
-    _check_count(len(pairs))
-    return Pairs(tuple(pairs))
+        _check_keys(row, PAIR_KEYS, f"test {index} has")
+    return rows, False
+
+
+def _paired(value: Mapping[str, Any], inputs: Any, outputs: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
+        raise InvalidInput(
+            f"inputs and outputs are {inputs!r:.40} and {outputs!r:.40}, they have to be lists"
+        )
+    if len(inputs) != len(outputs):
+        raise InvalidInput(f"tests have {len(inputs)} inputs, but not as many outputs ({len(outputs)})")
+    rest = {key: value[key] for key in FURTHER_KEYS & value.keys()}
+    return [{**rest, "input": each, "output": right} for each, right in zip(inputs, outputs, strict=True)]
+
+
+def _check_keys(row: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    if unknown := sorted(map(str, row.keys() - known)):
+        raise InvalidInput(
+            f"{where} the key {unknown[0]!r}, which nothing reads; the keys are {', '.join(sorted(known))}: remove it, or write "
+            "the tests in another form"
+        )
+
+
+def _is_call(row: Mapping[str, Any]) -> bool:
+    """Return whether a test calls a function: by its type, and where it has none by its `fn_name`."""
+    kind = row.get("testtype") or row.get("type")
+    if kind is None:
+        return bool(row.get("fn_name"))
+    if kind not in TYPES:
+        raise InvalidInput(f"a test has the type {kind!r:.40}; the types are {', '.join(TYPES)}")
+    return TYPES[kind]
+
+
+def _calls(
+    rows: Sequence[Mapping[str, Any]], *, wrapped: bool
+) -> tuple[tuple[tuple[Any, ...], ...], tuple[tuple[Any, ...], ...]]:
+    """Return the arguments and the right values of each call. An input that is text has one argument a line as JSON, and then
+    the output is JSON too (LiveCodeBench, PRIME); else they are values. With `wrapped` a value may be the only entry of a list,
+    as in APPS."""
+    arguments, outputs = [], []
+    for index, row in enumerate(rows):
+        given, right = row["input"], row["output"]
+        if isinstance(given, str):
+            try:
+                given = [json.loads(line) for line in given.strip().split("\n")] if given.strip() else []
+            except (ValueError, RecursionError):
+                raise InvalidInput(
+                    f"the input of test {index} is {given!r:.60}; write the arguments of the call as a list, or each on a line as JSON"
+                ) from None
+            values = [_value_of(right)]
+        else:
+            values = [right]
+            if isinstance(right, str) and right in WORDS:
+                values.append(WORDS[right])
+            if wrapped and isinstance(right, list | tuple) and len(right) == 1:
+                values.append(right[0])
+        arguments.append(tuple(given) if isinstance(given, list | tuple) else (given,))
+        outputs.append(tuple(values))
+    return tuple(arguments), tuple(outputs)
+
+
+WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+"""Texts of values that JSON and Python write in different ways."""
+
+
+def _value_of(text: Any) -> Any:
+    """Return the value of an output: of JSON, else of Python, else the text itself."""
+    if not isinstance(text, str):
+        return text
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return text
 
 
 def _text(value: Any) -> str:
@@ -139,14 +291,23 @@ def _texts(values: Any) -> tuple[str, ...]:
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise InvalidInput(f"test {index} is {text!r:.60}, it has to be text")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                ast.parse(text, f"test {index}")
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise InvalidInput(f"test {index} is not Python: {error}") from None
+        _check_python(text, f"test {index}")
     _check_count(len(texts))
+    for index, text in enumerate(texts):
+        if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in ast.walk(ast.parse(text))):
+            raise InvalidInput(
+                f"test {index} is {text!r:.60}, which asserts nothing; write tests, not encoded or as a reference"
+            )
     return texts
+
+
+def _check_python(text: str, where: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(text, where)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise InvalidInput(f"{where} is not Python: {error}") from None
 
 
 def _files(value: Any) -> PytestFiles:

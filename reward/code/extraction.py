@@ -1,39 +1,135 @@
-"""The program in a completion. Pure."""
+"""The program in a completion, and how it goes together with its prompt. Pure."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from paceline.chat.completion_texts import answer_of
 
-FENCE = re.compile(
-    r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
+OPENING = re.compile(
+    r"(?P<before>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})[ \t]*\{?\.?(?P<word>[\w+#.-]*)[^`\n]*\n?"
 )
-"""A fenced block; one that nothing closes ends with the text."""
+"""First line of a fenced block, which may be an entry of a list."""
+BEHIND_TEXT = re.compile(r"(?P<before>)[^`\n]*(?P<fence>`{3,})(?P<word>python3?|py)[ \t]*\n?")
+"""The same behind text: `Here it is: ```python`."""
+BARE_FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*\r?$", re.MULTILINE)
+CONTAINERS = ("markdown", "md")
+DEFINED = re.compile(
+    r"^(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE
+)
+CODE = re.compile(
+    r"^(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]|(?:async[ \t]+)?def[ \t]|class[ \t]|@)", re.MULTILINE
+)
+BODY = re.compile(r"[^\n]*(?:\n(?:[ \t][^\n]*|(?=\n|\Z)))*")
+"""The first line and the indented ones behind it."""
+FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
 
-def program_of(text: str, extract: Literal["auto", "block", "none"] = "auto") -> str | None:
+def program_of(
+    text: str,
+    extract: Literal["auto", "block", "none"] = "auto",
+    names: frozenset[str] = frozenset(),
+    *,
+    python: bool = True,
+) -> str | None:
     """Return the program that a completion states; None for `block` without a block.
 
-    The last fenced block of the answer counts, because a model may try others before. `auto` takes the whole
-    text where there is no block, `none` always.
+    The last fenced block of the answer counts, because a model may try others before: the last of those that
+    define one of `names`, or where none does of those in Python (`python`), or of all. The text before a bare fence counts too where
+    it alone defines one of `names`, because a prompt may have opened its block. `auto` takes the whole text where there is no
+    block, `none` always.
     """
     if extract == "none":
         return text
     answer = answer_of(text)
-    blocks = FENCE.findall(answer)
-    if blocks:
-        return str(blocks[-1][1])
-    return None if extract == "block" else answer
+    blocks = [(word, code) for word, code in blocks_of(answer) if code.strip()]
+    programs = [code for word, code in blocks if not python or not word or word.startswith("py")]
+    programs = programs or [code for _, code in blocks]
+    before = BARE_FENCE.split(answer, maxsplit=1)[0]
+    for candidates in (programs, [before] if before != answer else []):
+        if defining := [code for code in candidates if names & defined_in(code)]:
+            return defining[-1]
+    return programs[-1] if programs else None if extract == "block" else before
 
 
-def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> str:
-    """Return the program, or the prompt continued by the whole text where the program does not define `entry_point` and the
-    prompt does, as HumanEval's prompts do."""
-    defines = re.compile(
-        rf"^(async )?def {re.escape(entry_point)}\b|^{re.escape(entry_point)}\s*=", re.MULTILINE
+def blocks_of(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the language and the content of each fenced block, without the fence's indentation; one that nothing closes ends with
+    the text. As CommonMark 0.31, section 4.5, has them: a fence is closed by one as long or longer, which is indented by at most
+    three columns more. Blocks of Markdown are looked into, and a block in Python ends where another one opens."""
+    fence, indent, word = "", 0, ""
+    lines: list[str] = []
+    for line in re.findall(r"[^\n]*\n|[^\n]+", text.replace("\r\n", "\n")):
+        bare = line.strip()
+        opening = OPENING.fullmatch(line) or (None if fence else BEHIND_TEXT.fullmatch(line))
+        is_deep = len(line) - len(line.lstrip()) > indent + 3
+        if fence and bare and set(bare) == {fence[0]} and len(bare) >= len(fence) and not is_deep:
+            yield word, "".join(lines)
+            fence = ""
+        elif (
+            opening
+            and opening["word"].lower() not in CONTAINERS
+            and (not fence or _reopens(opening, fence, indent))
+        ):
+            if fence:
+                yield word, "".join(lines)
+            fence, indent, word, lines = opening["fence"], len(opening["before"]), opening["word"].lower(), []
+        elif fence:
+            lines.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
+    if fence:
+        yield word, re.sub(rf"{fence}\s*\Z", "", "".join(lines))
+
+
+def _reopens(opening: re.Match[str], fence: str, indent: int) -> bool:
+    return (
+        opening["word"].lower().startswith("py")
+        and opening["fence"].startswith(fence)
+        and len(opening["before"]) <= indent
     )
-    if not defines.search(program) and defines.search(prompt):
-        return prompt + answer_of(text)
-    return program
+
+
+def defined_in(code: str) -> set[str]:
+    """Return the names that a program defines at its outermost level, as its text tells."""
+    return {name for pair in DEFINED.findall(code) for name in pair if name}
+
+
+def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> list[str]:
+    """Return the programs that a completion of a prompt in code may be; the first one that loads is meant.
+
+    A program that defines `entry_point` stands behind what the prompt has before its own definition: imports, and functions
+    to be called. Another one continues the prompt, as HumanEval has it, up to the end of the function where the rest does not load.
+    """
+    (name,) = re.findall(r"^\w+", entry_point)
+    heads = list(_heads(prompt, name))
+    if name in defined_in(program):
+        begin = re.compile(rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b|^{name}[ \t]*=", re.MULTILINE)
+        return _once([*(_joined(begin.split(head)[0], program) for head in heads), program])
+    answer = answer_of(text)
+    bodies = [each for each in (program, answer) if each.lstrip("\n")[:1] in (" ", "\t")] or [program, answer]
+    bodies += [match[0] for each in bodies if (match := BODY.match(each))]
+    bodies += [
+        f"    {each}" for each in bodies if each[:1].strip()
+    ]  # a chat's text often begins without its white space
+    continued = [head + body for body in bodies for head in heads if name in defined_in(head)]
+    return _once(continued or [program])
+
+
+def _heads(prompt: str, name: str) -> Iterator[str]:
+    """Yield the code in a prompt: a fenced block, or the prompt and what begins at its first line of code."""
+    code = program_of(prompt, "block", frozenset({name}))
+    if code is not None and name in defined_in(code):
+        yield code
+    elif match := CODE.search(prompt):
+        yield prompt
+        yield prompt[match.start() :]
+
+
+def _joined(before: str, program: str) -> str:
+    if not CODE.search(before):
+        return program
+    return "".join(FUTURE.findall(program)) + before + "\n" + FUTURE.sub("", program)
+
+
+def _once(programs: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(programs))

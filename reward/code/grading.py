@@ -1,7 +1,7 @@
 """`grade`: the outcome of each test of one program, run in a sandbox.
 
-Promises: a program that hangs, dies or lies about its end fails its own tests only, by name; right outputs of `pairs` never
-enter the sandbox; a fault of the sandbox is raised and is no outcome; all runs together keep `total_time_s`.
+Promises: a program that hangs, dies or lies about its end fails its own tests only, by name; right outputs of `pairs` and
+right values of calls never enter the sandbox; a fault of the sandbox is raised and is no outcome; all runs together keep `total_time_s`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reward.code.cases import MAX_TESTS, MODULE, Cases, Checks, Pairs, PytestFiles
-from reward.code.comparing import equal_outputs
+from reward.code.cases import MAX_TESTS, MODULE, Calls, Cases, Checks, Pairs, PytestFiles
+from reward.code.comparing import Compare, equal_outputs, equal_values
 from reward.code.results import CaseResult, State
 from reward.code.settings import CodeSettings
 from reward.sandbox import PYTHON, Outcome, Sandbox
@@ -26,16 +27,24 @@ STATES: tuple[State, ...] = ("passed", "wrong", "error", "time")
 """States that the harness reports."""
 
 
-def grade(program: str, cases: Cases, sandbox: Sandbox, settings: CodeSettings) -> list[CaseResult]:
-    """Return the outcome of each test. Raises SandboxFailed; InvalidInput for a program that no sandbox takes; RuntimeError
-    where the tests cannot run on this host."""
+def grade(
+    program: str, cases: Cases, sandbox: Sandbox, settings: CodeSettings, others: Sequence[str] = ()
+) -> list[CaseResult]:
+    """Return the outcome of each test; of checks and calls that of the first program that loads, where there are `others`.
+    Raises SandboxFailed; InvalidInput for a program that no sandbox takes; RuntimeError where the tests cannot run on this host.
+    """
     if isinstance(cases, Pairs):
         return _grade_pairs(program, cases, sandbox, settings)
-    return _grade_in_harness(program, cases, sandbox, settings)
+    return _grade_in_harness([program, *others], cases, sandbox, settings)
 
 
 def _grade_pairs(program: str, cases: Pairs, sandbox: Sandbox, settings: CodeSettings) -> list[CaseResult]:
     files = {settings.file: program.encode(errors="replace")}
+    command = list(settings.command)
+    if cases.decimals and settings.command == (PYTHON, "main.py"):
+        files[HARNESS], command[1:1] = _harness(), [HARNESS]
+    if command[0] == PYTHON:  # the benchmarks' judges print integers of any length
+        command[1:1] = ["-X", "int_max_str_digits=0"]
     results: list[CaseResult] = []
     left_s = settings.total_time_s
     for given, right in cases.pairs:
@@ -43,29 +52,35 @@ def _grade_pairs(program: str, cases: Pairs, sandbox: Sandbox, settings: CodeSet
             results.append(CaseResult("not run"))
             continue
         limits = settings.limits(min(settings.time_s, left_s))
-        outcome = sandbox.run(settings.command, files, limits, given.encode(errors="replace"))
+        outcome = sandbox.run(command, files, limits, given.encode(errors="replace"))
         left_s -= outcome.duration_s
-        results.append(_compared(outcome, right, settings))
+        by_number = cases.decimals and "compare" not in settings.model_fields_set
+        results.append(
+            _compared(outcome, right, "decimals" if by_number else settings.compare, settings.tolerance)
+        )
     return results
 
 
-def _compared(outcome: Outcome, right: str, settings: CodeSettings) -> CaseResult:
+def _compared(outcome: Outcome, right: str, compare: Compare, tolerance: float) -> CaseResult:
     if outcome.ended != "exited":
         return CaseResult(outcome.ended, outcome.duration_s, _errors(outcome))
     if outcome.exit_code != 0:
         return CaseResult("error", outcome.duration_s, f"status {outcome.exit_code}: {_errors(outcome)}")
     found = outcome.stdout.decode(errors="replace")
-    if equal_outputs(found, right, settings.compare, settings.tolerance):
+    if equal_outputs(found, right, compare, tolerance):
         return CaseResult("passed", outcome.duration_s)
     return CaseResult("wrong", outcome.duration_s, f"printed {found[:100]!r}")
 
 
 def _grade_in_harness(
-    program: str, cases: Checks | PytestFiles, sandbox: Sandbox, settings: CodeSettings
+    programs: list[str], cases: Calls | Checks | PytestFiles, sandbox: Sandbox, settings: CodeSettings
 ) -> list[CaseResult]:
     """Run the tests in one process, and after one that ended it those behind it in another."""
-    files, request = _request(program, cases, settings)
-    count = len(cases.tests) if isinstance(cases, Checks) else None  # pytest's are counted by the first run
+    files, request = _request(programs, cases, settings)
+    count = (
+        None if isinstance(cases, PytestFiles) else len(request["tests"])
+    )  # pytest's are counted by the first run
+    judged = _judge(cases, settings.tolerance) if isinstance(cases, Calls) else None
     results: list[CaseResult] = []
     left_s = settings.total_time_s
     while left_s > 0 and (count is None or len(results) < count):
@@ -74,7 +89,7 @@ def _grade_in_harness(
         time_s = min(left_s, settings.time_s * ((count or MAX_TESTS) - first)) + LOAD_S
         outcome = sandbox.run([PYTHON, HARNESS], files, settings.limits(time_s), json.dumps(request).encode())
         left_s -= outcome.duration_s
-        report = _reported(outcome.stdout, word, first)
+        report = _reported(outcome.stdout, word, first, judged)
         results += report.results
         count = report.count if count is None else count
         if not report.loaded or not count:
@@ -90,16 +105,44 @@ def _grade_in_harness(
 
 
 def _request(
-    program: str, cases: Checks | PytestFiles, settings: CodeSettings
+    programs: list[str], cases: Calls | Checks | PytestFiles, settings: CodeSettings
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return the files of the harness, and its request but for what differs between its runs."""
-    files = {f"{MODULE}.py": program.encode(errors="replace"), HARNESS: _harness()}
-    request: dict[str, Any] = {"time_s": settings.time_s, "stop": settings.score == "all"}
-    if isinstance(cases, Checks):
-        request |= {"kind": cases.kind, "tests": cases.tests, "entry_point": cases.entry_point}
-        return files, request
-    files |= {name: content.encode(errors="replace") for name, content in cases.files.items()}
-    return files, request | {"kind": "pytest", "tests": sorted(cases.files)}
+    files = {f"{MODULE}.py": programs[0].encode(errors="replace"), HARNESS: _harness()}
+    sources = [program.encode(errors="replace").decode() for program in programs]
+    request: dict[str, Any] = {
+        "time_s": settings.time_s,
+        "stop": settings.score == "all",
+        "programs": sources,
+    }
+    of_cases: dict[str, Any]
+    match cases:
+        case Checks():
+            of_cases = {
+                "kind": cases.kind,
+                "tests": cases.tests,
+                "entry_point": cases.entry_point,
+                "setup": cases.setup,
+            }
+        case Calls():
+            of_cases = {"kind": "calls", "tests": cases.arguments, "entry_point": cases.function}
+        case _:
+            of_cases = {"kind": "pytest", "tests": sorted(cases.files)}
+            files |= {name: content.encode(errors="replace") for name, content in cases.files.items()}
+    return files, request | of_cases
+
+
+def _judge(cases: Calls, tolerance: float) -> Callable[[int, str], bool]:
+    """Return what says of the index and the JSON text of a value whether it is right."""
+
+    def judged(index: int, text: str) -> bool:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        return any(equal_values(found, right, tolerance) for right in cases.outputs[index])
+
+    return judged
 
 
 @dataclass(frozen=True)
@@ -114,8 +157,9 @@ class Report:
     """Whether the program was loaded and the tests began."""
 
 
-def _reported(stdout: bytes, word: str, first: int) -> Report:
-    """Return what the harness has told. Raises RuntimeError where the tests cannot run here."""
+def _reported(stdout: bytes, word: str, first: int, judged: Callable[[int, str], bool] | None) -> Report:
+    """Return what the harness has told; of calls `judged` alone says what has passed. Raises RuntimeError where the tests cannot
+    run here."""
     results: list[CaseResult] = []
     count, loaded = None, False
     for line in stdout.decode(errors="replace").splitlines():
@@ -130,6 +174,9 @@ def _reported(stdout: bytes, word: str, first: int) -> Report:
         elif name == str(first + len(results)):
             state, seconds, detail = (*text.split(" ", 2), "", "")[:3]
             known: dict[str, State] = {each: each for each in STATES}
+            if judged is not None and state in ("passed", "returned"):
+                is_right = state == "returned" and judged(first + len(results), detail)
+                state, detail = ("passed", "") if is_right else ("wrong", f"returned {detail[:100]}")
             if state in known:
                 results.append(CaseResult(known[state], _number(seconds), detail))
     return Report(results, count, loaded)

@@ -1,10 +1,12 @@
-"""Runs the tests of one program inside its sandbox: `python harness.py`, the request as JSON on standard input.
+"""Runs the tests of one program inside its sandbox: `python harness.py`, the request as JSON on standard input. `python
+harness.py FILE` runs a program with standard input as it is, and the names that LiveCodeBench's programs find imported.
 
-Request: `word` (begins each line of ours), `kind`, `tests` (texts, or files by name), `first` (index of the first test to
-run), `entry_point`, `time_s` (limit of one test), `stop` (end at the first test that fails). The program lies beside as
-`solution.py`. When it is loaded, `WORD loaded COUNT` goes to standard output, COUNT the number of tests, and then for each of
-them `WORD INDEX STATE SECONDS TEXT`, STATE one of `passed`, `wrong`, `error`, `time`; or `WORD cannot TEXT`. What the program
-prints goes to standard error.
+Request: `word` (begins each line of ours), `kind`, `tests` (texts, arguments, or files by name), `first` (index of the first
+test to run), `entry_point`, `setup`, `time_s` (limit of one test), `stop` (end at the first test that fails), `programs` (the
+first one that loads is tested). The first program lies beside as `solution.py`. When it is loaded, `WORD loaded COUNT` goes to
+standard output, COUNT the number of tests, and then for each of them `WORD INDEX STATE SECONDS TEXT`, STATE one of `passed`,
+`wrong`, `error`, `time`, or of calls `returned` with the value as JSON; or `WORD cannot TEXT`. What the program prints goes to
+standard error.
 
 A test that hangs is ended by a signal, and where that does not help by a thread of C, which ends the process; the caller then
 goes on with the next one. The program shares this process: it cannot know the word before it is run, but what searches the
@@ -13,10 +15,14 @@ interpreter's memory for it finds it.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import faulthandler
+import functools
+import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -28,6 +34,13 @@ MODULE = "solution"
 HARD_S = 0.3
 """Seconds behind a test's limit after which the process ends."""
 MAX_TEXT = 300
+PRESUMED = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
+    "functools", "operator", "io", "sys", "json", "builtins", "typing",
+)  # fmt: skip
+"""Modules that programs with calls, and those of LiveCodeBench, find imported, themselves and their names (LiveCodeBench, `testing_util.py`)."""
+MAX_RECURSION = 50_000
+"""Limit of recursion there."""
 
 
 class TimeUp(BaseException):
@@ -46,12 +59,20 @@ class Report:
 
     def line(self, *parts: object) -> None:
         """Write one line."""
-        text = " ".join(map(str, parts))[: 2 * MAX_TEXT].replace("\n", "\\n")
-        self._write(self._out, f"{self._word} {text}\n".encode(errors="replace"))
+        self.value(" ".join(map(str, parts))[: 2 * MAX_TEXT].replace("\n", "\\n"))
+
+    def value(self, text: str) -> None:
+        """Write one line of any length."""
+        data = f"{self._word} {text}\n".encode(errors="replace")
+        while data:
+            data = data[self._write(self._out, data) :]
 
 
 def main() -> None:
-    """Read the request, run the tests, and end."""
+    """Read the request, run the tests, and end; with an argument run that program alone."""
+    if len(sys.argv) > 1:
+        _run_program(sys.argv[1])
+        return
     request = json.loads(sys.stdin.buffer.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     report = Report(request.pop("word"))
@@ -72,39 +93,113 @@ def _time_is_up(number: int, frame: object) -> None:
 
 
 def _run_checks(request: dict[str, Any], report: Report) -> None:
-    module = types.ModuleType(MODULE)
-    sys.modules[MODULE] = module
-    with open(f"{MODULE}.py", encoding="utf-8", errors="replace") as file:
-        source = file.read()
     tests, first = request["tests"], request["first"]
     clock = Clock(request["time_s"], report.errors)
-    state, seconds, text = clock.timed(lambda: exec(compile(source, f"{MODULE}.py", "exec"), module.__dict__))
+    state, seconds, text = _load(request, clock)
     report.line("loaded", len(tests))
     if state != "passed":
         state = "time" if state == "time" else "error"  # what the program asserts of itself is not a test's
         for index in range(first, len(tests)):
             report.line(index, state, seconds, text)
         return
+    module = sys.modules[MODULE]
     for index in range(first, len(tests)):
-        state, seconds, text = clock.timed(
-            _check(request["kind"], tests[index], request["entry_point"], module)
-        )
+        if request["kind"] == "calls":
+            returned: list[str] = []
+            call = _call(tests[index], request["entry_point"], module, returned)
+            state, seconds, text = clock.timed(call)
+            if state == "passed" and returned:
+                report.value(f"{index} returned {seconds} {returned[0]}")
+                continue
+        else:
+            state, seconds, text = clock.timed(_check(request, tests[index], module))
         report.line(index, state, seconds, text)
         if state != "passed" and request["stop"]:
             return
 
 
-def _check(kind: str, test: str, entry_point: str, module: types.ModuleType) -> Callable[[], object]:
+def _load(request: dict[str, Any], clock: Clock) -> tuple[str, str, str]:
+    """Run the first of the programs that loads, as the module; return the outcome, of several failures the first one."""
+    outcomes = []
+    for source in request["programs"]:
+        module = types.ModuleType(MODULE)
+        sys.modules[MODULE] = module
+        if request["kind"] == "calls":
+            # Where the program finds Python's own names, so that no presumed one counts as its own.
+            module.__dict__["__builtins__"] = _presume()
+        outcomes.append(clock.timed(functools.partial(_execute, source, module)))
+        if outcomes[-1][0] in ("passed", "time"):
+            return outcomes[-1]
+    return outcomes[0]
+
+
+def _execute(source: str, module: types.ModuleType) -> None:
+    # Without `dont_inherit` the program's annotations would not be evaluated, because those of this file are not.
+    exec(compile(source, f"{MODULE}.py", "exec", dont_inherit=True), module.__dict__)
+
+
+def _presume() -> dict[str, Any]:
+    """Return Python's own names and the presumed ones, and lift the limits of recursion and of digits."""
+    sys.setrecursionlimit(MAX_RECURSION)
+    sys.set_int_max_str_digits(0)
+    libraries = {name: importlib.import_module(name) for name in PRESUMED}
+    names: dict[str, Any] = {}
+    for library in libraries.values():
+        public = getattr(library, "__all__", None) or [name for name in vars(library) if name[:1] != "_"]
+        names.update({name: getattr(library, name) for name in public})
+    return names | libraries | vars(builtins)
+
+
+def _run_program(path: str) -> None:
+    """Run a program that reads standard input, with the presumed names."""
+    vars(builtins).update(_presume())
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+
+
+def _check(request: dict[str, Any], test: str, module: types.ModuleType) -> Callable[[], object]:
     """Return what runs one test. The test's names are its own, so that none sees those of another one."""
-    if kind == "asserts":
-        return lambda: exec(compile(test, "test", "exec"), dict(module.__dict__))
 
     def check() -> None:
         names: dict[str, Any] = dict(module.__dict__)
-        exec(compile(test, "test", "exec"), names)
-        names["check"](names[entry_point])
+        exec(compile(request["setup"], "setup", "exec", dont_inherit=True), names)
+        exec(compile(test, "test", "exec", dont_inherit=True), names)
+        if request["kind"] == "humaneval":
+            names["check"](_function(request["entry_point"], names))
 
     return check
+
+
+def _call(
+    arguments: list[Any], function: str, module: types.ModuleType, returned: list[str]
+) -> Callable[[], object]:
+    """Return what calls a function and appends the value as JSON."""
+
+    def call() -> None:
+        value = _function(function, module.__dict__)(*map(_with_int_keys, arguments))
+        try:
+            returned.append(json.dumps(value, default=lambda each: each.item()))  # scalars of NumPy
+        except (TypeError, ValueError, AttributeError):
+            raise AssertionError(f"returned {type(value).__name__}, which JSON does not have") from None
+
+    return call
+
+
+def _function(name: str, names: dict[str, Any]) -> Any:
+    """Return the function that the program defines, of `Solution` its method, or what `Solution().add` names."""
+    owner = names.get("Solution")
+    if "." not in name and owner is not None and hasattr(owner, name):
+        return getattr(owner(), name)
+    if name.split(".")[0].removesuffix("()") not in names:
+        raise NameError(f"the program does not define {name}")
+    return eval(name, names)
+
+
+def _with_int_keys(value: Any) -> Any:
+    """Return a mapping whose keys are whole numbers with such keys, which JSON has as texts."""
+    if isinstance(value, dict) and value and all(key.lstrip("-").isdecimal() for key in value):
+        return {int(key): each for key, each in value.items()}
+    return value
 
 
 class Clock:

@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 
 from paceline.errors import InvalidInput
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
-from reward.code.cases import Kind, read_cases
+from reward.code.cases import Cases, Kind, Pairs, read_cases
+from reward.code.comparing import Compare
 from reward.sandbox import PYTHON, Limits, Sandbox, make_sandbox
 
 SHARE_OF_CALL = 0.9
@@ -33,7 +34,10 @@ class CodeSettings(Section):
     kind: Kind | Literal["auto"] = "auto"
     """Form of the tests: auto tells it from the value."""
     entry_point_column: Annotated[str, Field(min_length=1)] = "entry_point"
-    """Column with the name of the function that `humaneval` tests call."""
+    """Column with the name of the function that `humaneval` tests call, and other tests that do not name it: LiveCodeBench's
+    `metadata` too."""
+    setup_columns: tuple[str, ...] = ("test_setup_code", "test_imports")
+    """Columns, where the data set has them, with Python that runs before each of the `asserts`, as MBPP has it."""
     score: Literal["all", "share"] = "all"
     """Reward: 1 where all tests pass, else 0; or the share of tests that pass."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] = (PYTHON, "main.py")
@@ -42,10 +46,11 @@ class CodeSettings(Section):
     """Name of the program's file for `command`."""
     extract: Literal["auto", "block", "none"] = "auto"
     """The program in a completion: its last fenced block, or without one all of it (auto) or nothing (block); none takes all."""
-    compare: Literal["lines", "tokens", "exact"] = "lines"
-    """How outputs are compared: lines without white space at their ends, words alone, or every byte."""
+    compare: Compare = "lines"
+    """How outputs are compared: lines without white space at their ends, words alone, lines of which only the numbers count
+    (decimals: the rule of tests with a `testtype`, if this is not set), or every byte."""
     tolerance: NonNegativeFloat = 0.0
-    """Largest difference of two numbers, absolute or relative, that `lines` and `tokens` take for equal."""
+    """Largest difference of two numbers, absolute or relative, that `lines` and `tokens` take for equal, and values of calls."""
     time_s: PositiveFloat = 3.0
     """Time limit of one test."""
     total_time_s: PositiveFloat = 6.0
@@ -66,6 +71,20 @@ class CodeSettings(Section):
         """Columns of the data set that the function cannot do without."""
         named = {self.entry_point_column} if self.kind == "humaneval" else set()
         return {self.tests_column} | named
+
+    def read_row(self, row: Mapping[str, Any]) -> Cases | None:
+        """Return the tests of a row. Raises InvalidInput."""
+        setup = [row.get(name) for name in self.setup_columns]
+        try:
+            cases = read_cases(row.get(self.tests_column), self.kind, row.get(self.entry_point_column), setup)
+        except InvalidInput as error:
+            raise InvalidInput(f"column {self.tests_column!r}: {error}") from None
+        if cases is not None and not isinstance(cases, Pairs) and self.command != (PYTHON, "main.py"):
+            raise InvalidInput(
+                f"column {self.tests_column!r} has tests in Python, but command is {list(self.command)}; other interpreters take "
+                "pairs of input and output"
+            )
+        return cases
 
     def longest_s(self, num_completions: int) -> float:
         """Return the seconds that a call needs in which every program uses all its time."""
@@ -95,10 +114,7 @@ class CodeSettings(Section):
 
     def check_submitted(self, row: Mapping[str, Any], num_completions: int, timeout_s: float) -> None:
         """Raises InvalidInput for tests of a row that cannot be read, or groups whose programs may take longer than a call."""
-        try:
-            read_cases(row.get(self.tests_column), self.kind, row.get(self.entry_point_column))
-        except InvalidInput as error:
-            raise InvalidInput(f"column {self.tests_column!r}: {error}") from None
+        self.read_row(row)
         if (longest_s := self.longest_s(num_completions)) > timeout_s:
             raise InvalidInput(
                 f"{num_completions} programs of up to total_time_s {self.total_time_s:g}, {self.parallel} at a time (parallel), "
@@ -120,6 +136,8 @@ class CodeSettings(Section):
             raise ValueError(f"processes is {self.processes}, but sandbox landlock runs one process")
         if self.kind not in ("auto", "pairs") and self.command != (PYTHON, "main.py"):
             raise ValueError(f"command is for kind pairs, but kind is {self.kind}, whose tests are Python")
-        if self.tolerance and self.compare == "exact":
-            raise ValueError(f"tolerance {self.tolerance:g} is for compare lines or tokens, not exact")
+        if self.tolerance and self.compare in ("exact", "decimals"):
+            raise ValueError(
+                f"tolerance {self.tolerance:g} is for compare lines or tokens, not {self.compare}"
+            )
         return self

@@ -67,14 +67,46 @@ class EngineModel:
         )
 
     def _pair(self, prompt: Any, continuation: str) -> tuple[IntArray, int]:
-        """Return the tokens of prompt and continuation, and the index of the continuation's first one."""
-        if isinstance(prompt, str) and self._served.spec.data.apply_chat_template != "always":
+        """Return the tokens of prompt and continuation, and the index of the continuation's first one. Where a token of the whole
+        text spans the end of the prompt, the continuation is encoded behind the prompt's tokens, so that all of it is scored."""
+        is_text = isinstance(prompt, str) and self._served.spec.data.apply_chat_template != "always"
+        if is_text:
             prompt, continuation = split(prompt, continuation)
-            start = len(self._encode(prompt)) if prompt else 1
-            return self._encode(prompt + continuation), start
+        if prompt == "" and is_text:
+            return self._behind_start(self._encode(continuation))
         begin = self._encode(prompt)
-        end = self._served.tokenizer(continuation, add_special_tokens=False)["input_ids"]
-        return np.concatenate([begin, np.array(end, np.int32)]), len(begin)
+        whole = self._encode(prompt + continuation) if is_text else begin[:0]
+        if not np.array_equal(whole[: len(begin)], begin):
+            whole = np.concatenate([begin, self._in_place(begin, continuation)])
+        return whole, len(begin)
+
+    def _behind_start(self, ids: IntArray) -> tuple[IntArray, int]:
+        """Return the tokens of a text without a prompt behind the token that begins one, or else ends one, and the index 1."""
+        bos, eos = self._served.tokenizer.bos_token_id, self._served.tokenizer.eos_token_id
+        if bos is not None and ids[:1].tolist() == [bos]:
+            return ids, 1
+        return np.concatenate([[eos if bos is None else bos], ids]).astype(np.int32), 1
+
+    def _in_place(self, begin: IntArray, continuation: str) -> IntArray:
+        """Return the tokens of a text that stands behind others, which a tokenizer may encode in another way than the beginning of
+        one: behind nothing, or behind a text that no token joins with it. Raises InvalidInput where none of them gives the text."""
+
+        def encoded(text: str) -> list[int]:
+            return list(self._served.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        def decoded(ids: Any) -> str:
+            return str(self._served.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+        expected = decoded(begin) + continuation
+        for anchor in ("", "\n", ".", "a", "0"):
+            before, ids = encoded(anchor), encoded(anchor + continuation)
+            found = ids[len(before) :]
+            if ids[: len(before)] == before and decoded([*begin, *found]) == expected:
+                return np.array(found, np.int32)
+        raise InvalidInput(
+            f"a token spans the end of the prompt and the continuation {continuation!r:.60}, and the tokenizer gives the continuation "
+            "alone as another text; begin evaluation.continuation with a space"
+        )
 
     async def _score(self, ids: IntArray, start: int) -> ContinuationScore:
         if start >= len(ids):

@@ -45,6 +45,11 @@ class Problem:
     scores: tuple[ContinuationScore, ...] = ()
     """Of each answer, where the method is `choose`."""
 
+    @property
+    def texts(self) -> list[str]:
+        """Texts of the completions."""
+        return [completion.text for completion in self.completions]
+
 
 def labels_of(spec: RunSpec) -> list[str]:
     """Return the [L] names of rewards: of `choose` also those of the answer that is likeliest per character."""

@@ -6,17 +6,17 @@ Promise: a problem that could not be scored counts in `failed`, never as 0, and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from paceline.chat.completion_texts import answer_of
 from paceline.errors import InvalidInput
 from paceline.evaluation.results import problem_id
 from paceline.evaluation.statistics import Floats, bootstrap_gap, consensus, estimate, pass_at_k
 from paceline.groups import FloatArray
 from paceline.spec import RunSpec
-from reward.builtin.answers import find_answer
+from reward.builtin.votes import same_vote, votes_of
 from services.evaluation.problems import Problem, labels_of
 
 Json = dict[str, Any]
@@ -28,7 +28,8 @@ def summary(spec: RunSpec, model: str, problems: Sequence[Problem], seed: int, f
     """Return the metrics of scored problems, each with its bootstrap interval over problems, and the counts.
 
     `reward` and `reward/<function>` are avg@k. A function whose values are all 0 or 1 also has `pass@<j>` for the powers of
-    two up to k, and with k above 1 `cons@<k>`, by the answers that the completions state, if any does. `reward[<column>=<value>]` is
+    two up to k, and with k above 1 `cons@<k>`, by the answers that the completions state, if any does; both are over the problems
+    with j or k completions that got a number, and `unscored` counts the others of each function. `reward[<column>=<value>]` is
     that of a group of problems, `gap/reward[<column>]` the best group's minus the worst one's; groups are those of `grouping_columns`.
     Raises InvalidInput for a column with too many values.
     """
@@ -47,6 +48,7 @@ def summary(spec: RunSpec, model: str, problems: Sequence[Problem], seed: int, f
         "seed": seed,
         "problems": len(scored),
         "failed": len(problems) - len(scored),
+        "unscored": _unscored(spec, scored),
         "failures": [f"problem {each.index}: {each.failure}" for each in problems if each.failure][:5],
         "data": fingerprint,
         "metrics": metrics,
@@ -75,25 +77,38 @@ def _by_name(means: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
     return {name: np.array([each[name] for each in means if name in each]) for name in names}
 
 
+def _unscored(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, int]:
+    """Return the completions of scored problems that got no number of a function, by its name, where there are any."""
+    if not scored or spec.evaluation.method != "sample":
+        return {}
+    counts = np.isnan(
+        np.concatenate([each.rewards_CL for each in scored if each.rewards_CL is not None])
+    ).sum(axis=0)
+    return {label: int(count) for label, count in zip(labels_of(spec), counts, strict=True) if count}
+
+
 def _of_k(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, Floats]:
     """Return pass@j and cons@k of each function that says right or wrong, for several completions of a problem."""
     k, values = spec.grpo.val_samples_per_prompt, {}
     if spec.evaluation.method != "sample" or k == 1:
         return {}
-    stated = [[find_answer(answer_of(each.text)) for each in problem.completions] for problem in scored]
-    for index, label in enumerate(labels_of(spec)):
+    for index, reward in enumerate(spec.rewards):
         columns = [problem.rewards_CL[:, index] for problem in scored if problem.rewards_CL is not None]
-        if not columns or not np.isin(np.array(columns), (0.0, 1.0)).all():
+        known = [each[~np.isnan(each)] for each in columns]
+        if not any(map(len, known)) or not np.isin(np.concatenate(known), (0.0, 1.0)).all():
             continue
         for j in [1 << power for power in range(k.bit_length())]:
-            found = [pass_at_k(k, int(each.sum()), j) for each in columns]
-            values[f"pass@{j}/{label}"] = np.array(found)
-        if any(answer is not None for answers in stated for answer in answers):
-            agreed = [
-                consensus(answers, each.tolist()) for answers, each in zip(stated, columns, strict=True)
-            ]
-            values[f"cons@{k}/{label}"] = np.array(agreed)
-    return values
+            found = [pass_at_k(len(each), int(each.sum()), j) for each in known if len(each) >= j]
+            values[f"pass@{j}/{reward.label}"] = np.array(found)
+        votes = [
+            (votes_of(reward, problem.columns, problem.texts, scores := each.tolist()), scores)
+            for problem, each in zip(scored, known, strict=True)
+            if len(each) == k
+        ]
+        if any(vote is not None for found, _ in votes for vote in found):
+            agreed = [consensus(*each, partial(same_vote, reward)) for each in votes]
+            values[f"cons@{k}/{reward.label}"] = np.array(agreed)
+    return {name: found for name, found in values.items() if len(found)}
 
 
 def _of_groups(
@@ -114,7 +129,8 @@ def _of_groups(
         known = {value: values for value, values in of_groups.items() if values is not None}
         for value, values in known.items():
             metrics[f"{name}[{column}={value}]"] = estimate(values, seed)._asdict()
-        metrics[f"gap/{name}[{column}]"] = bootstrap_gap(list(known.values()), seed)._asdict()
+        if len(known) > 1 or len(groups) == 1:  # a gap to groups without any number is no 0
+            metrics[f"gap/{name}[{column}]"] = bootstrap_gap(list(known.values()), seed)._asdict()
     return metrics
 
 

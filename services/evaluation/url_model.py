@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,16 @@ NAMES_OF_STOPS = ("stop_reason", "matched_stop")
 """Fields with the stop string that ended a choice: vLLM's, SGLang's."""
 
 log = logging.getLogger(__name__)
+
+
+class _Echoed(NamedTuple):
+    """Tokens of a text, as a service repeats it."""
+
+    tokens: list[str]
+    logprobs: list[float]
+    """Of each token; NaN for the first one."""
+    tops: list[float]
+    """Those of the likeliest ones."""
 
 
 class UrlModel:
@@ -70,8 +81,8 @@ class UrlModel:
             )
         pairs = [split(prompt, each) for each in continuations]
         begin, rest = pairs[0][0], [each for _, each in pairs]
-        start = await self._num_tokens(begin) if begin else 1
-        return await asyncio.gather(*(self._score(begin + each, start) for each in rest))
+        tokens = (await self._echoed(begin)).tokens if begin else []
+        return await asyncio.gather(*(self._score(begin, each, tokens) for each in rest))
 
     def _body(self, prompt: Any) -> tuple[str, Json]:
         """Return route and body of a request for a completion; parameters that are the API's defaults are left out."""
@@ -131,11 +142,31 @@ class UrlModel:
             )
         return next((each for each in named if each in strings), "")
 
-    async def _num_tokens(self, text: str) -> int:
-        answer = await self._post("completions", {"model": self.name, "prompt": text, "max_tokens": 1})
-        return _prompt_tokens(answer)
+    async def _score(self, prompt: str, continuation: str, tokens: list[str]) -> ContinuationScore:
+        """Return the log-probability behind a prompt with these tokens. Raises InvalidInput where the text has others there, because
+        texts are all that such a service encodes."""
+        whole = await self._echoed(prompt + continuation)
+        start = len(tokens) or 1
+        if whole.tokens[: len(tokens)] != tokens:
+            raise InvalidInput(
+                f"a token of the service spans the end of the prompt and the continuation {continuation!r:.60}, so the continuation "
+                "cannot be scored alone; begin evaluation.continuation with a space, or evaluate the model in this process"
+            )
+        if not prompt and "".join(whole.tokens).startswith(continuation):
+            raise InvalidInput(
+                "the service puts no token before the text, so the first token of a continuation without a prompt has no "
+                "log-probability; give the row a prompt, or evaluate the model in this process"
+            )
+        if not whole.logprobs[start:]:
+            raise InvalidInput(
+                "a continuation adds no token to its prompt, so it has no log-probability; correct evaluation.continuation"
+            )
+        logprobs = whole.logprobs[start:]
+        greedy = all(each >= top for each, top in zip(logprobs, whole.tops[start:], strict=True))
+        return ContinuationScore(sum(logprobs), greedy)
 
-    async def _score(self, text: str, start: int) -> ContinuationScore:
+    async def _echoed(self, text: str) -> _Echoed:
+        """Return the tokens of a text with their log-probabilities. Raises InvalidInput where the service does not give them."""
         body = {
             "model": self.name,
             "prompt": text,
@@ -146,21 +177,17 @@ class UrlModel:
         }
         answer = await self._post("completions", body)
         try:
-            found = answer["choices"][0]["logprobs"]
-            end = _prompt_tokens(answer)
-            logprobs = [float(each) for each in found["token_logprobs"][start:end]]
-            tops = [max(each.values()) for each in found["top_logprobs"][start:end]]
+            found, end = answer["choices"][0]["logprobs"], _prompt_tokens(answer)
+            return _Echoed(
+                [str(each) for each in found["tokens"][:end]],
+                [math.nan if each is None else float(each) for each in found["token_logprobs"][:end]],
+                [max(each.values()) if each else 0.0 for each in found["top_logprobs"][:end]],
+            )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(
                 f"the service does not give the log-probabilities of a prompt (echo with logprobs: {error!r}); use one that "
                 "does, such as `paceline serve model`"
             ) from None
-        if not logprobs:
-            raise InvalidInput(
-                "a continuation adds no token to its prompt, so it has no log-probability; correct evaluation.continuation"
-            )
-        greedy = all(each >= top for each, top in zip(logprobs, tops, strict=True))
-        return ContinuationScore(sum(logprobs), greedy)
 
     async def _post(self, route: str, body: Json) -> Json:
         try:

@@ -26,6 +26,7 @@ import numpy as np
 from paceline.data.example_rows import continuing
 from paceline.data.messages import plain, tools_of
 from paceline.data.row_checks import check_columns, check_prompt, check_text
+from paceline.data.written import as_number
 from paceline.errors import DataError
 from paceline.groups import FloatArray, IntArray
 
@@ -136,7 +137,7 @@ def _reward(row: Mapping[str, Any], keys: TraceKeys) -> float | None:
     for name in names:
         if name not in row:
             raise DataError(f"no column {name!r} among {sorted(row)}; correct offline_grpo.reward_keys")
-        value = row[name]
+        value = as_number(row[name])
         if value is None or (isinstance(value, float) and math.isnan(value)):
             continue
         if not isinstance(value, int | float) or not math.isfinite(value):

@@ -266,6 +266,10 @@ def _report(whole: dict[str, Any], output: Path, as_json: bool) -> None:
     click.echo(f"{whole['problems']} problems, {whole['failed']} failed, {whole['k']} completions each")
     for name, found in whole["metrics"].items():
         click.echo(f"  {name:32} {found['value']:.4f}  [{found['low']:.4f}, {found['high']:.4f}]")
+    for name, number in whole.get("unscored", {}).items():
+        click.echo(
+            f"  {number:,} completions got no number of {name}, and no metric of it counts them", err=True
+        )
     for failure in whole["failures"]:
         click.echo(f"  {failure}", err=True)
     click.echo(f"written to {output}")

@@ -29,8 +29,8 @@ def evaluation_result(
 
     Rewards are means over prompts of the mean over a prompt's completions; None where no function gave a number. A
     standard error is the standard deviation of the prompts' means (n - 1) divided by sqrt(n), and is left out below two
-    prompts. `pass@<k>/<function>` is the share of prompts of which at least one of the k completions got 1, for functions
-    whose values are all 0 or 1 and k above 1. `sources` are the rows' values of `data.source_key`, None without one.
+    prompts. `pass@<k>/<function>` is the share of prompts of which at least one of the k completions got 1, over those all of
+    whose completions got a number, for functions whose values are all 0 or 1 and k above 1. `sources` are the rows' values of `data.source_key`, None without one.
     """
     scored = [row for row in rows if row["state"] == State.SCORED]
     k = spec.grpo.val_samples_per_prompt
@@ -75,7 +75,10 @@ def _mean(values_GC: FloatArray) -> tuple[float | None, float | None]:
 
 
 def _pass_at(values_GC: FloatArray) -> float | None:
-    """Return the share of prompts with a 1; None unless there are several completions and all values are 0 or 1."""
-    if not values_GC.size or values_GC.shape[1] == 1 or not np.isin(values_GC, (0.0, 1.0)).all():
+    """Return the share of prompts with a 1, of those without None; None unless there are several completions and all numbers
+    are 0 or 1."""
+    known_GC = ~np.isnan(values_GC)
+    whole_GC = values_GC[known_GC.all(axis=1)]
+    if not len(whole_GC) or values_GC.shape[1] == 1 or not np.isin(values_GC[known_GC], (0.0, 1.0)).all():
         return None
-    return float((values_GC == 1.0).any(axis=1).mean())
+    return float((whole_GC == 1.0).any(axis=1).mean())

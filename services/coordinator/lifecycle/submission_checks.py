@@ -30,6 +30,8 @@ SUPPLIED = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "args", "kwargs"}
 )
 """Arguments of reward functions that are never columns."""
+CHECKED_ROWS = 32
+"""Rows whose tests and other inputs of built-in functions are read at submit."""
 
 
 def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
@@ -108,18 +110,20 @@ def _check_reward_columns(spec: RunSpec, field: str, source: PromptSource) -> No
 
 
 def _check_reward_settings(spec: RunSpec, source: PromptSource) -> None:
-    """Raises DataError for settings of a built-in function that do not fit the first row or the size of groups."""
+    """Raises DataError for settings of a built-in function that do not fit the first rows or the size of groups."""
     from reward.builtin import SETTINGS
 
     for index, reward in enumerate(spec.rewards):
         if reward.function in SETTINGS:
             settings = SETTINGS[reward.function](reward.kwargs)
-            try:
-                settings.check_submitted(
-                    source.draw(0)[1], spec.grpo.num_generations_per_prompt, reward.timeout_s
-                )
-            except InvalidInput as error:
-                raise DataError(f"rewards.{index}: {error}") from None
+            for draw in range(min(max(1, len(source)), CHECKED_ROWS)):
+                try:
+                    settings.check_submitted(
+                        source.draw(draw)[1], spec.grpo.num_generations_per_prompt, reward.timeout_s
+                    )
+                except InvalidInput as error:
+                    of_row = f", row {source.index(draw)} of the data" if draw else ""
+                    raise DataError(f"rewards.{index}{of_row}: {error}") from None
 
 
 def _columns_of(reward: RewardFunctionSection) -> list[str]:

@@ -306,7 +306,7 @@ def test_calls_and_reasoning_are_read_where_their_marks_are_special(special: boo
 def test_the_mark_before_calls_as_json_is_no_content() -> None:
     written = '[TOOL_CALLS][{"name": "add", "arguments": {"x": 1}}]'
     for text in (written, written.removeprefix("[TOOL_CALLS]")):
-        (call,) = read_answer(text, AnswerReader("json"))
+        (call,) = read_answer(text, AnswerReader("json", tools=[{"name": "add"}]))
         assert (call.name, call.arguments) == ("add", '{"x": 1}')  # type: ignore[union-attr]
     for text in ("[TOOL_CAL", "[TOOLS] are", "[42]"):
         assert content_of(read_answer(text, AnswerReader("json"))) == text

@@ -12,7 +12,7 @@ from paceline.data.prompts import open_prompts
 from paceline.spec import RunSpec
 from paceline.tasks import task_file, task_names
 from reward.builtin import BUILTIN_FUNCTIONS
-from reward.builtin.code_tests import code_settings, read_tests
+from reward.builtin.code_tests import code_settings
 from reward.builtin.judges import pair_settings
 from services.cli.evaluating.evaluation_spec import evaluation_spec
 
@@ -195,7 +195,7 @@ def test_programs_have_their_tests_and_their_function(
     spec, prompt, columns = spec_and_row("humaneval", tmp_path, monkeypatch)
     assert prompt == "def one():\n"
     chosen = code_settings(spec.rewards[0].kwargs)
-    cases: Any = read_tests(columns["test"], columns["entry_point"], chosen)
+    cases: Any = chosen.read_row(columns)
     assert cases.entry_point == "one"
     assert chosen.columns <= columns.keys()
 
@@ -256,7 +256,7 @@ def test_mbpps_asserts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     spec, prompt, columns = spec_and_row("mbpp", tmp_path, monkeypatch)
     assert "assert one() == 1\nassert one() > 0\n" in prompt
     chosen = code_settings(spec.rewards[0].kwargs)
-    cases: Any = read_tests(columns["test_list"], None, chosen)
+    cases: Any = chosen.read_row(columns)
     assert len(cases.tests) == 2
 
 

@@ -22,6 +22,7 @@ CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
         (json.dumps(PAIRS), Pairs((("1 2\n", "3\n"), ("5 5\n", "10\n")))),
         ({"inputs": ["1", ["2", "3"]], "outputs": ["4", 5]}, Pairs((("1", "4"), ("2\n3\n", "5")))),
         ({"input": "1", "output": "2"}, Pairs((("1", "2"),))),
+        ([json.dumps({"input": "1", "output": "2"})], Pairs((("1", "2"),))),
         (["assert f(1) == 2", "assert f(2) == 3"], Checks("asserts", ("assert f(1) == 2", "assert f(2) == 3"))),
         ("assert f(1) == 2", Checks("asserts", ("assert f(1) == 2",))),
         (CHECK, Checks("humaneval", (CHECK,), "f")),

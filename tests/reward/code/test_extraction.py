@@ -30,7 +30,7 @@ def test_without_a_block_there_is_no_program_where_one_is_wanted() -> None:
 
 def test_a_body_continues_its_prompt() -> None:
     prompt = 'def f(x):\n    """Return x."""\n'
-    assert with_prompt(prompt, "    return x\n", "    return x\n", "f") == prompt + "    return x\n"
-    assert with_prompt(prompt, "", "def f(x): return x", "f") == "def f(x): return x"
-    assert with_prompt(prompt, "", "f = abs", "f") == "f = abs"
-    assert with_prompt("Write f.", "def g(): ...", "def g(): ...", "f") == "def g(): ..."
+    assert with_prompt(prompt, "    return x\n", "    return x\n", "f") == [prompt + "    return x\n"]
+    assert with_prompt(prompt, "", "def f(x): return x", "f") == ["def f(x): return x"]
+    assert with_prompt(prompt, "", "f = abs", "f") == ["f = abs"]
+    assert with_prompt("Write f.", "def g(): ...", "def g(): ...", "f") == ["def g(): ..."]

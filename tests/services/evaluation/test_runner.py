@@ -181,3 +181,53 @@ async def test_choose_needs_the_columns_with_the_answers(tmp_path: Path) -> None
         await evaluated(
             tmp_path, [{"prompt": "1", "says": []}], GROUPED.replace("group_by: [topic]", "method: choose")
         )
+
+
+SAMPLED = """
+data: {validation: rows.jsonl}
+grpo: {val_samples_per_prompt: 4}
+rewards:
+  - {function: exact_match, name: right}
+  - {function: "mine.py:some", name: some}
+"""
+SOME = """
+def some(completions, scores, **columns):
+    return scores[0]
+"""
+GIVEN: dict[str, tuple[list[list[float | None]], dict[str, float | None], int]] = {
+    # rewards of two problems, metrics of the function, completions without a number
+    "all": ([[1, 0, 0, 0], [0, 0, 0, 0]], {"pass@1": 0.125, "pass@2": 0.25, "pass@4": 0.5}, 0),
+    "one None": ([[1, 0, 0, None], [0, 0, 0, 0]], {"pass@1": 1 / 6, "pass@2": 1 / 3, "pass@4": 0.0}, 1),
+    "one problem without any": ([[1, 1, 1, 1], [None] * 4], {"pass@1": 1.0, "pass@4": 1.0, "cons@4": 1.0}, 4),
+    "no number at all": ([[None] * 4, [None] * 4], {"pass@1": None, "cons@4": None}, 8),
+    "one number": ([[None, None, None, 1], [None] * 4], {"pass@1": 1.0, "pass@2": None, "cons@4": None}, 7),
+    "neither 0 nor 1": ([[0.5, 0, 0, None], [0, 0, 0, 0]], {"pass@1": None}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GIVEN)
+async def test_a_completion_without_a_number_takes_no_metric_away(tmp_path: Path, name: str) -> None:
+    scores, expected, unscored = GIVEN[name]
+    (tmp_path / "mine.py").write_text(SOME)
+    says = [f"\\boxed{{{letter}}}" for letter in "1234"]
+    rows = [
+        {"prompt": f"{index}", "says": says, "answer": says[0], "scores": each}
+        for index, each in enumerate(scores)
+    ]
+    result, _, _ = await evaluated(tmp_path, rows, SAMPLED)
+    metrics = result["metrics"]
+    for metric, value in expected.items():
+        assert metrics.get(f"{metric}/some", {"value": None})["value"] == (value and pytest.approx(value))
+    assert result["unscored"] == ({"some": unscored} if unscored else {})
+    assert metrics["pass@4/right"]["value"] == 1.0
+    assert metrics["cons@4/right"]["value"] == 0.25
+
+
+async def test_a_group_without_any_number_makes_no_gap_of_0(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1", "says": ["a"], "answer": "a", "topic": "red"},
+        {"prompt": "2", "says": ["a"], "answer": None, "topic": "blue"},
+    ]
+    result, _, _ = await evaluated(tmp_path, rows, GROUPED)
+    assert "reward/right[topic=red]" in result["metrics"]
+    assert "gap/reward/right[topic]" not in result["metrics"]

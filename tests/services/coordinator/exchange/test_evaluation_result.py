@@ -47,3 +47,25 @@ def test_without_any_number_there_is_no_reward(tmp_path: Path) -> None:
     assert result["reward"] is None
     assert not [name for name in result if "/" in name or "stderr" in name]
     assert result_of(tmp_path, 1, a_row(None))["failed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([[1, 0], [0, 0]], 0.5),
+        ([[1, NAN], [0, 0]], 0.0),
+        ([[NAN, NAN], [1, 0]], 1.0),
+        ([[NAN, NAN], [NAN, 1]], None),
+        ([[0.5, NAN], [1, 0]], None),
+        ([[NAN, NAN], [NAN, NAN]], None),
+    ],
+)
+def test_a_completion_without_a_number_takes_no_metric_away(
+    tmp_path: Path, groups: list[list[float]], expected: float | None
+) -> None:
+    rows = [a_row([[value, 0.0] for value in each]) for each in groups]
+    result = result_of(tmp_path, 2, *rows)
+    assert result.get("pass@2/exact_match") == expected
+    assert result["pass@2/format_reward"] == 0.0
+    known = [np.nanmean(each) for each in groups if not np.isnan(each).all()]
+    assert result.get("reward/exact_match") == (pytest.approx(np.mean(known)) if known else None)

@@ -103,6 +103,11 @@ def test_code_tests_that_cannot_be_read_or_take_too_long_are_refused(tmp_path: P
     ):
         checked_data(spec_for(tmp_path, row, slow))
     checked_data(spec_for(tmp_path, row, {**slow, "timeout_s": 90}))
+    spec = spec_for(tmp_path, row, function)
+    unknown = {"prompt": "b", "tests": [{"input": "1", "output": "1", "hidden": True}]}
+    Path(str(spec.data.train)).write_text("".join(f"{json.dumps(each)}\n" for each in (row, unknown)))
+    with pytest.raises(DataError, match=r"column 'tests': test 0 has the key 'hidden', which nothing reads"):
+        checked_data(spec)
 
 
 def test_a_file_that_is_not_on_this_machine_is_left_to_the_workers(tmp_path: Path) -> None:

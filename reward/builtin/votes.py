@@ -1,0 +1,65 @@
+"""Votes of a problem's completions: the answer of each, and which answers are one vote, by the equality that scores them.
+
+Promise: what a built-in function scores alike because it is the same answer is one vote, so `1/2` and `0.5` are one for
+`math_accuracy`, and `exact_match` compares whole texts by its own settings.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from paceline.chat.completion_texts import answer_of
+from paceline.spec import RewardFunctionSection
+from reward.builtin.answers import find_answer
+from reward.builtin.choices import TEXTS_COLUMN, chosen_letter
+from reward.builtin.mathematics import equal_answers
+
+
+class Vote(NamedTuple):
+    """Answer of a completion, and its score."""
+
+    answer: str
+    score: float
+
+
+def votes_of(
+    reward: RewardFunctionSection, columns: Mapping[str, Any], texts: Sequence[str], scores: Sequence[float]
+) -> list[Vote | None]:
+    """Return the vote of each completion; None for one that states no answer."""
+    texts = [answer_of(text) for text in texts]
+    match reward.function:
+        case "exact_match":
+            answers = [_normal(text, reward.kwargs) or None for text in texts]
+        case "choice_accuracy":
+            choices = columns.get(reward.kwargs.get("choices_column", TEXTS_COLUMN))
+            answers = [chosen_letter(text, choices) for text in texts]
+        case _:
+            answers = [find_answer(text) for text in texts]
+    return [
+        None if answer is None else Vote(answer, score) for answer, score in zip(answers, scores, strict=True)
+    ]
+
+
+def same_vote(reward: RewardFunctionSection, one: Vote, other: Vote) -> bool:
+    """Return whether two answers are one. Those of functions that are not built in are compared as `math_accuracy` does."""
+    if one.answer == other.answer or reward.function in ("exact_match", "choice_accuracy"):
+        return one.answer == other.answer
+    if reward.function == "math_accuracy" and (one.score == 1.0 or other.score == 1.0):
+        return one.score == other.score  # both equal the gold answer, or one of them does not
+    return _equal(one.answer, other.answer)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _equal(one: str, other: str) -> bool:
+    try:
+        # In both directions, because `equal_answers` is exact for a gold answer that is an integer alone.
+        return equal_answers(one, other) and equal_answers(other, one)
+    except Exception:  # of sympy, which has many: answers that cannot be compared are two
+        return False
+
+
+def _normal(text: str, kwargs: Mapping[str, Any]) -> str:
+    text = text.strip() if kwargs.get("strip", True) else text
+    return text.casefold() if kwargs.get("ignore_case") else text
