@@ -16,16 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.advantages.group import (
-    TRL_STD_EPSILON,
-    Float64Array,
-    advantages,
-    clipped,
-    group_preset,
-    weighted_rewards,
-)
-from learner.collectives import sum_over_ranks
-from paceline.rewards import gated, weights_at
+from learner.collectives import max_over_ranks, sum_over_ranks
+from paceline.advantages import TRL_STD_EPSILON, group_advantages
+from paceline.rewards import Float64Array, totals
 from paceline.spec import RunSpec
 
 TOKEN_WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
@@ -50,31 +43,26 @@ def batch_advantages(batch: ScoredBatch, spec: RunSpec, step: int = 0) -> Float6
     - group presets: as `advantages`, of reward - β·ΣKL (RLOO in TRL).
     - `trl_batch`: (r - group mean) / (std of the batch's r + 1e-4) (TRL's `scale_rewards="batch"`, Liu et al. 2025,
       arXiv 2508.08221).
-    - `gdpo`: z_f = (r_f - group mean) / (group std + 1e-4) for each function, Σ_f weight_f·z_f, then less the batch's
-      mean, over the batch's std + 1e-4 (arXiv 2601.05242; TRL's `normalize_then_sum`).
+    - `gdpo`: z_f = (r_f - group mean) / (group std + 1e-4) for each function, Σ_f weight_f·z_f over the batch's std + 1e-4
+      (arXiv 2601.05242; TRL's `normalize_then_sum`, which also subtracts the batch's mean: it is 0).
     - `reinforce_pp`: r. `reinforce_pp_baseline`: r - group mean (Hu et al. 2025, arXiv 2501.03262).
     """
-    weights_F = weights_at(spec.rewards, step)
-    rewards_SF = np.asarray(gated(batch.rewards_SF, spec.rewards), np.float64)
-    totals_S = weighted_rewards(rewards_SF, weights_F)
     name = spec.grpo.advantage
+    totals_S = totals(batch.rewards_SF, spec.rewards, step)
     if name == "reinforce_pp":
         return totals_S
-    if name == "gdpo":
-        scores_SF = np.stack([_by_group(batch.group_ids_S, column, "trl") for column in rewards_SF.T], 1)
-        scores_SF[np.isnan(rewards_SF)] = np.nan
-        scores_S = weighted_rewards(scores_SF, weights_F)
-        mean = np.nanmean(scores_S) if (~np.isnan(scores_S)).any() else 0.0
-        return np.nan_to_num((scores_S - mean) / (_sample_std(scores_S) + TRL_STD_EPSILON), nan=0.0)
+    in_reward = batch.penalties_S.any() and name != "reinforce_pp_baseline"  # whose KL is that of each token
+    advantages_S = np.zeros_like(totals_S)
+    for group_id in np.unique(batch.group_ids_S):
+        of_group_S = batch.group_ids_S == group_id
+        penalties_C = batch.penalties_S[of_group_S] if in_reward else None
+        advantages_S[of_group_S] = group_advantages(batch.rewards_SF[of_group_S], spec, step, penalties_C)
     if name == "reinforce_pp_baseline":
-        centred_S = _by_group(batch.group_ids_S, totals_S, "dr_grpo")
-        return np.where(np.isnan(totals_S), np.nan, centred_S)
-    totals_S = totals_S - batch.penalties_S
+        return np.where(np.isnan(totals_S), np.nan, advantages_S)
     if name == "trl_batch":
-        centred_S = _by_group(batch.group_ids_S, totals_S, "dr_grpo")
-        advantages_S = centred_S / (_sample_std(totals_S) + TRL_STD_EPSILON)
-    else:
-        advantages_S = _by_group(batch.group_ids_S, totals_S, name)
+        advantages_S /= _sample_std(totals_S - batch.penalties_S) + TRL_STD_EPSILON
+    if name == "gdpo":
+        advantages_S /= _sample_std(advantages_S[~np.isnan(totals_S)]) + TRL_STD_EPSILON
     # A KL that is not a number must stop the step, not pass for a missing reward.
     return np.where(np.isfinite(batch.penalties_S), advantages_S, np.nan)
 
@@ -98,7 +86,7 @@ def whitened_token_advantages(
 
 def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return (A - mean) / √max(variance, 1e-8), both over the scored tokens of the global batch, the variance divided by their
-    number (OpenRLHF); 0 for the others.
+    number (OpenRLHF); 0 for the others, and for all where they are all equal.
 
     Args:
         raw: one [N] per micro-batch of this rank.
@@ -109,6 +97,8 @@ def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> l
         torch.stack([_moments(values, device, 0.0, power=0), _moments(values, device, 0.0, power=1)])
     ).tolist()
     mean = total / max(count, 1.0)
+    if math.isfinite(total) and _are_equal(values, device):  # their mean is seldom exactly the same number
+        return [torch.zeros_like(raw_N) for raw_N in raw]
     squares = sum_over_ranks(_moments(values, device, mean, power=2)).item()
     std = math.sqrt(max(squares / max(count, 1.0), MIN_VARIANCE))
     return [
@@ -117,23 +107,17 @@ def whitened(raw: list[Tensor], scored: list[Tensor], device: torch.device) -> l
     ]
 
 
-def clip_advantages(advantages_S: Float64Array, spec: RunSpec) -> Float64Array:
-    """Return the advantages clipped to grpo.advantage_clip_low and advantage_clip_high."""
-    return clipped(advantages_S, spec.grpo.advantage_clip_low, spec.grpo.advantage_clip_high)
-
-
-def _by_group(group_ids_S: npt.NDArray[np.int64], values_S: Float64Array, name: str) -> Float64Array:
-    preset = group_preset(name)
-    result_S = np.zeros_like(values_S)
-    for group_id in np.unique(group_ids_S):
-        of_group_S = group_ids_S == group_id
-        result_S[of_group_S] = advantages(values_S[of_group_S], preset)
-    return result_S
-
-
 def _sample_std(values_S: Float64Array) -> float:
     valid_S = values_S[~np.isnan(values_S)]
     return float(valid_S.std(ddof=1)) if len(valid_S) > 1 else 0.0
+
+
+def _are_equal(values: list[Tensor], device: torch.device) -> bool:
+    """Return whether all finite values of all ranks are equal."""
+    ends = [torch.stack((value_N.max(), (-value_N).max())) for value_N in values if len(value_N)]
+    none = torch.full((2,), -math.inf, dtype=torch.float64, device=device)
+    high, minus_low = max_over_ranks(torch.stack([none, *ends]).amax(dim=0)).tolist()
+    return bool(high <= -minus_low)
 
 
 def _moments(values: list[Tensor], device: torch.device, mean: float, power: int) -> Tensor:

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.advantages.group import advantages, group_preset
 from learner.batch.encoding import ExampleEncoder
 from learner.batch.examples import Row
 from learner.batch.samples import PackedBatch, TrainingSample
 from learner.objectives.base import Denominators, LossResult, Objective, TokenArrays
 from learner.objectives.completions import completion_sums
 from learner.objectives.policy import policy_loss
+from paceline.advantages import advantages, group_preset
 from paceline.data.examples import read_traces
 from paceline.spec import RunSpec
 
@@ -81,7 +81,7 @@ def _order_sums(tokens: TokenArrays, packed: PackedBatch) -> dict[str, Tensor]:
     advantages_S = torch.zeros_like(log_ratio_S)
     advantages_S[tokens.sequence_N] = tokens.advantages_N.double()
     groups_S = torch.tensor(packed.group_ids_S, device=log_ratio_S.device)
-    better_SS = (groups_S[:, None] == groups_S) & (advantages_S[:, None] > advantages_S + 1e-9)
+    better_SS = (groups_S[:, None] == groups_S) & (advantages_S[:, None] > advantages_S)
     difference_SS = log_ratio_S[:, None] - log_ratio_S
     won_SS = (difference_SS > 0).double() + 0.5 * (difference_SS == 0).double()
     return {"pairs": better_SS.double().sum(), "pairs_won": (better_SS * won_SS).sum()}

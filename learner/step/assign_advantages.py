@@ -19,25 +19,23 @@ import torch
 from torch import Tensor
 
 from learner.advantages.gae import gae
-from learner.advantages.group import Float64Array, weighted_rewards
 from learner.advantages.whole_batch import (
     TOKEN_WHITENED,
     ScoredBatch,
     batch_advantages,
-    clip_advantages,
     whitened,
     whitened_token_advantages,
 )
 from learner.batch.samples import TrainingSample
-from learner.collectives import rows_of_all_ranks, sum_over_ranks
+from learner.collectives import max_over_ranks, rows_of_all_ranks, sum_over_ranks
 from learner.objectives.corrections import per_sequence
 from learner.objectives.policy import kl_to_reference
 from learner.step.critic import Critic
 from learner.step.frozen import given
-from learner.step.turn_advantages import IndexArray, sample_of_each, turn_advantages
+from learner.step.turn_advantages import advantages_of_turns, sample_of_each
 from learner.step.update import MicroBatch, States, Update
 from paceline.errors import InvalidInput
-from paceline.rewards import gated, weights_at
+from paceline.rewards import Float64Array, IndexArray, totals
 from paceline.spec import RunSpec
 
 
@@ -49,7 +47,8 @@ def with_advantages(
     critic: Critic | None,
     step: int = 0,
 ) -> list[Update]:
-    """Return the updates with an advantage for each token; dummies get 0. The weights of the rewards are those of `step`.
+    """Return the updates with an advantage for each token, not clipped yet; dummies get 0. The weights of the rewards are
+    those of `step`.
 
     All ranks call it together, after `with_frozen_logprobs`. Traces have theirs from the data set; other examples and the
     rollouts of a distillation get none.
@@ -69,23 +68,39 @@ def with_advantages(
     scored = ScoredBatch(table[:, 0].astype(np.int64), table[:, 2:], table[:, 1])
     advantages_C = batch_advantages(scored, spec, step)[first : first + len(own)]
     if spec.environment.advantage != "outcome":
-        by_token = turn_advantages(batch, samples, advantages_C, own.numpy(), spec, step)
+        by_token = advantages_of_turns(batch, samples, advantages_C, own.numpy(), spec, step)
         return _replaced(updates, [_with_turns(batch, by_token, micro, device) for micro in micro_batches])
-    advantages_S = advantages_C[samples]
-    token_wise = spec.grpo.advantage in TOKEN_WHITENED
-    by_sample = torch.from_numpy(advantages_S if token_wise else clip_advantages(advantages_S, spec))
+    by_sample = torch.from_numpy(advantages_C[samples])
     advantages = [
         by_sample[torch.tensor(micro.indices)].to(device, torch.float32)[micro.packed.sequence_N]
         for micro in micro_batches
     ]
-    if token_wise:
+    if spec.grpo.advantage in TOKEN_WHITENED:
         advantages = whitened_token_advantages(
             advantages, penalties, [m.packed.sequence_N for m in micro_batches], device
         )
-        advantages = _clipped(advantages, spec)
     return _replaced(
         updates, [replace(m, advantages_N=v) for m, v in zip(micro_batches, advantages, strict=True)]
     )
+
+
+def with_clipped_advantages(
+    updates: Sequence[Update], spec: RunSpec, device: torch.device
+) -> tuple[list[Update], dict[str, float]]:
+    """Return the updates with their advantages within grpo.advantage_clip_low and advantage_clip_high, and as a metric the
+    largest absolute one before; all ranks call it together."""
+    real = _real(updates)
+    found = [micro.advantages_N for micro in real if micro.advantages_N is not None]
+    if not any(m.advantages_N is not None for update in updates for m in update.micro_batches):
+        return list(updates), {}
+    largest = [advantages_N.abs().max() for advantages_N in found if len(advantages_N)]
+    none = torch.zeros((), dtype=torch.float32, device=device)
+    metrics = {"advantage_max": max_over_ranks(torch.stack([none, *largest]).max()).item()}
+    low, high = spec.grpo.advantage_clip_low, spec.grpo.advantage_clip_high
+    if low is None and high is None:
+        return list(updates), metrics
+    clipped = [replace(m, advantages_N=given(m.advantages_N).clamp(low, high)) for m in real]
+    return _replaced(updates, clipped), metrics
 
 
 def _of_data_set(
@@ -121,7 +136,7 @@ def _by_value_model(
         advantages_N, states = _gae(batch, micro, spec, device, step)
         raw.append(advantages_N)
         with_returns.append(states)
-    advantages = _clipped(whitened(raw, [given(states.scored_N) for states in with_returns], device), spec)
+    advantages = whitened(raw, [given(states.scored_N) for states in with_returns], device)
     updates = _replaced(
         updates,
         [
@@ -137,8 +152,8 @@ def _by_value_model(
         dtype=torch.float64,
         device=device,
     )
-    totals = sum_over_ranks(tokens_U).tolist()
-    return [replace(update, num_scored_tokens=total) for update, total in zip(updates, totals, strict=True)]
+    sums_U = sum_over_ranks(tokens_U).tolist()
+    return [replace(update, num_scored_tokens=total) for update, total in zip(updates, sums_U, strict=True)]
 
 
 def _gae(
@@ -150,7 +165,7 @@ def _gae(
     lengths_S = np.array([len(s.completion_ids) for s in sequences])
     ends_S = lengths_S.cumsum() - 1
     rewards_SF = np.stack([_rewards(s, spec) for s in sequences])
-    totals_S = weighted_rewards(gated(rewards_SF, spec.rewards), weights_at(spec.rewards, step))
+    totals_S = totals(rewards_SF, spec.rewards, step)
     rewards_N = np.zeros(int(lengths_S.sum()))
     penalty_N = _kl_penalties(micro, spec)
     if penalty_N is not None:
@@ -228,13 +243,6 @@ def _kl_penalties(micro: MicroBatch, spec: RunSpec) -> Tensor | None:
         spec.loss_fn.reference_policy_kl_type,
     )
     return spec.loss_fn.reference_policy_kl_penalty * kl_N
-
-
-def _clipped(values: list[Tensor], spec: RunSpec) -> list[Tensor]:
-    low, high = spec.grpo.advantage_clip_low, spec.grpo.advantage_clip_high
-    if low is None and high is None:
-        return values
-    return [value_N.clamp(low, high) for value_N in values]
 
 
 def _states(micro: MicroBatch) -> States:

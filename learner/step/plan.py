@@ -28,8 +28,6 @@ EVEN_COST_TOKENS = 32_768
 ROOM_FOR_EVEN_COST = 1.5
 """Budget of a micro-batch by the longest sequence from which there is room to choose; with less, first fit is as good
 (docs/performance.md)."""
-NO_ADVANTAGE = 1e-8
-"""Largest absolute advantage that counts as 0: rounding leaves as much in a group of equal rewards."""
 
 
 def plan_updates(
@@ -121,7 +119,7 @@ def batch_metrics(
         sum(not m.is_dummy for m in micro_batches),
         float(ages.sum()),
         len(ages),
-        sum(float((values_N.abs() <= NO_ADVANTAGE).sum()) for values_N in advantages),
+        sum(float((values_N == 0).sum()) for values_N in advantages),
         sum(len(values_N) for values_N in advantages),
         any(m.advantages_N is not None for m in micro_batches),
         sum(_flops(m, spec, shape) for m in micro_batches if not m.is_dummy),

@@ -27,7 +27,7 @@ from learner.model.determinism import use_deterministic_operations
 from learner.model.policy import compute_dtype, packed_logprobs
 from learner.objectives import objective_of
 from learner.objectives.base import LossResult, TokenArrays
-from learner.step.assign_advantages import with_advantages
+from learner.step.assign_advantages import with_advantages, with_clipped_advantages
 from learner.step.comparison import SamplerComparison
 from learner.step.critic import Critic
 from learner.step.frozen import with_frozen_logprobs, with_m2_limit
@@ -94,6 +94,7 @@ class Trainer:
         ):  # the metric has all of it: frozen policies, advantages, the value model, limit and KL
             updates = with_frozen_logprobs(updates, self.spec, self._logprobs, self.reference)
             updates = with_advantages(trained, updates, self.spec, self.device, self.critic, step)
+            updates, largest = with_clipped_advantages(updates, self.spec, self.device)
             updates = with_m2_limit(updates, self.spec, self.device)
             if self.objective.measures_mismatched:
                 updates = self._with_batch_kl(updates, batch)
@@ -123,6 +124,7 @@ class Trainer:
         return {
             "lr": lr,
             **learnt,
+            **largest,
             **({"loss_scale": self._loss_scale.factor} if self._loss_scale.is_dynamic else {}),
             **({"skipped_updates": float(len(self.skipped))} if self.skipped else {}),
             **batch_metrics(trained, updates, step, self.spec, self._shape, self.device),

@@ -10,16 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from learner.advantages.group import Float64Array, group_preset, weighted_rewards
-from learner.advantages.turns import Episode, discounted_turns, turn_level
-from learner.advantages.whole_batch import clip_advantages
 from learner.batch.samples import TrainingSample
-from paceline.rewards import gated, weights_at
+from paceline.advantages import Episode, turn_advantages
+from paceline.rewards import Float64Array, IndexArray, group_totals
 from paceline.spec import RunSpec
-
-IndexArray = npt.NDArray[np.int64]
 
 
 def sample_of_each(batch: Sequence[TrainingSample]) -> IndexArray:
@@ -27,7 +22,7 @@ def sample_of_each(batch: Sequence[TrainingSample]) -> IndexArray:
     return np.cumsum([sequence.counts for sequence in batch], dtype=np.int64) - 1
 
 
-def turn_advantages(
+def advantages_of_turns(
     batch: Sequence[TrainingSample],
     samples_S: IndexArray,
     advantages_C: Float64Array,
@@ -35,39 +30,27 @@ def turn_advantages(
     spec: RunSpec,
     step: int,
 ) -> list[Float64Array]:
-    """Return [T] clipped advantages of each sequence's tokens, by `environment.advantage`; tokens outside of turns get 0.
+    """Return [T] advantages of each sequence's tokens, by `environment.advantage`; tokens outside of turns get 0.
 
     advantages_C: of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the samples.
     """
-    weights_F = weights_at(spec.rewards, step)
-    outcomes_C = weighted_rewards(gated(scores[:, 2:], spec.rewards), weights_F) - scores[:, 1]
     rewards: list[list[float]] = [[] for _ in advantages_C]
     for sample, sequence in zip(samples_S.tolist(), batch, strict=True):
         rewards[sample] += [turn.reward for turn in sequence.row.turns] if sequence.row is not None else []
     by_sample: list[Float64Array] = [np.zeros(0)] * len(rewards)
     group_ids_C = scores[:, 0].astype(np.int64)
     for group_id in np.unique(group_ids_C):
-        of_group = np.flatnonzero(group_ids_C == group_id).tolist()
+        of_group = np.flatnonzero(group_ids_C == group_id)
+        outcomes_C = group_totals(scores[of_group, 2:], spec.rewards, step) - scores[of_group, 1]
         episodes = [
-            Episode(float(outcomes_C[c]), float(advantages_C[c]), np.array(rewards[c], np.float64))
-            for c in of_group
+            Episode(outcome, float(advantages_C[c]), np.array(rewards[c], np.float64))
+            for c, outcome in zip(of_group, outcomes_C.tolist(), strict=True)
         ]
-        for c, values_K in zip(of_group, _of_group(episodes, spec), strict=True):
-            by_sample[c] = clip_advantages(values_K, spec)
+        for c, values_K in zip(of_group, turn_advantages(episodes, spec), strict=True):
+            by_sample[c] = values_K
     tokens = [np.zeros(len(sequence.completion_ids)) for sequence in batch]
     for sample, sequence, values_T in zip(samples_S.tolist(), batch, tokens, strict=True):
         if sequence.row is not None:
             for offset, turn in enumerate(sequence.row.turns):
                 values_T[turn.start : turn.end] = by_sample[sample][sequence.row.first_turn + offset]
     return tokens
-
-
-def _of_group(episodes: Sequence[Episode], spec: RunSpec) -> list[Float64Array]:
-    preset, section = group_preset(spec.grpo.advantage), spec.environment
-    match section.advantage:
-        case "discounted":
-            return discounted_turns(episodes, section.turn_discount, preset)
-        case "turn_level":
-            return turn_level(episodes, section.turn_weight, preset)
-        case _:
-            raise ValueError(f"environment.advantage {section.advantage!r} is not of turns")

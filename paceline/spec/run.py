@@ -15,7 +15,7 @@ from paceline.spec.sections.data import DataSection, RewardFunctionSection
 from paceline.spec.sections.distillation import DistillationSection
 from paceline.spec.sections.environment import EnvironmentSection
 from paceline.spec.sections.evaluation import EvaluationSection
-from paceline.spec.sections.grpo import WITH_GROUP_BASELINE, AsyncGrpoSection, GrpoSection
+from paceline.spec.sections.grpo import WITH_GROUP_BASELINE, WITHOUT_GROUP, AsyncGrpoSection, GrpoSection
 from paceline.spec.sections.loss import LossSection, preset_of
 from paceline.spec.sections.offline_grpo import OfflineGrpoSection
 from paceline.spec.sections.policy import PolicySection
@@ -29,7 +29,7 @@ from paceline.spec.sections.supervised import (
 )
 from paceline.spec.sections.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
 from paceline.spec.value import ValueSection
-from paceline.spec.warnings import settings_warnings, unread
+from paceline.spec.warnings import settings_warnings, unread, without_filter
 
 Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm", "distillation", "offline_grpo"]
 
@@ -181,6 +181,12 @@ class RunSpec(Section):
         return self.samples and not self.environment.is_used
 
     @property
+    def rewards_decide_advantages(self) -> bool:
+        """Return whether a group of completions with equal rewards has no advantage: not where completions are not compared
+        with their group, nor with a KL in the reward."""
+        return self.grpo.advantage not in WITHOUT_GROUP and not self.loss_fn.use_kl_in_reward
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for legal but suspicious settings, one sentence each; shown when the spec is submitted."""
         names = ("rewards", "grpo", "async_grpo", "loss_fn", "value", *get_args(Algorithm))
@@ -188,6 +194,7 @@ class RunSpec(Section):
         age = self.async_grpo.max_trajectory_age_steps
         return (
             *settings_warnings(self.loss_fn, age, samples=self.samples),
+            *([] if self.rewards_decide_advantages else without_filter(self.grpo)),
             *unread(
                 self.algorithm,
                 {name: s for name, s in sections.items() if name != "loss_fn" or not self.trains_traces},

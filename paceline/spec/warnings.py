@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from paceline.spec.sections.grpo import GrpoSection
 from paceline.spec.sections.loss import LossSection
 
 
@@ -23,6 +24,16 @@ def _uncorrected(loss_fn: LossSection, age: int) -> str:
         f"ratio_anchor {loss_fn.ratio_anchor!r}: nothing corrects for samples of older weights (masks only drop some of "
         "them), which costs accuracy from a few steps of age on; set truncated_importance_sampling_ratio to 2, or "
         "max_trajectory_age_steps to 0"
+    )
+
+
+def without_filter(grpo: GrpoSection) -> tuple[str, ...]:
+    """Return a warning if groups of equal rewards are to be dropped whose advantages are not 0."""
+    if not grpo.use_dynamic_sampling:
+        return ()
+    return (
+        f"grpo.use_dynamic_sampling true with grpo.advantage {grpo.advantage!r} or loss_fn.use_kl_in_reward: a group of equal "
+        "rewards has advantages there, so only groups without any reward are dropped; set use_dynamic_sampling false",
     )
 
 

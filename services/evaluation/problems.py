@@ -19,7 +19,7 @@ from paceline.data.example_rows import preference_of
 from paceline.data.messages import tools_of_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, FloatArray
-from paceline.rewards import totals
+from paceline.rewards import Rewards, group_totals
 from paceline.spec import RunSpec
 from paceline.templates import fill
 from reward.runner import RewardRunner
@@ -40,7 +40,7 @@ class Problem:
     completions: tuple[Completion, ...] = ()
     rewards_CL: FloatArray | None = None
     """[C, L]; None where scoring failed."""
-    totals_C: FloatArray | None = None
+    totals_C: Rewards | None = None
     failure: str = ""
     scores: tuple[ContinuationScore, ...] = ()
     """Of each answer, where the method is `choose`."""
@@ -85,7 +85,7 @@ async def solved(
         return Problem(index, prompt, columns, failure=str(error))
     except _NotScored as error:
         return Problem(index, prompt, columns, error.completions, failure=str(error))
-    total_C = totals(rewards_CF, spec.rewards, 0)
+    total_C = group_totals(rewards_CF, spec.rewards, 0)
     return Problem(index, prompt, columns, tuple(completions), rewards_CF, total_C)
 
 
@@ -126,7 +126,7 @@ async def _chosen(problem: Problem, model: AskedModel, rewards: RewardRunner, sp
         problem.columns,
         completions[:1],
         rewards_2F.reshape(1, -1),
-        totals(rewards_2F[:1], spec.rewards, 0),
+        group_totals(rewards_2F[:1], spec.rewards, 0),
         scores=tuple(scores),
     )
 
@@ -144,7 +144,7 @@ async def _preferred(problem: Problem, rewards: RewardRunner, spec: RunSpec) -> 
         Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), "stop", text) for text in texts
     ]
     rewards_2F = await _scored(problem, completions, rewards)
-    totals_2 = totals(rewards_2F, spec.rewards, 0)
+    totals_2 = group_totals(rewards_2F, spec.rewards, 0)
     return Problem(
         problem.index,
         problem.prompt,
@@ -155,7 +155,7 @@ async def _preferred(problem: Problem, rewards: RewardRunner, spec: RunSpec) -> 
     )
 
 
-def _wins(chosen: FloatArray, rejected: FloatArray) -> FloatArray:
+def _wins(chosen: Rewards, rejected: Rewards) -> FloatArray:
     """Return 1 where the chosen one is above, 0 where it is below, 0.5 for a tie, NaN where one has no number."""
     return np.asarray((np.sign(chosen - rejected) + 1) / 2, np.float32)
 

@@ -14,7 +14,7 @@ import numpy as np
 from paceline.errors import InvalidInput
 from paceline.evaluation.results import problem_id
 from paceline.evaluation.statistics import Floats, bootstrap_gap, consensus, estimate, pass_at_k
-from paceline.groups import FloatArray
+from paceline.rewards import Rewards
 from paceline.spec import RunSpec
 from reward.builtin.votes import same_vote, votes_of
 from services.evaluation.problems import Problem, labels_of
@@ -167,5 +167,5 @@ def samples_of(spec: RunSpec, problems: Sequence[Problem]) -> list[Json]:
     return found
 
 
-def _number(values: FloatArray | None, index: int | tuple[int, int]) -> float | None:
+def _number(values: Rewards | None, index: int | tuple[int, int]) -> float | None:
     return None if values is None or np.isnan(values[index]) else float(values[index])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from paceline.rewards import closed_gates, gated, has_variance, totals, weights_at
+from paceline.rewards import closed_gates, gated, group_totals, totals, weighted_rewards, weights_at
 from paceline.spec import RewardFunctionSection
 
 NAN = math.nan
@@ -76,7 +76,30 @@ def test_a_total_is_the_weighted_sum_of_what_applies() -> None:
     ]
 
 
-def test_one_number_has_no_variance() -> None:
-    assert has_variance(np.array([1.0, 2.0, NAN]))
-    assert not has_variance(np.array([1.0, 1.0, NAN]))
-    assert not has_variance(np.array([1.0, NAN]))
+def test_weighted_rewards_skip_what_does_not_apply() -> None:
+    rewards_CF = np.array([[1, 0.5], [NAN, 0.5], [1, NAN], [NAN, NAN]], np.float32)
+    totals_C = weighted_rewards(rewards_CF, [2.0, -1.0])
+    np.testing.assert_array_equal(totals_C, [1.5, -0.5, 2.0, NAN])
+
+
+@pytest.mark.parametrize("minimum", [0.1, 0.3, 0.7, 0.95, 1 / 3, 1.0, -0.2])
+def test_a_reward_at_the_least_value_opens_the_gate(minimum: float) -> None:
+    gates = functions({"gate_min": minimum}, {})
+    at, beneath = np.float32(minimum), np.nextafter(np.float32(minimum), np.float32(-9))
+    for dtype in (np.float32, np.float64):
+        closed = closed_gates(np.array([[at, 1.0], [beneath, 1.0]], dtype), gates)
+        assert closed[:, 0].tolist() == [False, True]
+
+
+def test_totals_of_a_group_that_rounding_tells_apart_are_equal() -> None:
+    chosen = functions({"weight": 0.1}, {"weight": 0.2}, {"weight": 0.3})
+    rewards_CF = np.array([[1, 1, 0], [0, 0, 1], [1, 0, 0], [NAN, NAN, NAN], [0, 0, 1]], np.float32)
+    first, second, third, none, last = group_totals(rewards_CF, chosen, 0).tolist()
+    assert first == second == last != third
+    assert third == 0.1
+    assert math.isnan(none)
+    assert len({*totals(rewards_CF, chosen, 0)[[0, 1]].tolist()}) == 2, "the sums themselves differ"
+
+
+def test_a_weight_is_not_rounded_to_float32() -> None:
+    assert totals(np.array([[1.0]], np.float32), functions({"weight": 0.7}), 0).tolist() == [0.7]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -161,18 +161,24 @@ class EnvironmentWorker:
             )
         return outcome
 
-    def result(self, held: Episodes) -> tuple[pb.ExchangeRequest, list[bytes]]:
-        """The message for a finished group."""
+    def result(
+        self, held: Episodes, turn_rewards: Sequence[float] = ()
+    ) -> tuple[pb.ExchangeRequest, list[bytes]]:
+        """The message for a finished group, its turns with these rewards."""
         group, samples = assemble(held)
+        if turn_rewards:
+            assert group.rows is not None
+            rewarded = [t._replace(reward=r) for t, r in zip(group.rows.turns, turn_rewards, strict=True)]
+            group = replace(group, rows=group.rows._replace(turns=tuple(rewarded)))
         frames = encode_result(group.prompt_ids, group.completions, group.rows, samples)
         result = pb.GroupResult(
             group_id=held.lease.group_id, attempt=held.lease.attempt, digest=group.digest()
         )
         return pb.ExchangeRequest(member_id=self.member_id, group=result), frames
 
-    def finish(self, held: Episodes) -> int:
+    def finish(self, held: Episodes, turn_rewards: Sequence[float] = ()) -> int:
         """Submits the group; returns the reply's status."""
-        return self.world.send(*self.result(held)).reply.status
+        return self.world.send(*self.result(held, turn_rewards)).reply.status
 
     def hand_back(self, held: Episodes, **fields: Any) -> Outcome:
         """Returns a lease."""

@@ -47,7 +47,7 @@ class GrpoSection(AlgorithmSection):
     overlong_filtering: bool = False
     """A completion cut off at its token limit trains nothing; its reward stays in the group's baseline."""
     use_dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal and admit others in their place."""
+    """Drop groups whose rewards give no completion an advantage, as where all are equal, and admit others in their place."""
     max_generation_batches: PositiveInt = 10
     """Pause when this many batches' worth of groups in a row were dropped without one that could train; two batches'
     worth are enough for failures of one cause."""
@@ -96,6 +96,11 @@ class GrpoSection(AlgorithmSection):
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and low >= high:
             raise ValueError(f"advantage_clip_low {low} is not below advantage_clip_high {high}")
+        if (low or 0.0) > 0 or (high or 0.0) < 0:
+            raise ValueError(
+                f"advantage_clip_low {low} and advantage_clip_high {high} leave out 0, so completions without a reward or a "
+                "difference would train; take bounds around 0"
+            )
         if self.num_generations_per_prompt == 1 and self.advantage not in WITHOUT_GROUP:
             raise ValueError(
                 f"num_generations_per_prompt 1 with advantage {self.advantage!r}: a completion alone has nothing to be "

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.array_frames import Buffer
 from paceline.errors import NotFound
-from paceline.rewards import gated, weights_at
+from paceline.rewards import group_totals
 from paceline.spec import RewardFunctionSection
 from paceline.wire import decode_result, decode_rewards
 from services.common.logged_extra import read_extra
@@ -163,7 +163,7 @@ def group_content(
         ]
     functions = json.loads(row["functions"])
     rewards_CF = decode_rewards(np.frombuffer(row["rewards"], "<f4").tolist(), len(sampled))
-    gated_CF, weights_F = gated(rewards_CF, rewards), weights_at(rewards, step)
+    totals_C = group_totals(rewards_CF, rewards, step)
     return {
         "group_id": row["group_id"],
         "step": row["step"],
@@ -180,7 +180,7 @@ def group_content(
                     name: None if np.isnan(value) else float(value)
                     for name, value in zip(functions, rewards_F, strict=True)
                 },
-                "reward": _total(gated_CF[index].tolist(), weights_F),
+                "reward": None if np.isnan(totals_C[index]) else float(totals_C[index]),
                 "extra": {
                     name: values[index] for name, values in extra.items() if len(values) == len(sampled)
                 },
@@ -188,9 +188,3 @@ def group_content(
             for index, (sample, rewards_F) in enumerate(zip(sampled, rewards_CF, strict=True))
         ],
     }
-
-
-def _total(rewards_F: list[float], weights: list[float]) -> float | None:
-    """Return the weighted sum over the functions that gave a number; None without any."""
-    known = [weight * value for weight, value in zip(weights, rewards_F, strict=True) if value == value]
-    return sum(known) if known else None

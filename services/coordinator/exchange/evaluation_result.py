@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.groups import FloatArray
-from paceline.rewards import totals
+from paceline.rewards import Rewards, totals
 from paceline.spec import RunSpec
 from services.coordinator.exchange.source_rewards import rewards_by_source
 from services.coordinator.ledger.groups import State
@@ -62,7 +62,7 @@ def evaluation_result(
     }
 
 
-def _mean(values_GC: FloatArray) -> tuple[float | None, float | None]:
+def _mean(values_GC: Rewards) -> tuple[float | None, float | None]:
     """Return mean and standard error over the prompts with any number."""
     known_GC = ~np.isnan(values_GC)
     counts_G = known_GC.sum(axis=1)
@@ -70,7 +70,10 @@ def _mean(values_GC: FloatArray) -> tuple[float | None, float | None]:
     means = sums_G[counts_G > 0] / counts_G[counts_G > 0]
     if not len(means):
         return None, None
-    stderr = float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else None
+    spread = (
+        float(means.std(ddof=1)) if (means != means[0]).any() else 0.0
+    )  # 0 for equal numbers, without a residue
+    stderr = spread / math.sqrt(len(means)) if len(means) > 1 else None
     return float(means.mean()), stderr
 
 

@@ -7,11 +7,13 @@ import sqlite3
 
 import numpy as np
 
+from paceline.advantages import has_advantage, turn_rewards
 from paceline.error_texts import ALIKE
+from paceline.errors import LedgerFault, WireError
 from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
-from paceline.rewards import has_variance, totals
+from paceline.rewards import totals
 from paceline.tracing import group_traceparent
-from paceline.wire import decode_rewards
+from paceline.wire import CompletionArrays, decode_rewards
 from protos.paceline.v1 import common_pb2
 from protos.paceline.v1 import exchange_pb2 as pb
 from services.common.logged_extra import extra_line
@@ -115,7 +117,8 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         return exchange.refuse(
             request, f"rewards of shape {rewards_CF.shape} with {len(functions)} functions"
         )
-    totals_C = totals(rewards_CF, run.spec.rewards, _step_of(exchange, run, row))
+    step = _step_of(exchange, run, row)
+    totals_C = totals(rewards_CF, run.spec.rewards, step)
     valid_C = totals_C[~np.isnan(totals_C)]
     if np.isinf(valid_C).any():
         return exchange.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
@@ -144,11 +147,28 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         exchange.notice("extra", line=line)
     if row["class"] != "train":
         evaluation.finish_if_done(exchange, run, row["class"])
-    elif run.spec.grpo.use_dynamic_sampling and not has_variance(totals_C):
+    elif run.spec.grpo.use_dynamic_sampling and not _has_advantage(exchange, run, row, rewards_CF, step):
         exchange.drop(run, row, "no_variance", totals=totals_C.tolist())
     else:
         exchange.end_drops_in_a_row(run)
     return exchange.committed(request)
+
+
+def _has_advantage(
+    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, rewards_CF: FloatArray, step: int
+) -> bool:
+    """Return whether a group's rewards give it an advantage; True if the rewards of its turns decide and cannot be read."""
+    turns = None
+    if run.spec.environment.advantage != "outcome":
+        try:
+            payload = exchange.ledger.payload(run.run_id, row["group_id"])
+            rows = None if payload is None else CompletionArrays.of(payload.read()[1]).rows
+        except (LedgerFault, WireError):  # whoever serves the batch handles it
+            rows = None
+        if rows is None:
+            return True
+        turns = turn_rewards(rows)
+    return has_advantage(rewards_CF, run.spec, step, turns)
 
 
 def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.groups import FloatArray
+from paceline.rewards import Rewards
 
 MAX_SOURCES = 32
 """Sources that are measured by themselves; all further ones are `other`."""
@@ -19,7 +19,7 @@ MAX_NAME = 40
 OTHER = "other"
 
 
-def rewards_by_source(totals_GC: FloatArray, sources_G: Sequence[object]) -> dict[str, float]:
+def rewards_by_source(totals_GC: Rewards, sources_G: Sequence[object]) -> dict[str, float]:
     """Return `reward_of/<source>`, the mean over a source's groups of their mean reward, and `groups_of/<source>`, their number.
 
     A group without any reward counts only as a group; a source without any reward has no mean.

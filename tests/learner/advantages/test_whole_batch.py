@@ -11,13 +11,8 @@ import torch
 from tiny_policy import CPU, make_spec
 from torch import Tensor
 
-from learner.advantages.group import advantages, group_preset
-from learner.advantages.whole_batch import (
-    ScoredBatch,
-    batch_advantages,
-    clip_advantages,
-    whitened_token_advantages,
-)
+from learner.advantages.whole_batch import ScoredBatch, batch_advantages, whitened_token_advantages
+from paceline.advantages import advantages, group_preset, has_advantage
 from paceline.spec import RunSpec
 
 NAN = math.nan
@@ -118,11 +113,6 @@ def test_no_contrast_in_the_batch_is_no_advantage() -> None:
     assert batch_advantages(scored([7, 7], [3, 3]), spec_with("gdpo")).tolist() == [0, 0]
 
 
-def test_advantages_are_clipped_on_both_sides() -> None:
-    spec = make_spec("nowhere", grpo={"advantage_clip_low": -0.5, "advantage_clip_high": 1.0})  # type: ignore[arg-type]
-    np.testing.assert_array_equal(clip_advantages(np.array([-2, -0.1, 3.0]), spec), [-0.5, -0.1, 1.0])
-
-
 @pytest.mark.parametrize("preset", ["trl", "nemo", "dr_grpo", "rloo"])
 def test_a_groups_preset_reads_that_group_alone(preset: str) -> None:
     rewards = [1.0, 0.25, math.nan, 0.5, 3.0, 3.5]
@@ -146,3 +136,44 @@ def test_a_closed_gate_takes_the_others_out_of_the_sum(preset: str) -> None:
     open_gates = batch_advantages(scored([7, 7, 7], [[1, 1], [0, 1], [0, 1]]), spec)
     np.testing.assert_allclose(got, open_gates)
     assert got[0] > got[1]
+
+
+def test_seven_of_eight_at_a_weight_that_no_float_holds() -> None:
+    # NVIDIA-NeMo/RL#4161, #1518: the std of seven products 0.7 is 1e-16 and not 0.
+    spec = spec_with("nemo", second={})
+    spec = spec.model_validate(
+        spec.model_dump() | {"rewards": [spec.rewards[0].model_dump() | {"weight": 0.7}]}
+    )
+    found = batch_advantages(scored([7] * 8, [1, 1, 1, 1, 1, 1, 1, 0]), spec)
+    high = (0.7 / 7) / (0.7 / math.sqrt(7) + 1e-6)  # the others of a 1 are six 1 and a 0
+    np.testing.assert_allclose(found, [high] * 7 + [-0.7], rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["trl", "nemo", "dr_grpo", "rloo", "trl_batch", "gdpo", "reinforce_pp_baseline"]
+)
+def test_a_group_has_an_advantage_if_and_only_if_the_coordinator_says_so(name: str) -> None:
+    random = np.random.default_rng(5)
+    spec = spec_with(name, functions=3, second={"weight": 0.1})
+    values = np.array([0.1, 0.2, 0.3, 1 / 3, 2 / 3, 0.7, 1.0, 0.0, NAN], np.float32)
+    groups = [
+        values[random.choice(9, size=(1 + kinds, 3))][random.integers(0, 1 + kinds, 4)]
+        for kinds in (0, 1, 2) * 40
+    ]
+    batch = scored(np.repeat(np.arange(len(groups)), 4).tolist(), list(np.concatenate(groups)))
+    found = np.nan_to_num(batch_advantages(batch, spec)).reshape(len(groups), 4)
+    says = [has_advantage(rewards_CF, spec, 0) for rewards_CF in groups]
+    assert [bool(of_group.any()) for of_group in found] == says
+    assert 20 < sum(says) < 100
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3, 1e6 + 0.1, -0.3])
+def test_equal_values_whiten_to_exactly_nothing(value: float) -> None:
+    raw = [torch.full((7,), value), torch.full((3,), value)]
+    sequences = [torch.zeros(7, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)]
+    found = whitened_token_advantages(raw, [None, None], sequences, CPU)
+    assert torch.cat(found).tolist() == [0.0] * 10
+    one_other = whitened_token_advantages(
+        [torch.tensor([value] * 9 + [value + 1])], [None], sequences[:1] * 0 + [torch.arange(10)], CPU
+    )
+    assert one_other[0][-1].item() == pytest.approx(3.0, rel=1e-4)  # 0.9 / √(0.1 · 0.9)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tiny_policy import CPU, make_batch, make_spec
 
-from learner.advantages.group import advantages
 from learner.batch.samples import TrainingSample, sequences_from_groups
 from learner.objectives import objective_of
-from learner.step.assign_advantages import with_advantages
+from learner.step.assign_advantages import with_advantages, with_clipped_advantages
 from learner.step.plan import plan_updates
+from paceline.advantages import advantages
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, Group, VersionSpan
 from paceline.spec import RunSpec
@@ -102,3 +102,23 @@ def test_examples_have_no_advantages() -> None:
         None,
     )
     assert all(micro.advantages_N is None for micro in update.micro_batches)
+
+
+@pytest.mark.parametrize("advantage", ["dr_grpo", "reinforce_pp"])
+def test_advantages_are_clipped_on_both_sides_and_the_largest_is_told(advantage: str) -> None:
+    bounds = {"advantage_clip_low": -0.25, "advantage_clip_high": 0.5}
+    spec = make_spec(Path("nowhere"), grpo={"advantage": advantage, **bounds})
+    batch = sequences_from_groups([group([9.0, 0.0, math.nan])], spec)
+    updates = with_advantages(
+        batch, plan_updates(batch, 0, spec, objective_of(spec), CPU, 1), spec, CPU, None
+    )
+    clipped, metrics = with_clipped_advantages(updates, spec, CPU)
+    assert metrics == {"advantage_max": 4.5 if advantage == "dr_grpo" else 1.0}
+    found = [micro.advantages_N.tolist() for update in clipped for micro in update.micro_batches]  # type: ignore[union-attr]
+    assert found == [[0.5, 0.5, -0.25, -0.25, 0.0, 0.0]]
+
+
+def test_examples_have_no_largest_advantage() -> None:
+    spec, batch = make_spec(Path("nowhere"), "sft"), make_batch(supervised=True)
+    updates = plan_updates(batch, 0, spec, objective_of(spec), CPU, 1)
+    assert with_clipped_advantages(updates, spec, CPU)[1] == {}

@@ -12,10 +12,10 @@ import torch
 from tiny_policy import CASES, CPU, VOCABULARY, batch_of, make_batch, make_spec, run_case
 from transformers import Qwen3ForCausalLM
 
-from learner.advantages.group import advantages
 from learner.batch.samples import TrainingSample
 from learner.step import plan
 from learner.step.trainer import Trainer
+from paceline.advantages import advantages
 from paceline.errors import NonFiniteLoss
 
 
@@ -248,3 +248,18 @@ def test_bfloat16_compute_stays_near_float32(model: Path) -> None:
     assert rough["logprob"] != exact["logprob"]
     assert rough["logprob"] == pytest.approx(exact["logprob"], rel=0.02)
     assert rough["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.1)
+
+
+def test_an_outlier_at_a_weight_that_no_float_holds_trains_as_at_any_other(model: Path) -> None:
+    batch = [replace(s, group_id=1, rewards_F=np.ones(1, np.float32)) for s in make_batch()]
+    batch[-1] = replace(batch[-1], rewards_F=np.zeros(1, np.float32))
+    found = {}
+    for weight in (0.5, 0.7):
+        spec = make_spec(model, grpo={"advantage": "nemo"})
+        rewards = [spec.rewards[0].model_dump() | {"weight": weight}]
+        found[weight] = Trainer(
+            spec.model_validate(spec.model_dump() | {"rewards": rewards}), CPU
+        ).train_step(batch, 1)
+    assert found[0.5]["advantage_max"] == 0.5
+    assert found[0.7]["advantage_max"] == pytest.approx(0.7)
+    assert found[0.7]["grad_norm"] < 2 * found[0.5]["grad_norm"]

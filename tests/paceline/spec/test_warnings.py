@@ -1,4 +1,4 @@
-"""Warnings for settings that have no effect."""
+"""Warnings for settings that have no effect, or another one than their names say."""
 
 from __future__ import annotations
 
@@ -30,3 +30,22 @@ def test_sections_that_the_algorithm_does_not_read_are_named(sections: dict[str,
     warnings = [text for text in RunSpec.model_validate(tree).warnings if "does not read" in text]
     assert len(warnings) == bool(named)
     assert named in "".join(warnings)
+
+
+@pytest.mark.parametrize(
+    ("grpo", "loss_fn", "warns"),
+    [
+        ({"advantage": "gae"}, {"preset": "ppo"}, True),
+        ({"advantage": "reinforce_pp"}, {"preset": "reinforce_pp"}, True),
+        ({}, {"preset": "rloo"}, True),
+        ({}, {}, False),
+        ({"advantage": "gdpo"}, {}, False),
+        ({"advantage": "reinforce_pp", "use_dynamic_sampling": False}, {"preset": "reinforce_pp"}, False),
+    ],
+)
+def test_a_filter_that_leaves_groups_of_equal_rewards_is_named(
+    grpo: dict[str, Any], loss_fn: dict[str, Any], warns: bool
+) -> None:
+    tree = {"policy": {"model_name": "m"}, "data": {"train": "x"}, **GRPO, "loss_fn": loss_fn}
+    spec = RunSpec.model_validate(tree | {"grpo": {"use_dynamic_sampling": True, **grpo}})
+    assert any("only groups without any reward are dropped" in text for text in spec.warnings) == warns

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from paceline.advantages import has_advantage
 from paceline.groups import FloatArray
-from paceline.rewards import closed_gates, has_variance, totals
+from paceline.rewards import closed_gates, group_totals
 from paceline.spec import RewardFunctionSection, RunSpec
 from services.coordinator.exchange.source_rewards import rewards_by_source
 
@@ -35,7 +36,7 @@ def batch_metrics(
     completions = spec.grpo.num_generations_per_prompt
     rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
     rewards_SF = rewards_GCF.reshape(len(groups) * completions, rewards_GCF.shape[2])
-    totals_GC = totals(rewards_SF, spec.rewards, step).reshape(len(groups), completions)
+    totals_GC = np.stack([group_totals(rewards_CF, spec.rewards, step) for rewards_CF in rewards_GCF])
     known = [
         float(totals_C[~np.isnan(totals_C)].mean()) for totals_C in totals_GC if not np.isnan(totals_C).all()
     ]
@@ -45,9 +46,10 @@ def batch_metrics(
         "unscored_fraction": float(np.isnan(totals_GC).mean()),
     }
     if completions > 1:
-        equal = [not has_variance(totals_C) for totals_C in totals_GC]
         spread["reward_group_std"] = _mean([_std(totals_C) for totals_C in totals_GC])
-        spread["zero_variance_fraction"] = float(np.mean(equal))
+        if spec.rewards_decide_advantages and spec.environment.advantage == "outcome":
+            without = [not has_advantage(rewards_CF, spec, step) for rewards_CF in rewards_GCF]
+            spread["zero_variance_fraction"] = float(np.mean(without))
     return {
         "reward": float(np.mean(known)) if known else float("nan"),
         "completion_length": sum(g["tokens"] for g in groups) / (len(groups) * completions),
@@ -87,9 +89,12 @@ def _mean(values: Any) -> float:
 
 
 def _std(values: Any) -> float:
-    """Return the standard deviation of the numbers among `values`; not-a-number below two of them."""
+    """Return the standard deviation of the numbers among `values`, exactly 0 where they are equal; not-a-number below two of
+    them."""
     known = _known(values)
-    return float(known.std(ddof=1)) if len(known) > 1 else float("nan")
+    if len(known) < 2:
+        return float("nan")
+    return float(known.std(ddof=1)) if (known != known[0]).any() else 0.0
 
 
 def _known(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:

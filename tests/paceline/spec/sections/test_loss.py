@@ -118,6 +118,10 @@ def test_a_combination_that_means_nothing_is_refused(
             ("'gdpo'", "use_kl_in_reward"),
         ),
         (
+            {"grpo": {"advantage_clip_low": 0.5}},
+            ("advantage_clip_low 0.5", "leave out 0"),
+        ),
+        (
             {"grpo": {"advantage_clip_low": 1, "advantage_clip_high": -1}},
             ("advantage_clip_low 1", "advantage_clip_high -1"),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -239,3 +240,29 @@ def test_a_run_without_an_environment_has_no_episodes(make_world: MakeWorld) -> 
     end = pb.EpisodeEnd(group_id=0, attempt=1, reason="restarted")
     reply = world.send(pb.ExchangeRequest(member_id="environment", episode_end=end)).reply
     assert (reply.status, "has no environment" in reply.message) == (INVALID, True)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "turn_rewards", "state"),
+    [
+        ("outcome", [0.0, 1.0, 0.0, 0.0], "dropped"),
+        ("turn_level", [0.0, 1.0, 0.0, 0.0], "scored"),
+        ("turn_level", [0.5, 1.0, 0.5, 1.0], "dropped"),
+        ("turn_level", [math.nan] * 4, "dropped"),
+        ("discounted", [0.0, 1.0, 0.0, 0.0], "scored"),
+        ("discounted", [math.nan] * 4, "dropped"),
+    ],
+)
+def test_rewards_of_turns_decide_whether_equal_outcomes_train(
+    make_world: MakeWorld, advantage: str, turn_rewards: list[float], state: str
+) -> None:
+    environment = {**ENVIRONMENT["environment"], "advantage": advantage}
+    world = make_world(grpo={"use_dynamic_sampling": True}, environment=environment)
+    serving_rollout(world)
+    worker, reward = EnvironmentWorker(world), Reward(world)
+    held, _ = worker.lease(4)
+    worker.play_all(held, VERSION, turns=2)
+    assert worker.finish(held, turn_rewards) == COMMITTED
+    (task,) = reward.tasks()
+    assert reward.send(task, rewards=[1.0, 1.0], functions=["exact_match"]).reply.status == COMMITTED
+    assert world.group(0)["state"] == state

@@ -174,6 +174,34 @@ def test_groups_without_variance_are_dropped_and_replaced(make_world: MakeWorld)
     assert world.row["dropped_in_a_row"] == 0
 
 
+@pytest.mark.parametrize(
+    ("advantage", "weights", "rewards", "state"),
+    [
+        ("trl", [0.1, 0.2], [3.0, 0.0, 1.0, 1.0], "dropped"),  # 0.1 · 3 and 0.1 + 0.2
+        ("trl", [1.0, 1.0], [1 / 3, 2 / 3, 1.0, 0.0], "dropped"),
+        ("trl", [1e-9, 1.0], [1.0, 0.5, 0.0, 0.5], "scored"),
+        ("trl", [1e6, 1e-3], [1.0, 1.0, 1.0, 0.0], "scored"),
+        ("gdpo", [1.0, 0.5], [1.0, 0.0, 0.0, 2.0], "scored"),  # equal totals
+        ("gdpo", [1.0, 1.0], [1.0, 0.0, 0.0, 1.0], "dropped"),
+        ("gdpo", [0.0, 1.0], [1.0, 0.3, 0.0, 0.3], "dropped"),
+        ("nemo", [0.7, 0.3], [1.0, 1.0, 1.0, 1.0], "dropped"),
+        ("reinforce_pp", [1.0, 1.0], [1.0, 1.0, 1.0, 1.0], "scored"),  # it is compared with the batch
+        ("reinforce_pp", [1.0, 1.0], [math.nan] * 4, "dropped"),
+    ],
+)
+def test_a_group_is_dropped_where_its_preset_gives_it_no_advantage(
+    make_world: MakeWorld, advantage: str, weights: list[float], rewards: list[float], state: str
+) -> None:
+    functions = [{"function": "exact_match", "name": f"f{i}", "weight": w} for i, w in enumerate(weights)]
+    world = make_world(grpo={"use_dynamic_sampling": True, "advantage": advantage}, rewards=functions)
+    rollout, reward = Rollout(world), Reward(world)
+    (lease,) = rollout.lease(2)
+    rollout.finish(lease)
+    (task,) = reward.tasks()
+    reward.score(task, rewards)
+    assert world.states()[0] == state
+
+
 def drop_all(world: World, rewards: list[float], number: int) -> None:
     """Score `number` groups one after the other with the same rewards."""
     rollout, reward = Rollout(world), Reward(world)

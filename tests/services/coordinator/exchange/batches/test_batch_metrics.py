@@ -85,3 +85,29 @@ def test_a_closed_gate_leaves_only_its_own_reward(tmp_path: Any) -> None:
     assert metrics["closed_fraction/format_reward"] == 0.5
     assert metrics["reward"] == pytest.approx((1.5 + 0.0 + 0.2 + 1.0) / 4)
     assert metrics["unscored_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("advantage", "second", "share"),
+    [
+        ("trl", [[1.0, 0.0], [0.0, 2.0]], 1.0),  # weights 1 and 0.5: equal totals
+        ("gdpo", [[1.0, 0.0], [0.0, 2.0]], 0.5),  # but not each function by itself
+        ("gdpo", [[1.0, 0.0], [0.0, 1.0]], 0.5),
+        ("reinforce_pp", [[1.0, 0.0], [0.0, 2.0]], None),
+    ],
+)
+def test_the_share_without_an_advantage_is_that_of_the_preset(
+    tmp_path: Any, advantage: str, second: list[list[float]], share: float | None
+) -> None:
+    rewards = [{"function": "exact_match"}, {"function": "format_reward", "weight": 0.5}]
+    spec = make_spec(tmp_path, rewards=rewards, grpo={"advantage": advantage})
+    metrics = batch_metrics(spec, [a_group([[1.0, 1.0], [1.0, 1.0]]), a_group(second)], 4)
+    assert metrics.get("zero_variance_fraction") == share
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1 / 3, 1e6 + 0.1, -0.35])
+def test_the_spread_of_equal_rewards_is_exactly_zero(tmp_path: Any, reward: float) -> None:
+    metrics = metrics_of(tmp_path, *[a_group([[reward], [reward]])] * 3)
+    assert [metrics[name] for name in ("reward_std", "reward_group_std", "reward_std/exact_match")] == [
+        0.0
+    ] * 3

@@ -1,0 +1,246 @@
+"""Advantages of a group's completions, and of the turns of its episodes, from their rewards. Pure.
+
+Promise: a completion, or a turn, that no reward function applied to neither shifts the baseline of the others nor trains
+(advantage 0), every preset reproduces the system that it is named after, to the constant, and equal rewards have equal
+advantages: exactly 0 in a group without a difference. `has_advantage` asks the functions that the learner trains with.
+
+Suffixes: C completions (samples) of one group, F reward functions, K turns of a sample, V values that are compared with each
+other, N those of them that are numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, cast, get_args
+
+import numpy as np
+
+from paceline.rewards import (
+    FLOAT32_ERROR,
+    Float64Array,
+    Rewards,
+    gated,
+    group_totals,
+    merged,
+    weights_at,
+)
+from paceline.row_arrays import RowArrays
+from paceline.spec import RunSpec
+
+Preset = Literal["trl", "nemo", "dr_grpo", "rloo"]
+
+TRL_STD_EPSILON = 1e-4
+NEMO_STD_EPSILON = 1e-6
+FLOAT64_ERROR = 2.0**-50
+"""Relative error of a sum of some numbers in float64."""
+
+
+class Episode(NamedTuple):
+    """The rewards of one sample with turns."""
+
+    outcome: float
+    """Weighted reward of the whole episode; NaN where no function applied."""
+    advantage: float
+    """Advantage of the whole episode."""
+    rewards_K: Float64Array
+    """Reward of each turn, NaN for a turn without one."""
+
+
+def has_advantage(
+    rewards_CF: Rewards, spec: RunSpec, step: int, turns: Sequence[Float64Array] | None = None
+) -> bool:
+    """Return whether a group's rewards give anything to train on: False only where every advantage is 0 at `step`.
+
+    Args:
+        rewards_CF: [C, F], NaN where a function gave None.
+        turns: [K] rewards of the turns of each sample, for an `environment.advantage` of turns; None for any other.
+    """
+    totals_C = group_totals(rewards_CF, spec.rewards, step)
+    turns = turns or []
+    if not spec.rewards_decide_advantages:
+        return any(not np.isnan(values).all() for values in [totals_C, *turns] if len(values))
+    relative_C = group_advantages(rewards_CF, spec, step)
+    if spec.environment.advantage == "outcome":
+        return bool(relative_C.any())
+    episodes = map(Episode._make, zip(totals_C.tolist(), relative_C.tolist(), turns, strict=True))
+    return any(values_K.any() for values_K in turn_advantages(list(episodes), spec))
+
+
+def group_advantages(
+    rewards_CF: Rewards, spec: RunSpec, step: int, penalties_C: Float64Array | None = None
+) -> Float64Array:
+    """Return [C] the part of the advantages that the group decides, by `grpo.advantage`; 0 where there is no reward.
+
+    The presets of `advantages` are whole with it; `trl_batch` and `gdpo` are divided by a std of the batch afterwards, and
+    `reinforce_pp_baseline` is whitened over it.
+
+    Args:
+        penalties_C: β·KL of each completion, subtracted from its reward. Whether rewards are equal is decided without it.
+    """
+    if spec.grpo.advantage == "gdpo":
+        return gdpo_scores(gated(rewards_CF, spec.rewards), weights_at(spec.rewards, step))
+    rewards_C = group_totals(rewards_CF, spec.rewards, step)
+    without_std = spec.grpo.advantage in ("trl_batch", "reinforce_pp_baseline")
+    preset: Preset = "dr_grpo" if without_std else group_preset(spec.grpo.advantage)
+    if penalties_C is None:
+        return advantages(rewards_C, preset)
+    return advantages(rewards_C - penalties_C, preset, rewards_C)
+
+
+def advantages(totals_C: Rewards, preset: Preset, rewards_C: Float64Array | None = None) -> Float64Array:
+    """Return the advantage of each completion relative to its group, over the n completions that have a reward.
+
+    - `trl`: (r - mean) / (std + 1e-4), std with n - 1 (TRL, `scale_rewards="group"`).
+    - `nemo`: (r - mean of the others) / (std of the others + 1e-6), std with n - 2; where the others are all equal the
+      difference is left undivided (NeMo RL, leave-one-out baseline).
+    - `dr_grpo`: r - mean (Liu et al. 2025, "Understanding R1-Zero-Like Training").
+    - `rloo`: r - mean of the others (Ahmadian et al. 2024, "Back to Basics").
+
+    Args:
+        totals_C: [C] rewards, NaN for "does not apply". Those that differ by the rounding of float64 are equal.
+        rewards_C: [C] what decides whether rewards are equal, where the totals are less a penalty.
+
+    Returns:
+        [C] float64; 0 for NaN rows, and for all rows when fewer than two have a reward (there is no baseline).
+    """
+    values_C = np.asarray(totals_C, np.float64)
+    if rewards_C is None:
+        sizes_C = np.abs(values_C)
+        values_C = rewards_C = merged(values_C, lambda a, b: FLOAT64_ERROR * (sizes_C[a] + sizes_C[b]))
+    advantages_C = np.zeros_like(values_C)
+    valid_C = ~np.isnan(values_C)
+    if valid_C.sum() >= 2:
+        advantages_C[valid_C] = _relative_to_group(values_C[valid_C], rewards_C[valid_C], preset)
+    return advantages_C
+
+
+def gdpo_scores(rewards_CF: Rewards, weights_F: Sequence[float]) -> Float64Array:
+    """Return [C] Σ_f weight_f · z_f of one group with z_f = `trl` advantages of function f (arXiv 2601.05242), 0 where the
+    terms of several functions cancel but for the rounding of their rewards."""
+    rewards_CF = np.asarray(rewards_CF, np.float64)
+    scores_C, errors = np.zeros(len(rewards_CF)), []
+    for rewards_C, weight in zip(rewards_CF.T, weights_F, strict=True):
+        z_C = weight * advantages(rewards_C, "trl")
+        scores_C += z_C
+        if z_C.any():
+            known_N = rewards_C[~np.isnan(rewards_C)]
+            scale = abs(weight) / (known_N.std(ddof=1) + TRL_STD_EPSILON)
+            errors.append(2 * FLOAT32_ERROR * np.abs(known_N).max() * scale)
+    if len(errors) > 1:
+        scores_C[np.abs(scores_C) <= sum(errors)] = 0.0
+    return scores_C
+
+
+def group_preset(name: str) -> Preset:
+    """Return the name as a preset that needs nothing but the group. Raises ValueError for another name."""
+    for preset in get_args(Preset):
+        if preset == name:
+            return cast(Preset, preset)
+    raise ValueError(f"unknown advantage preset {name!r}")
+
+
+def turn_rewards(rows: RowArrays) -> list[Float64Array]:
+    """Return [K] rewards of the turns of each sample of a group with an environment."""
+    samples = rows.row_samples[rows.turns[:, 0]]
+    return [rows.turn_rewards[samples == sample].astype(np.float64) for sample in range(rows.num_samples)]
+
+
+def turn_advantages(episodes: Sequence[Episode], spec: RunSpec) -> list[Float64Array]:
+    """Return [K] advantages of the turns of each sample of a group, by `environment.advantage`."""
+    preset, section = group_preset(spec.grpo.advantage), spec.environment
+    match section.advantage:
+        case "discounted":
+            return discounted_turns(episodes, section.turn_discount, preset)
+        case "turn_level":
+            return turn_level(episodes, section.turn_weight, preset)
+        case _:
+            raise ValueError(f"environment.advantage {section.advantage!r} is not of turns")
+
+
+def discounted_turns(group: Sequence[Episode], discount: float, preset: Preset) -> list[Float64Array]:
+    """Return [K] advantages of the turns of each sample: A_k = advantages over all turns of the group of G_k, where
+
+    G_k = Σ_{j≥k} γ^(j-k) · r_j and the outcome is part of the last turn's reward.
+
+    The reward to go of REINFORCE (Sutton and Barto 2018, section 13.3), relative to the group's turns by `preset`. A sample
+    without any reward gets 0.
+    """
+    returns: list[Float64Array] = []
+    sizes: list[Float64Array] = []
+    for episode in group:
+        without = bool(np.isnan(episode.outcome) and np.isnan(episode.rewards_K).all())
+        rewards_K = np.nan_to_num(episode.rewards_K, nan=0.0)
+        outcome = 0.0 if np.isnan(episode.outcome) else episode.outcome
+        returns.append(np.full(len(rewards_K), np.nan) if without else _to_go(rewards_K, outcome, discount))
+        sizes.append(_to_go(np.abs(rewards_K), abs(outcome), discount))
+    if not returns:
+        return []
+    sizes_V = np.concatenate(sizes)
+    returns_V = merged(np.concatenate(returns), lambda a, b: FLOAT32_ERROR * (sizes_V[a] + sizes_V[b]))
+    ends = np.cumsum([len(returns_K) for returns_K in returns])
+    return list(np.split(advantages(returns_V, preset), ends[:-1]))
+
+
+def turn_level(group: Sequence[Episode], weight: float, preset: Preset) -> list[Float64Array]:
+    """Return [K] advantages of the turns of each sample: A_k = A + weight · advantages over the group's samples of r_k.
+
+    Turn k is compared with turn k of the group's other samples, as in turn-level credit assignment for GRPO (Zeng et al.
+    2025, arXiv 2505.11821). A turn without a reward gets the sample's advantage A.
+    """
+    longest = max((len(episode.rewards_K) for episode in group), default=0)
+    rewards_CK = np.full((len(group), longest), np.nan)
+    for row_K, episode in zip(rewards_CK, group, strict=True):
+        row_K[: len(episode.rewards_K)] = episode.rewards_K
+    relative_CK = np.zeros_like(rewards_CK)
+    for k in range(longest):
+        relative_CK[:, k] = advantages(rewards_CK[:, k], preset)
+    return [
+        episode.advantage + weight * row_K[: len(episode.rewards_K)]
+        for episode, row_K in zip(group, relative_CK, strict=True)
+    ]
+
+
+def _relative_to_group(values_N: Float64Array, rewards_N: Float64Array, preset: Preset) -> Float64Array:
+    n = len(values_N)
+    centred_N: Float64Array = values_N - values_N.mean()
+    # Below the rounding of a mean of n numbers, a difference to it is none.
+    centred_N[np.abs(centred_N) <= n * 2.0**-53 * np.abs(values_N).max()] = 0.0
+    # Difference to the leave-one-out mean: r - (S - r)/(n-1) = (r - S/n)·n/(n-1).
+    leave_one_out_N: Float64Array = centred_N * n / (n - 1)
+    match preset:
+        case "dr_grpo":
+            return centred_N
+        case "rloo":
+            return leave_one_out_N
+        case "trl":
+            return np.asarray(centred_N / (values_N.std(ddof=1) + TRL_STD_EPSILON))
+        case "nemo":
+            divided_N = leave_one_out_N / (_leave_one_out_std(values_N) + NEMO_STD_EPSILON)
+            return np.where(_others_are_equal(rewards_N), leave_one_out_N, divided_N)
+        case _:
+            raise ValueError(f"unknown advantage preset {preset!r}")
+
+
+def _others_are_equal(rewards_N: Float64Array) -> np.ndarray:
+    """Return, for each reward, whether all others are equal: a std of equal numbers is seldom exactly 0."""
+    values, value_N, counts = np.unique(rewards_N, return_inverse=True, return_counts=True)
+    return np.asarray(len(values) - (counts[value_N] == 1) <= 1)
+
+
+def _leave_one_out_std(values_N: Float64Array) -> Float64Array:
+    """Return the sample std of the other values, for each value; 0 where only one other exists."""
+    n = len(values_N)
+    if n < 3:
+        return np.zeros(n)
+    others_NM = np.broadcast_to(values_N, (n, n))[~np.eye(n, dtype=bool)].reshape(n, n - 1)
+    # Sorted, so that equal values have the same others in the same order, and equal advantages.
+    return np.asarray(np.sort(others_NM, axis=1).std(axis=1, ddof=1))
+
+
+def _to_go(rewards_K: Float64Array, outcome: float, discount: float) -> Float64Array:
+    """Return [K] discounted sums of the rewards from each turn on; the outcome belongs to the last turn."""
+    returns_K, to_go = np.zeros(len(rewards_K)), outcome
+    for k in reversed(range(len(rewards_K))):
+        to_go = rewards_K[k] + (to_go if k == len(rewards_K) - 1 else discount * to_go)
+        returns_K[k] = to_go
+    return returns_K
