@@ -307,6 +307,11 @@ def test_a_message_of_the_template_ends_at_its_own_stop(tmp_path: Path) -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
     assert trained() == "yes<|im_end|>"
+    loaded = load_tokenizer(PolicySection(model_name=str(tmp_path)))
+    scored = encode_for_scoring(loaded, SAY, answer, "auto")
+    assert str(loaded.decode(scored)).endswith("yes<|im_end|>\n<|user|>"), (
+        "a scorer has no settings of sampling"
+    )
 
 
 def test_a_tokenizer_without_an_end_is_named() -> None:
