@@ -244,14 +244,14 @@ def _continued(
     except InvalidInput as error:
         raise rewritten if "continue_final_message" in str(error) else error from None
     header, found, rest = text.rpartition(kept) if kept else (text, kept, "")
-    if found != kept or rest.strip():
-        raise rewritten
+    opened = text
     with contextlib.suppress(InvalidInput):  # of a template that takes no shorter chat
         opened = render_chat(tokenizer, messages[:-1], template_kwargs, tools, add_generation_prompt=True)
-        added = header.removeprefix(opened).split() if header.startswith(opened) else []
-        if added and kept.startswith(added[0]):  # such as a reasoning that the template closes before it
-            header = ""
-    if not header:
+    added = header.removeprefix(opened).split() if header.startswith(opened) else []
+    is_doubled = bool(added) and kept.startswith(
+        added[0]
+    )  # as `<think>`, which some templates close before it
+    if found != kept or rest.strip() or is_doubled:
         raise rewritten
     return text
 

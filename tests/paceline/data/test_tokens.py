@@ -266,6 +266,15 @@ def test_a_prompt_that_the_assistant_ends_goes_on(kind: str, template: str) -> N
     assert "".join(tokenizer.decode(ids).split()) == "42<|im_end|>"
 
 
+def test_a_prompt_may_be_the_beginning_of_an_answer_alone() -> None:
+    tokenizer = tokenizer_of("byte_level", template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    for content in ("The answer is", "<think>\n"):
+        assert (
+            tokenizer.decode(encode_prompt(tokenizer, [{"role": "assistant", "content": content}], "auto"))
+            == content
+        )
+
+
 def test_turns_of_the_assistant_in_a_row_stay_turns() -> None:
     tokenizer = tokenizer_of("byte_level", template=CHATML)
     prompt_ids, ids = encode_exchange(tokenizer, BEGUN, [{"role": "assistant", "content": "yes"}], "auto")
