@@ -61,8 +61,13 @@ def cut_to_tokens(text: str, max_tokens: int, tokenizer: Any) -> str:
     if len(text.encode(errors="replace")) <= max_tokens:  # a token has at least one byte
         return text
     head = text[: max_tokens * CHARS_PER_TOKEN]
-    ids = tokenizer(head, add_special_tokens=False)["input_ids"]
+    encoded = tokenizer(head, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+    ids = encoded["input_ids"]
     if len(ids) <= max_tokens and len(head) == len(text):
         return text
-    kept = tokenizer.decode(ids[:max_tokens], skip_special_tokens=False)
+    if tokenizer.is_fast:  # the text itself, up to the last character whose tokens are all kept
+        offsets = [*encoded["offset_mapping"], (len(head), len(head))]
+        kept = head[: min(offsets[min(len(ids), max_tokens)][0], max(end for _, end in offsets[:max_tokens]))]
+    else:
+        kept = tokenizer.decode(ids[:max_tokens], skip_special_tokens=False)
     return f"{kept}\n[cut off after {max_tokens} tokens]"

@@ -259,14 +259,14 @@ def _continued(
     except InvalidInput as error:
         raise rewritten if "continue_final_message" in str(error) else error from None
     header, found, rest = text.rpartition(kept) if kept else (text, kept, "")
-    if found != kept or rest.strip():
-        raise rewritten
+    opened = text
     with contextlib.suppress(InvalidInput):  # of a template that takes no shorter chat
         opened = render_chat(tokenizer, messages[:-1], template_kwargs, tools, add_generation_prompt=True)
-        added = header.removeprefix(opened).split() if header.startswith(opened) else []
-        if added and kept.startswith(added[0]):  # such as a reasoning that the template closes before it
-            header = ""
-    if not header:
+    added = header.removeprefix(opened).split() if header.startswith(opened) else []
+    is_doubled = bool(added) and kept.startswith(
+        added[0]
+    )  # as `<think>`, which some templates close before it
+    if found != kept or rest.strip() or is_doubled:
         raise rewritten
     return text
 
@@ -375,9 +375,11 @@ def encode_exchange(
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     ends: bool = True,
+    stops: frozenset[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Return ([P], [T]) token ids of a prompt and what follows it, which ends where sampling would: at the end of
-    sequence, but for a text that was cut off (`ends` is false).
+    sequence, but for a text that was cut off (`ends` is false). `stops` are the tokens that are an end (default: at which
+    sampling stops).
 
     A completion of messages is what the chat template adds to the prompt, and a new turn even behind the assistant's. Raises
     InvalidInput where the template writes the prompt otherwise once an answer follows, since the trained prompt would then
@@ -388,7 +390,9 @@ def encode_exchange(
         ids = _prompt_ids(tokenizer, prompt, template, text)
         is_text = isinstance(prompt, str) and template != "always"
         rest = _behind(tokenizer, ids, text, completion, begins=is_text)
-        return np.array(ids, np.int32), _ended(tokenizer, rest) if ends else np.array(rest, np.int32)
+        return np.array(ids, np.int32), _ended(tokenizer, rest, stops=stops) if ends else np.array(
+            rest, np.int32
+        )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if template == "never" or not tokenizer.chat_template:
         encode_prompt(tokenizer, messages, template)  # raises
@@ -401,7 +405,7 @@ def encode_exchange(
         )
     ids = _prompt_ids(tokenizer, messages, template, text)
     rest = _behind(tokenizer, ids, text, whole[len(text) :], begins=False)
-    return np.array(ids, np.int32), _ended(tokenizer, rest, str(completion[-1].get("content") or ""))
+    return np.array(ids, np.int32), _ended(tokenizer, rest, str(completion[-1].get("content") or ""), stops)
 
 
 def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, begins: bool) -> list[int]:
@@ -413,10 +417,12 @@ def _behind(tokenizer: Any, prompt_ids: list[int], prompt: str, text: str, *, be
     return [int(token) for token in encode_continuation(tokenizer, prompt_ids, text)]
 
 
-def end_of(tokenizer: Any, ids: Sequence[int], said: str = "") -> int | None:
+def end_of(
+    tokenizer: Any, ids: Sequence[int], said: str = "", stops: frozenset[int] | None = None
+) -> int | None:
     """Return the number of tokens up to and with the last one at which sampling stops, if nothing but white space follows it, or
     nothing of `said`, a message that the template wrote; else None."""
-    stops = stop_ids(tokenizer)
+    stops = stop_ids(tokenizer) if stops is None else stops
     last = max((index for index, token in enumerate(ids) if token in stops), default=None)
     if last is None:
         return None
@@ -425,9 +431,9 @@ def end_of(tokenizer: Any, ids: Sequence[int], said: str = "") -> int | None:
     return last + 1 if is_over else None
 
 
-def _ended(tokenizer: Any, ids: list[int], said: str = "") -> IntArray:
+def _ended(tokenizer: Any, ids: list[int], said: str = "", stops: frozenset[int] | None = None) -> IntArray:
     """Return tokens up to their end; the end of sequence is added where they have none."""
-    end = end_of(tokenizer, ids, said)
+    end = end_of(tokenizer, ids, said, stops)
     return np.array([*ids, end_id(tokenizer)] if end is None else ids[:end], np.int32)
 
 
@@ -447,10 +453,14 @@ def encode_for_scoring(
 ) -> IntArray:
     """Return [T] token ids of a whole text that a reward model scores at its last token.
 
+    Its end is the tokenizer's end of sequence, whatever a run with that model stops at: trainer and scorer read the same text.
     Trailing padding tokens are cut off, as transformers does when it looks for the last token: where the end of
     sequence is also the padding, the score is read at the token before it.
     """
-    ids = np.concatenate(encode_exchange(tokenizer, prompt, completion, template, template_kwargs, tools))
+    stops = frozenset({end_id(tokenizer)})
+    ids = np.concatenate(
+        encode_exchange(tokenizer, prompt, completion, template, template_kwargs, tools, stops=stops)
+    )
     kept = (ids != padding_token_id(tokenizer)).nonzero()[0]
     if len(kept) == 0:
         raise InvalidInput(f"the text {prompt!r:.60} consists of padding; there is nothing to score")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from episode_world import merged_tokenizer
+from tokenizer_kinds import tokenizer_of
 
 from environment.limits import Stopwatch, cut_to_tokens
 
@@ -37,3 +39,15 @@ def test_a_text_is_cut_to_its_tokens_and_says_so() -> None:
     assert cut.endswith("\n[cut off after 3 tokens]")
     assert fits.startswith(cut.partition("\n")[0])
     assert cut_to_tokens("x" * 10**7, 10, tokenizer).endswith("[cut off after 10 tokens]")
+
+
+@pytest.mark.parametrize(
+    "kind", ["byte_level", "byte_level_prefix", "metaspace_first", "legacy_llama", "unigram", "strips"]
+)
+@pytest.mark.parametrize("text", ["☃☃☃☃☃☃", "say  é\n42\tyes", " answer: no no no"])
+def test_what_is_kept_of_a_text_is_its_beginning(kind: str, text: str) -> None:
+    """A decoded beginning may be another text: half a character, no white space in front, unknown letters."""
+    for most in range(1, 8):
+        kept, _, note = cut_to_tokens(text, most, tokenizer_of(kind)).partition("\n[cut off")
+        assert text.startswith(kept)
+        assert (kept == text) == (not note)

@@ -284,6 +284,15 @@ def test_a_prompt_that_the_assistant_ends_goes_on(kind: str, template: str) -> N
     assert "".join(tokenizer.decode(ids).split()) == "42<|im_end|>"
 
 
+def test_a_prompt_may_be_the_beginning_of_an_answer_alone() -> None:
+    tokenizer = tokenizer_of("byte_level", template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    for content in ("The answer is", "<think>\n"):
+        assert (
+            tokenizer.decode(encode_prompt(tokenizer, [{"role": "assistant", "content": content}], "auto"))
+            == content
+        )
+
+
 def test_turns_of_the_assistant_in_a_row_stay_turns() -> None:
     tokenizer = tokenizer_of("byte_level", template=CHATML)
     prompt_ids, ids = encode_exchange(tokenizer, BEGUN, [{"role": "assistant", "content": "yes"}], "auto")
@@ -325,6 +334,11 @@ def test_a_message_of_the_template_ends_at_its_own_stop(tmp_path: Path) -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
     assert trained() == "yes<|im_end|>"
+    loaded = load_tokenizer(PolicySection(model_name=str(tmp_path)))
+    scored = encode_for_scoring(loaded, SAY, answer, "auto")
+    assert str(loaded.decode(scored)).endswith("yes<|im_end|>\n<|user|>"), (
+        "a scorer has no settings of sampling"
+    )
 
 
 def test_a_tokenizer_without_an_end_is_named() -> None:

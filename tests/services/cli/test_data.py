@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from chat_templates import character_tokenizer
 from command_line import paceline
+from tokenizer_kinds import tokenizer_of
 
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -142,3 +143,16 @@ def test_a_mixture_shows_the_share_of_each_source(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, "sft", train="[./math.jsonl, ./code.jsonl]", train_weights="[3, 1]")
     result = paceline("data", "inspect", spec)
     assert "  math: 3 rows, 75.0% of the draws\n  code: 30 rows, 25.0% of the draws\n" in result.output
+
+
+def test_a_text_that_the_tokenizer_does_not_keep_is_a_warning(tmp_path: Path) -> None:
+    tokenizer_of("strips").save_pretrained(tmp_path / "model")
+    write(
+        tmp_path / "train.jsonl",
+        [{"prompt": "say", "completion": " yes"}, {"prompt": "a  b", "completion": "c"}],
+    )
+    spec = spec_of(tmp_path, "sft", train="./train.jsonl")
+    result = paceline("data", "inspect", spec, f"policy.model_name={tmp_path / 'model'}", "--tokens")
+    assert result.exit_code == 0, result.output
+    assert "warning: row 1: the tokenizer does not keep 'a  b': 'a b' remains" in result.output
+    assert "row 0" not in result.output
