@@ -158,7 +158,8 @@ _END_OF_VALUE = re.compile(rf"{_END_PARAMETER}(?=\s*(?:{_PARAMETER}|\Z))")
 
 def _value(text: str, declared: Sequence[Any], root: Json) -> Any:
     """Return an argument that is written as plain text, in a type that it is declared to have."""
-    text = text.removeprefix("\n").removesuffix("\n")
+    if text.startswith("\n"):  # the template writes a value on lines of its own
+        text = text[1:].removesuffix("\n")
     types = types_of({"anyOf": list(declared)}, root) if declared else None
     if types == frozenset({"string"}):
         return text

@@ -46,12 +46,22 @@ def doubtful_rows(dataset: Any, check: RowCheck) -> Iterator[tuple[int, dict[str
     columns = [name for name in dataset.column_names if check.columns is None or name in check.columns]
     if not columns:
         return
-    batches = dataset.select_columns(columns).with_format("arrow").iter(BATCH_ROWS)
-    for number, table in enumerate(batches):
+    selected = dataset.select_columns(columns)
+    for number, table in enumerate(selected.with_format("arrow").iter(BATCH_ROWS)):
         doubtful = np.flatnonzero(~check.passing(table))
         if len(doubtful):
-            for index, row in zip(doubtful, table.take(doubtful).to_pylist(), strict=True):
-                yield number * BATCH_ROWS + int(index), row
+            indices = (doubtful + number * BATCH_ROWS).tolist()
+            if holds_json(selected):
+                values = selected[indices]
+                rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+            else:
+                rows = table.take(doubtful).to_pylist()
+            yield from zip(indices, rows, strict=True)
+
+
+def holds_json(dataset: Any) -> bool:
+    """Return whether some values of a `datasets.Dataset` are stored as JSON, in which every object has its own keys."""
+    return "Json(" in repr(dataset.features)
 
 
 def texts(table: pa.Table, name: str) -> Mask:

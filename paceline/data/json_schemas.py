@@ -5,13 +5,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
 
 MAX_DEPTH = 16
 """References and combinations within each other; a recursive schema has no end."""
-MAX_ALTERNATIVES = 64
+MAX_SCHEMAS, MAX_ALTERNATIVES = 500, 64
+"""Schemas within one that are read, and alternatives of one that are kept: references can multiply them."""
+COMBINING = ("$ref", "anyOf", "oneOf", "allOf")
 
 TYPE_NAMES = {
     "str": "string",
@@ -36,19 +39,34 @@ def parameters_of(name: str, tools: Sequence[Any]) -> Json:
     return {}
 
 
-def alternatives(schema: Any, root: Any, depth: int = 0) -> list[Json]:
-    """Return the schemas, without references and combinations, of which a value fits one. One without keywords says nothing.
-    `root` is what references begin at."""
-    if not isinstance(schema, dict) or depth > MAX_DEPTH:
-        return [{}]
-    groups = [_each([each], root, depth) for each in _list(schema, "allOf")]
-    groups += [_each(_list(schema, key), root, depth) for key in ("anyOf", "oneOf") if _list(schema, key)]
-    if "$ref" in schema:
-        groups.append(_each([_target(schema["$ref"], root)], root, depth))
-    made = [{key: value for key, value in schema.items() if key not in ("$ref", "anyOf", "oneOf", "allOf")}]
-    for group in groups:
-        made = [_merged(one, other) for one in made for other in group][:MAX_ALTERNATIVES]
-    return made
+def alternatives(schema: Any, root: Any) -> list[Json]:
+    """Return the schemas, without references and combinations, of which a value fits one. One without keywords says nothing, as one
+    that is beyond the limits. `root` is what references begin at."""
+    return _Reader(root).alternatives(schema, 0)
+
+
+@dataclass
+class _Reader:
+    root: Any
+    num_read: int = 0
+
+    def alternatives(self, schema: Any, depth: int) -> list[Json]:
+        self.num_read += 1
+        if not isinstance(schema, dict) or depth > MAX_DEPTH or self.num_read > MAX_SCHEMAS:
+            return [{}]
+        groups = [self._of_each([each], depth) for each in _list(schema, "allOf")]
+        groups += [
+            self._of_each(_list(schema, key), depth) for key in ("anyOf", "oneOf") if _list(schema, key)
+        ]
+        if "$ref" in schema:
+            groups.append(self._of_each([_target(schema["$ref"], self.root)], depth))
+        made = [{key: value for key, value in schema.items() if key not in COMBINING}]
+        for group in groups:
+            made = [_merged(one, other) for one in made for other in group][:MAX_ALTERNATIVES]
+        return made
+
+    def _of_each(self, schemas: list[Any], depth: int) -> list[Json]:
+        return [found for schema in schemas for found in self.alternatives(schema, depth + 1)]
 
 
 def types_of(schema: Any, root: Any) -> frozenset[str] | None:
@@ -103,10 +121,6 @@ def _types(schema: Json) -> set[str] | None:
     else:
         return None
     return types | ({"null"} if schema.get("nullable") is True else set())
-
-
-def _each(schemas: list[Any], root: Any, depth: int) -> list[Json]:
-    return [found for schema in schemas for found in alternatives(schema, root, depth + 1)]
 
 
 def _list(schema: Json, key: str) -> list[Any]:

@@ -229,7 +229,7 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     none. The column is a list of them, or of the functions alone, each as an object or as JSON, or the whole list as JSON. Keys
     without a value, which tables add to objects of different keys, are left out. Raises DataError for anything else."""
     value = row.get(TOOLS_KEY)
-    if value is None or value == "" or value == []:
+    if value in (None, "", [], "null"):
         return None
     tools = _parsed(value)
     if not isinstance(tools, list):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.added_nulls import without_added_nulls
+from paceline.data.column_scan import holds_json
 from paceline.data.table_packages import need_table_packages
 from paceline.encryption.encrypted_file import WrongKey, is_encrypted_file, open_data
 from paceline.encryption.storage_key import storage_key
@@ -129,6 +130,7 @@ def in_short_form(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
 class TableRows:
     def __init__(self, dataset: Any):
         self.dataset = dataset
+        self._adds_nulls = not holds_json(dataset)
         self.fingerprint = f"{len(dataset)} rows"
         self.columns = tuple(dataset.column_names)
         self._short = [name for name, each in dataset.features.items() if getattr(each, "dtype", "") in SHORT]
@@ -143,4 +145,4 @@ class TableRows:
             raise Unreadable(
                 f"row {index} of the data set cannot be read: {type(error).__name__}: {error}"
             ) from None
-        return without_added_nulls(row, is_table=True)
+        return without_added_nulls(row, is_table=self._adds_nulls)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,6 +111,7 @@ def _writes_calls(source: str, write: Callable[[list[Json]], str | None]) -> boo
     return text is None or "compute4713" in text
 
 
+@functools.lru_cache(maxsize=64)
 def _reads(source: str, field: str) -> bool:
     """Return whether a template has a field of a message, not just the word in its text."""
     return re.search(rf"(?:\.|['\"]){field}\b", source) is not None

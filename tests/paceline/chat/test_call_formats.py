@@ -147,6 +147,24 @@ def test_plain_arguments_have_a_type_that_their_schema_allows(schema: Any, text:
     assert type(read["x"]) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("DIRECT_OK\n", "DIRECT_OK\n"),  # waybarrios/vllm-mlx#808
+        ("\nDIRECT_OK\n\n", "DIRECT_OK\n"),
+        ("\n    if x:\n        return 1\n\n", "    if x:\n        return 1\n"),  # vllm-project/vllm#48846
+        ("\nx", "x"),
+        (" x ", " x "),
+        ("\n\n", ""),
+        ("\n", ""),
+        ("", ""),
+    ],
+)
+def test_white_space_of_a_text_is_its_own(written: str, value: str) -> None:
+    body = f"<function=f>\n<parameter=s>{written}</parameter>\n</function>"
+    assert json.loads(read_marked_call(body, TOOLS).arguments) == {"s": value}
+
+
 SENT: list[tuple[Any, Any]] = [
     ({"type": "boolean"}, True),
     ({"type": "boolean"}, False),

@@ -108,3 +108,20 @@ def test_calls_of_a_table_are_checked_one_by_one(tmp_path: Path) -> None:
     spec = RunSpec.model_validate({"algorithm": "sft", "policy": {"model_name": "m"}, "data": data})
     with pytest.raises(DataError, match=r"row 1: column 'messages' has a message 1 .* arguments are no JSON"):
         open_rows(str(path), "", check=check_example(spec))
+
+
+def test_values_that_a_table_keeps_as_json_have_their_own_nulls(tmp_path: Path) -> None:
+    """huggingface/trl#5376: `datasets` has a type for JSON."""
+    import datasets
+
+    from paceline.data.examples import check_example
+    from paceline.spec import RunSpec
+
+    row = {"messages": row_of({"a": None, "b": 1})["messages"]}
+    features = datasets.Features({"messages": datasets.List(datasets.Json())})
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([row, row], features=features).to_parquet(str(path))
+    data = {"train": "x", "messages_key": "messages"}
+    spec = RunSpec.model_validate({"algorithm": "sft", "policy": {"model_name": "m"}, "data": data})
+    rows = open_rows(str(path), "", check=check_example(spec))
+    assert [rows[0], rows[1]] == [row, row]

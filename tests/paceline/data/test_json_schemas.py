@@ -43,3 +43,11 @@ def test_parameters_and_their_properties_are_found() -> None:
     assert property_of(BOTH, BOTH, "b") == [{"type": "null"}]
     assert property_of(BOTH, BOTH, "c") == []
     assert property_of({"anyOf": [BOTH, BOTH]}, {}, "a") == [{"type": "string"}] * 2
+
+
+@pytest.mark.parametrize("key", ["anyOf", "oneOf", "allOf"])
+def test_a_schema_that_multiplies_itself_is_read_up_to_a_limit(key: str) -> None:
+    step = {key: [{"$ref": "#"}] * 9}
+    assert types_of(step, step) is None
+    links = {f"d{i}": {key: [{"$ref": f"#/$defs/d{i + 1}"}] * 9} for i in range(40)}
+    assert types_of({"$ref": "#/$defs/d0"}, {"$defs": links}) is None

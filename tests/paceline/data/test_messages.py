@@ -144,6 +144,7 @@ TOOL = {"type": "function", "function": FUNCTION}
         (None, None),
         ([], None),
         ("[]", None),
+        ("null", None),
         ([TOOL], [TOOL]),
         ([FUNCTION], [TOOL]),
         (json.dumps([TOOL]), [TOOL]),
