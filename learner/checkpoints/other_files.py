@@ -25,14 +25,9 @@ ABOUT_WEIGHTS = frozenset(
 )
 """Files and folders that say something of these very weights."""
 OF_TOKENIZERS = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.tiktoken",
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken"),
+    *("chat_template*", "additional_chat_templates", "*.model", "tekken.json"),
 )
-OF_TOKENIZERS += ("chat_template*", "additional_chat_templates", "*.model", "tekken.json")
 """Names of a tokenizer's files, which a model folder has beside others."""
 PROBES = (
     "Hello, world!",

@@ -166,7 +166,7 @@ def _build(
     try:
         files: WeightFiles | None
         source, files = model_files(name, FIELD)
-        options = {"num_labels": 1} if scoring else {}
+        options: dict[str, Any] = {"num_labels": 1} if scoring else {}
         config = AutoConfig.from_pretrained(source, **options)
         check_head(config, name)
         check_architecture(config.to_dict(), f"{FIELD} {name!r}")
@@ -175,6 +175,7 @@ def _build(
         model: Any
         options["attn_implementation"] = IMPLEMENTATION
         if getattr(config, "quantization_config", None) is not None:
+            files.__exit__()
             files = None
             model = load_pretrained(kind, name, FIELD, dtype=dtype, **options)
         else:

@@ -86,8 +86,15 @@ def check_weights(model: Any, files: WeightFiles, what: str, *, begins: bool = F
     """Raise InvalidInput where `files` are not the weights of `model`, a `skeleton`, which stays as it is.
 
     With `begins` the model is a reward model that begins from a language model: its head may be missing, and the LM head is
-    left over.
+    left over. Files that are refused are closed.
     """
+    with contextlib.ExitStack() as refused:
+        refused.push(files)
+        _check_weights(model, files, what, begins)
+        refused.pop_all()
+
+
+def _check_weights(model: Any, files: WeightFiles, what: str, begins: bool) -> None:
     names = {tensor.name: tensor for tensor in files.tensors.values()}
     _refuse_scaled(names, files.place, what)
     missing, unexpected = _compared(model, names, files.place, what)
@@ -171,13 +178,14 @@ def _without_progress() -> Iterator[None]:
     """Show no bar for what takes no time."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    bars: Any = logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
 def _compared(

@@ -132,15 +132,12 @@ def _weight_files(source: str, *, changed: bool) -> WeightFiles:
         raise InvalidInput(f"SOURCE {source!r} is no folder; fetch a hub's model with `hf download` first")
     local = model_source(source, "SOURCE")
     files = find_weight_files(source, local, "SOURCE")
-    try:
-        if not check_described(local, files, f"SOURCE {source!r}") and changed:
-            raise InvalidInput(
-                f"SOURCE {source!r} is quantized (quantization_config in its config.json), so its values and their scales are "
-                "not converted or merged; take the 16-bit or 32-bit model"
-            )
-    except BaseException:
+    if not check_described(local, files, f"SOURCE {source!r}") and changed:
         files.__exit__()
-        raise
+        raise InvalidInput(
+            f"SOURCE {source!r} is quantized (quantization_config in its config.json), so its values and their scales are not "
+            "converted or merged; take the 16-bit or 32-bit model"
+        )
     return files
 
 

@@ -48,7 +48,7 @@ WITHOUT_EFFECT = frozenset(
     | {"peft_version", "megatron_core", "qalora_group_size", "lorap_lr_ratio", "lorap_emb_lr"}
 )
 """Settings of which any value is right: they are in the scaling, in the names of the files, or about training."""
-OFF = (None, False, "", [], {})
+OFF: Sequence[Any] = (None, False, "", [], {})
 """Values of any other setting with which it does nothing."""
 
 
