@@ -82,9 +82,7 @@ def group_advantages(
     rewards_C = group_totals(rewards_CF, spec.rewards, step)
     without_std = spec.grpo.advantage in ("trl_batch", "reinforce_pp_baseline")
     preset: Preset = "dr_grpo" if without_std else group_preset(spec.grpo.advantage)
-    if penalties_C is None:
-        return advantages(rewards_C, preset)
-    return advantages(rewards_C - penalties_C, preset, rewards_C)
+    return advantages(rewards_C if penalties_C is None else rewards_C - penalties_C, preset, rewards_C)
 
 
 def advantages(totals_C: Rewards, preset: Preset, rewards_C: Float64Array | None = None) -> Float64Array:

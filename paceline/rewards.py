@@ -81,8 +81,8 @@ def group_totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection]
     0.1 + 0.2 is 0.3 here, and 1/3 + 2/3 in float32 is 1. Completions whose rewards differ in one function alone have different
     totals, however near they are, because nothing was added that could be rounded differently.
     """
-    weights_F = np.array(weights_at(functions, step), np.float64)
-    parts_CF = np.nan_to_num(np.asarray(gated(rewards_CF, functions), np.float64)) * weights_F
+    parts_CF = np.asarray(gated(rewards_CF, functions), np.float64) * np.array(weights_at(functions, step))
+    parts_CF[np.isnan(parts_CF)] = 0.0
 
     def error(low: IndexArray, high: IndexArray) -> Float64Array:
         differ = parts_CF[low] != parts_CF[high]
@@ -98,7 +98,8 @@ def merged(values_N: Float64Array, error: Callable[[IndexArray, IndexArray], Flo
     order = np.argsort(values_N, kind="stable")
     low, high = order[:-1], order[1:]
     begins = np.ones(len(order), bool)
-    begins[1:] = ~(values_N[high] - values_N[low] <= error(low, high))
+    with np.errstate(invalid="ignore"):  # infinite values are refused elsewhere
+        begins[1:] = ~(values_N[high] - values_N[low] <= error(low, high))
     result_N = np.empty_like(values_N)
     result_N[order] = values_N[order][np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))]
     return result_N
