@@ -167,6 +167,10 @@ class ChatAsk(Ask):
     """Arguments of the chat template, besides the run's."""
     separate_reasoning: bool | None = None
     """False leaves reasoning in the content."""
+    continue_final_message: bool | None = None
+    """Known of other servers. Here a last message of the assistant is always continued, and no other one is."""
+    add_generation_prompt: bool | None = None
+    """The opposite."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatAsk:
@@ -185,6 +189,13 @@ class ChatAsk(Ask):
             )
         for message in self.messages:
             message.check()
+        continues = self.messages[-1].role == "assistant"
+        for name, only in (("continue_final_message", continues), ("add_generation_prompt", not continues)):
+            if getattr(self, name) is (not only):
+                raise Unsupported(
+                    f"{name} is {only} here with a last message of the {self.messages[-1].role}; remove it",
+                    name,
+                )
         self.tools = read_tools(self.tools)
         self.tool_choice = read_choice(self.tool_choice, self.tools)
         return self

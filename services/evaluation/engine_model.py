@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.chat.completion_texts import completion_text, opens_reasoning
-from paceline.data.tokens import encode_prompt
+from paceline.data.tokens import encode_continuation, encode_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, IntArray
 from rollout.engine import GenerationRequest, sample_seed
@@ -88,21 +88,14 @@ class EngineModel:
         return np.concatenate([[eos if bos is None else bos], ids]).astype(np.int32), 1
 
     def _in_place(self, begin: IntArray, continuation: str) -> IntArray:
-        """Return the tokens of a text that stands behind others, which a tokenizer may encode in another way than the beginning of
-        one: behind nothing, or behind a text that no token joins with it. Raises InvalidInput where none of them gives the text."""
-
-        def encoded(text: str) -> list[int]:
-            return list(self._served.tokenizer(text, add_special_tokens=False)["input_ids"])
+        """Return the tokens of a text behind others. Raises InvalidInput where they do not give the text."""
 
         def decoded(ids: Any) -> str:
             return str(self._served.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
-        expected = decoded(begin) + continuation
-        for anchor in ("", "\n", ".", "a", "0"):
-            before, ids = encoded(anchor), encoded(anchor + continuation)
-            found = ids[len(before) :]
-            if ids[: len(before)] == before and decoded([*begin, *found]) == expected:
-                return np.array(found, np.int32)
+        found = encode_continuation(self._served.tokenizer, begin.tolist(), continuation)
+        if decoded([*begin, *found]) == decoded(begin) + continuation:
+            return found
         raise InvalidInput(
             f"a token spans the end of the prompt and the continuation {continuation!r:.60}, and the tokenizer gives the continuation "
             "alone as another text; begin evaluation.continuation with a space"

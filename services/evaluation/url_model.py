@@ -108,6 +108,8 @@ class UrlModel:
         if data.chat_template_kwargs:
             body["chat_template_kwargs"] = data.chat_template_kwargs
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if messages[-1]["role"] == "assistant":
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
         return "chat/completions", body | {"messages": [api_message(message) for message in messages]}
 
     def _completion(self, answer: Json) -> Completion:

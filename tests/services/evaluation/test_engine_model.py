@@ -187,7 +187,7 @@ class Echoing:
 
 
 async def test_by_url_the_same_is_scored_or_refused() -> None:
-    spec = SimpleNamespace(data=SimpleNamespace(apply_chat_template="never"))
+    spec = SimpleNamespace(data=SimpleNamespace(apply_chat_template="never"), rewards=())
     asked = UrlModel(cast(Any, spec), cast(Any, Echoing(tokenizer("Ġ"))), "m", 1)
     (score,) = await asked.score("un", ["happy"])
     assert score.logprob == pytest.approx(math.log(2 / 3))

@@ -13,6 +13,8 @@ import pytest
 from judge_server import JudgeServer, by_body, raw, says, status
 from transformers import AddedToken
 
+from paceline.chat.messages import Unsupported
+from paceline.chat.requests import ChatAsk, read_ask
 from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.spec import RunSpec
@@ -251,6 +253,26 @@ async def test_a_request_has_the_tools_of_the_row(folder: Path) -> None:
     async with JudgeServer(says("A")) as server, opened_url(spec, settings(server.url, model="m")) as asked:
         await evaluate(asked, spec, 0)
     assert [body["tools"] for body in server.bodies] == [tools, tools]
+
+
+async def test_a_prompt_that_the_assistant_begins_is_continued_by_every_server(folder: Path) -> None:
+    question = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "It is"}]
+    (folder / "questions.jsonl").write_text(json.dumps({"question": question, "right": "A"}) + "\n")
+    spec = spec_of(folder, SAMPLE, spec_of_endpoint("http://unused"))
+    async with JudgeServer(says("A")) as server, opened_url(spec, settings(server.url, model="m")) as asked:
+        await evaluate(asked, spec, 0)
+    for body in server.bodies:
+        assert body["messages"] == question
+        assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+        assert (
+            read_ask(ChatAsk, {key: body[key] for key in body if key != "route"}).messages[-1].content
+            == "It is"
+        )
+        for name, value in (("continue_final_message", False), ("add_generation_prompt", True)):
+            with pytest.raises(
+                Unsupported, match=f"{name} is {not value} here with a last message of the assistant"
+            ):
+                read_ask(ChatAsk, {"model": "m", "messages": question, name: value})
 
 
 async def test_what_a_service_refuses_is_a_failed_problem(folder: Path) -> None:
