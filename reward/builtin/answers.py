@@ -17,7 +17,8 @@ from reward.builtin.expressions import MAX_CHARS, TEXT, read, words_of
 BOXED = re.compile(
     r"\\(?:f|frame)?box(?:ed)?[ \n]{0,9}(?:(\{)|(\\frac[ ]{0,9}\d\d|[^\s{}\\$][^\s{}\\$]{0,99}))"
 )
-JOINED = re.compile(r"[\s$]*(?:,|;|,?\s*\\?(?:text\{)?\s*(?:and|or)\s*\}?)[\s$]*")
+GAP = r"(?:[\s$]|\\q?quad|\\[()\[\], ])*"
+JOINED = re.compile(rf"{GAP}(?:,|;|,?\s*(?:\\text\{{)?\s*,?\s*(?:and|or)\s*\}}?){GAP}")
 HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*(\S.{0,1999})")
 ANSWER_LINE = re.compile(
     r"^[ \t>*#_-]{0,20}(?:A|(?i:(?:the )?(?:final |correct )?answer))[ \t*_]{0,9}(?::[ \t*_]{0,9}(?:\n\s{0,9})?|\n\s{0,9})(\S.{0,1999})",
@@ -37,6 +38,7 @@ CLAUSE = re.compile(
     r"|but|when|after|with|for)\b|,\s+(?=[a-zA-Z]{2})(?!and\b|or\b)",
     re.IGNORECASE,
 )
+DOLLAR = re.compile(r"(?<!\\)\$")
 THINK = re.compile(r"<think>|</think>|<answer>")
 MAX_STATEMENTS = 20
 """Statements of each form that are read, from the end of a text."""
@@ -78,7 +80,9 @@ def holds_value(text: str) -> bool:
 def is_answer(text: str) -> bool:
     """Return whether `text` may be an answer: mathematics, or a few words such as a name."""
     tree = read(text)
-    return "\\" in text if tree is None else all(len(each.split()) <= MAX_WORDS for each in words_of(tree))
+    return "\\" in text or (
+        tree is not None and all(len(each.split()) <= MAX_WORDS for each in words_of(tree))
+    )
 
 
 def without_reasoning(text: str) -> str:
@@ -92,7 +96,9 @@ def clean(answer: str) -> str:
     while answer != previous and len(answer) < 4 * MAX_CHARS:
         previous = answer
         answer = answer.strip().strip("`*\"'").removesuffix(".").removesuffix(",")
-        for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if (dollars := len(DOLLAR.findall(answer))) and dollars % 2 == 0 and answer.strip("$ "):
+            answer = DOLLAR.sub("", answer)
+        for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]")):
             inside = answer[len(opening) : -len(closing)]
             if (
                 answer.startswith(opening)

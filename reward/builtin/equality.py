@@ -139,9 +139,9 @@ def _same_as_relation(gold: Node, answer: Node) -> bool:
 
 
 def _is_name(node: Node) -> bool:
-    """Return whether a left-hand side names a value: `x`, `f(x)`, `AB`, words."""
-    if node.kind in ("product", "tuple"):
-        return all(_is_name(each) for each in node.args)
+    """Return whether a left-hand side names a value: `x`, `f(x)`, `|AB|`, `AB/CD`, words."""
+    if node.kind in ("product", "quotient", "ratio", "tuple", "call"):
+        return all(_is_name(each) for each in node.args if isinstance(each, Node))
     return node.kind in ("symbol", "text") or (node.kind == "constant" and node.args[0] in ("e", "i"))
 
 
@@ -164,7 +164,7 @@ def _interval(relation: Node) -> Node | None:
         )
     else:
         low, middle, high, closed = operands[0], operands[1], INFINITY, (signs[0] == "<=", False)
-    return Node("interval", (low, high, *closed)) if middle.kind == "symbol" else None
+    return Node("interval", (low, high, *closed)) if _is_name(middle) else None
 
 
 def _same_relation(gold: Node, answer: Node) -> bool:
@@ -436,7 +436,7 @@ def _values(nodes: Sequence[Node], point: Mapping[str, Fraction]) -> tuple[list[
     largest = max(map(abs, sizes))
     mp.prec = bits = 160 + 4 * largest
     # Arithmetic takes time in proportion to the square of the digits.
-    mp.work += len(sizes) * bits * (1 + bits // 2000)
+    mp.work += len(sizes) * (bits * (1 + bits // 2000) + 4 * largest)
     if mp.work > MAX_WORK:
         raise TooLarge(f"{len(sizes)} values of {bits} bits")
     return [_value(node, point, sizes) for node in nodes], mp.mpf(2) ** (2 * largest + 24 - bits)

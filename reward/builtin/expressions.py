@@ -54,7 +54,7 @@ SEPARATOR = re.compile(
     rf"[,;]?\s*(?:\\(?:{STYLES})\s*\{{\s*,?\s*(?:and|or)\s*\}}|(?:and|or|&)(?![a-zA-Z])|\\(?:lor|land|vee|wedge|And)(?![a-zA-Z]))|[,;]",
     re.IGNORECASE,
 )
-THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d{1,3}(?: \d{3})+(?!\d)(?:\.\d+)?")
+THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?:\.\d+)?|[1-9]\d{0,2}(?: \d{3})+(?!\d)(?:\.\d+)?")
 EUROPEAN = re.compile(r"\d{1,3}(?:\.\d{3})+,\d+(?!\d)")
 REPEATING = re.compile(r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))")
 NUMBER = re.compile(r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,4}(?![\w.]))?")
@@ -88,7 +88,7 @@ RELATION = re.compile(
 SET_OPERATION = re.compile(r"\\(cup|cap|setminus|backslash)(?![a-zA-Z])")
 TIMES = re.compile(r"\*(?!\*)|\\(?:cdot|times|ast)(?![a-zA-Z])")
 OVER = re.compile(r"/|\\div(?![a-zA-Z])")
-CLOCK = re.compile(r"[ap]\.m")
+CLOCK = re.compile(r"[ap]\.m|[AP]M(?![a-zA-Z])")
 OVER_COMMAND = re.compile(r"\\over(?![a-zA-Z])")
 SIGN = re.compile(r"\\(pm|mp)(?![a-zA-Z])|([+-])")
 FUNCTIONS = {name: name for name in ["sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp", "ln", "log", "sqrt", "abs", "floor", "ceil", "gcd", "lcm", "max", "min", "det", "arg", "Re", "Im", "deg", "dim"]}  # fmt: skip
@@ -304,7 +304,8 @@ def _normal(text: str) -> str:
         text = pattern.sub(rf"{sign}{{\g<0>}}", text).translate(digits)
     text = "".join(UNICODE.get(each, each) for each in text).replace("{,}", ",")
     text = re.sub(r"\\!\s*", "", text)
-    text = re.sub(r"\\+(?=(?:frac|dfrac|sqrt|text|pi|left|right|begin|end)(?![a-zA-Z]))", r"\\", text)
+    if r"\begin" not in text:  # a text with the escapes of JSON or a program
+        text = re.sub(r"\\\\+(?=[a-zA-Z])", r"\\", text)
     text = LAYOUT.sub(lambda match: "{" if match[0].startswith("{") else " ", text)
     text = ORDINAL.sub("", PERCENT.sub("%", text)).replace("**", "^")
     return re.sub(r"\s+", " ", text).strip()
@@ -459,7 +460,7 @@ class _Reader:
             return False
         if self.text[at] == "|" or self.sees(r"\vert", r"\|"):
             return not self.bars
-        if CLOCK.match(self.text, at):
+        if CLOCK.match(self.text, at) and self.text[at - 1 : at] == " ":
             return False
         if run := RUN.match(self.text, at):
             return not self.is_unit(run) and _is_product(run[0]) and not (run[0] == "U" and self.sees("U (", "U[", "U("))  # fmt: skip

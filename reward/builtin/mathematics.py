@@ -53,12 +53,19 @@ def equal_answers(gold: str, answer: str) -> bool:
     if (text := spelling(gold)) and text == spelling(answer):
         return True
     value = read(gold)
-    if value is None:
-        return False
     candidates = {answer, without_label(answer)}
-    if value.kind == "number" and not THOUSANDS.fullmatch(answer):
-        candidates.add(DECIMAL_COMMA.sub(r"\1.\2", answer))
-    return any(tree is not None and equal_values(value, tree) for tree in map(read, candidates))
+    # A decimal comma is told from a list by the other side, which is no list.
+    if value is not None and value.kind == "number":
+        candidates.add(_with_point(answer))
+    elif (number := read(answer)) is not None and number.kind == "number":
+        value = read(_with_point(gold))
+    return value is not None and any(
+        tree is not None and equal_values(value, tree) for tree in map(read, candidates)
+    )
+
+
+def _with_point(text: str) -> str:
+    return text if THOUSANDS.fullmatch(text) else DECIMAL_COMMA.sub(r"\1.\2", text)
 
 
 def gold_answer(gold: Any) -> tuple[str | None, str]:

@@ -207,6 +207,14 @@ def test_six_significant_digits_of_any_size_and_sign(gold: str, answer: str, equ
         (r"\frac{a}{b}", r"\frac a b", True),  # augustt198/latex2sympy#46
         ("4.3", "4,3", True),  # augustt198/latex2sympy#25
         ("4,3", "3,4", True),
+        ("0,111", "0.111", True),
+        ("9 a.m.", "9 AM", True),
+        ("9 a.m.", "9 p.m.", False),
+        (r"\frac{NO}{BO} = 3", "3", True),
+        ("|AB| = 1", "1", True),
+        ("V_1:V_2 = 11:21", "11:21", True),
+        ("0 < f(x) < 1", "(0,1)", True),
+        (r"\\frac{1}{2} \\le x", r"x \ge 1/2", True),  # a text with the escapes of JSON
     ],
 )
 def test_nothing_is_left_out_of_an_answer_that_may_change_it(gold: str, answer: str, equal: bool) -> None:

@@ -74,6 +74,8 @@ STATEMENTS = [
     ("so \\boxed{3}, \\boxed{5}, \\boxed{7}", "3, 5, 7"),  # EleutherAI/lm-evaluation-harness#3652
     ("\\boxed{3} or \\boxed{5}", "3, 5"),
     ("\\boxed{42}, \\boxed{42}", "42"),
+    ("$\\boxed{1}$ \\quad \\text{and} \\quad $\\boxed{-2}$.", "1, -2"),
+    ("The answer is $125$ miles.", "125 miles"),
     ("The difference is 4.\n\n**Answer:** 4.", "4"),  # EleutherAI/lm-evaluation-harness#3643
     ("\\boxed{\\text{The answer is 460}}", "460"),  # modelscope/evalscope#906
     ("The answer is 72 clips, altogether.", "72 clips"),  # jundot/omlx#3484
