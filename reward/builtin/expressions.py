@@ -94,7 +94,11 @@ SIGN = re.compile(r"\\(pm|mp)(?![a-zA-Z])|([+-])")
 FUNCTIONS = {name: name for name in ["sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp", "ln", "log", "sqrt", "abs", "floor", "ceil", "gcd", "lcm", "max", "min", "det", "arg", "Re", "Im", "deg", "dim"]}  # fmt: skip
 FUNCTIONS |= {f"arc{name}": f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
 FUNCTIONS |= {f"a{name}": f"arc{name}" for name in ("sin", "cos", "tan")} | {"lg": "lg", "ceiling": "ceil"}
-GREEK = set(["alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega"])  # fmt: skip
+GREEK = {
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa",
+    "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma",
+    "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega",
+}  # fmt: skip
 CONSTANTS = {
     "pi": "pi",
     "infty": "inf",
@@ -136,145 +140,22 @@ UNITS = {name: names[0] for names in (line.split() for line in (
 )) for name in names}  # fmt: skip
 SQUARES = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 SINGLE = set("msghLlNJWV")
-MEANINGFUL = set(
-    [
-        "and",
-        "or",
-        "not",
-        "no",
-        "if",
-        "is",
-        "are",
-        "was",
-        "where",
-        "when",
-        "for",
-        "with",
-        "than",
-        "to",
-        "over",
-        "under",
-        "minus",
-        "plus",
-        "times",
-        "divided",
-        "by",
-        "multiplied",
-        "squared",
-        "cubed",
-        "root",
-        "roots",
-        "square",
-        "half",
-        "halves",
-        "third",
-        "thirds",
-        "quarter",
-        "quarters",
-        "fourth",
-        "fourths",
-        "fifth",
-        "fifths",
-        "sixth",
-        "sixths",
-        "eighth",
-        "eighths",
-        "tenth",
-        "tenths",
-        "hundredth",
-        "hundredths",
-        "thousandth",
-        "thousandths",
-        "hundred",
-        "thousand",
-        "million",
-        "billion",
-        "trillion",
-        "dozen",
-        "power",
-        "negative",
-        "pi",
-        "infinity",
-        "sqrt",
-        "log",
-        "ln",
-        "sin",
-        "cos",
-        "tan",
-        "mod",
-        "modulo",
-        "base",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "eleven",
-        "twelve",
-        "twenty",
-        "percent",
-        "pct",
-        "since",
-        "because",
-        "so",
-        "which",
-        "that",
-        "double",
-        "twice",
-        "factorial",
-        "exp",
-        "point",
-        "between",
-        "thus",
-        "hence",
-        "therefore",
-        "wrong",
-        "incorrect",
-    ]
-)
+MEANINGFUL = {
+    "and", "or", "not", "no", "if", "is", "are", "was", "where", "when", "for", "with", "than", "to", "over",
+    "under", "minus", "plus", "times", "divided", "by", "multiplied", "squared", "cubed", "root", "roots", "square",
+    "half", "halves", "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth",
+    "sixths", "eighth", "eighths", "tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths",
+    "hundred", "thousand", "million", "billion", "trillion", "dozen", "power", "negative", "pi", "infinity", "sqrt",
+    "log", "ln", "sin", "cos", "tan", "mod", "modulo", "base", "one", "two", "three", "four", "five", "six",
+    "seven", "eight", "nine", "ten", "eleven", "twelve", "twenty", "percent", "pct", "since", "because", "so",
+    "which", "that", "double", "twice", "factorial", "exp", "point", "between", "thus", "hence", "therefore",
+    "wrong", "incorrect",
+}  # fmt: skip
 """Words that may change the number before them, so that they are never left out."""
-SHORT_WORDS = set(
-    [
-        "and",
-        "or",
-        "not",
-        "no",
-        "yes",
-        "is",
-        "are",
-        "was",
-        "the",
-        "of",
-        "to",
-        "in",
-        "on",
-        "at",
-        "by",
-        "if",
-        "so",
-        "as",
-        "we",
-        "it",
-        "an",
-        "for",
-        "all",
-        "any",
-        "has",
-        "but",
-        "odd",
-        "one",
-        "two",
-        "six",
-        "ten",
-        "let",
-        "its",
-    ]
-)
+SHORT_WORDS = {
+    "and", "or", "not", "no", "yes", "is", "are", "was", "the", "of", "to", "in", "on", "at", "by", "if", "so",
+    "as", "we", "it", "an", "for", "all", "any", "has", "but", "odd", "one", "two", "six", "ten", "let", "its",
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -692,12 +573,19 @@ class _Reader:
         return Node("cases" if name == "cases" else "matrix", cells)
 
 
-STOPS = {"cup", "cap", "setminus", "backslash", "le", "leq", "ge", "geq", "lt", "gt", "ne", "neq", "in", "pm", "mp", "cdot", "times",
-         "div", "approx", "to", "rightarrow", "equiv", "end", "rangle", "rfloor", "rceil", "rvert", "rbrace", "rbrack", "lbrace",
-         "lor", "land", "vee", "wedge", "mid", "leqslant", "geqslant", "ast", "circ", "degree", "boxed", "fbox", "over", "text"}  # fmt: skip
-ACCENTS = {"overline", "vec", "hat", "bar", "tilde", "mathbf", "mathbb", "mathcal", "mathfrak", "boldsymbol", "bm", "overrightarrow",
-           "widehat", "underline", "dot", "overarc"}  # fmt: skip
-TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
+STOPS = {
+    "cup", "cap", "setminus", "backslash", "le", "leq", "ge", "geq", "lt", "gt", "ne", "neq", "in", "pm", "mp",
+    "cdot", "times", "div", "approx", "to", "rightarrow", "equiv", "end", "rangle", "rfloor", "rceil", "rvert",
+    "rbrace", "rbrack", "lbrace", "lor", "land", "vee", "wedge", "mid", "leqslant", "geqslant", "ast", "circ",
+    "degree", "boxed", "fbox", "over", "text",
+}  # fmt: skip
+ACCENTS = {
+    "overline", "vec", "hat", "bar", "tilde", "mathbf", "mathbb", "mathcal", "mathfrak", "boldsymbol", "bm",
+    "overrightarrow", "widehat", "underline", "dot", "overarc",
+}  # fmt: skip
+TRIGONOMETRIC = {
+    "sin", "cos", "tan", "cot", "sec", "csc",
+}  # fmt: skip
 
 
 def symbols(node: Any) -> frozenset[str]:
