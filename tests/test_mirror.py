@@ -200,6 +200,7 @@ COVERED_BY = {
     "paceline/weights/shared_memory_link.py": "tests/learner/weights/test_publisher.py",
     "paceline/weights/store_format.py": "tests/rollout/weights/test_store_receiver.py",
     "reward/builtin/answers.py": "test_mathematics.py",
+    "reward/builtin/expressions.py": "test_equality.py",
     "reward/builtin/reward_model.py": "tests/e2e/test_preference_runs.py",
     "reward/code/harness.py": "test_grading.py",
     "reward/code/settings.py": "tests/reward/builtin/test_code_tests.py",

@@ -88,10 +88,11 @@ def answer_of(text: str) -> str:
     reasoning does not end, it is empty, or the `<answer>…</answer>` that is stated in it."""
     _, mark, rest = text.rpartition(END_THINK)
     answer = rest.lstrip("\n") if mark else rest
-    if not answer.lstrip().startswith(THINK):
+    before, opened, reasoning = answer.partition(THINK)
+    if not opened:
         return answer
-    found = ANSWER_TAG.search(answer)
-    return found[0] if found else ""
+    found = ANSWER_TAG.search(reasoning)
+    return (before if before.strip() else "") + (found[0] if found else "")
 
 
 def message_text(message: Mapping[str, Any], *, in_reasoning: bool = False) -> str:

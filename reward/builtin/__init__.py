@@ -1,7 +1,7 @@
 """The built-in reward functions, by the name that a spec uses.
 
 All have TRL's signature, `f(prompts, completions, completion_ids=..., **columns) -> list[float | None]`; a spec's
-`kwargs` are their keyword-only parameters, or the settings that SETTINGS reads. Importing this package stays cheap: no sympy, no numpy.
+`kwargs` are their keyword-only parameters, or the settings that SETTINGS reads. Importing this package stays cheap: no mpmath, no numpy.
 """
 
 from __future__ import annotations

@@ -1,106 +1,219 @@
-"""Finds the final answer in a text, and reads plain numbers exactly.
+r"""Finds the final answer in a text.
 
-`find_answer` returns the stated answer; `as_number` reads `1,234`, `$18`, `7/14`, `3 1/2` or `18 eggs` without
-a computer algebra system, which decides nearly every answer of a school-mathematics data set in microseconds. The same
-text always gives the same result: no function depends on time.
+Promise: the same text always gives the same answer, in time linear in its length; what holds no value is no answer where
+another statement holds one.
 """
 
 from __future__ import annotations
 
+import collections
+import itertools
 import re
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-MAX_ANSWER_CHARS = 300
-MAX_DIGITS = 60
+from paceline.chat.completion_texts import END_THINK, answer_of
+from reward.builtin.expressions import MAX_CHARS, TEXT, read, words_of
 
-BOXED = re.compile(r"\\f?boxed\s*\{")
-HASHES = re.compile(r"####[ \t]*(\S.*)")
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-ANSWER_LINE = re.compile(r"^[ \t>*#-]*(?:A|(?i:(?:final )?answer))[ \t*]*:[ \t*]*(\S.*)$", re.MULTILINE)
-ANSWER_IS = re.compile(r"\banswer[ \t]+is[ \t]*:?[ \t]*(\S.*?)(?=\.(?:\s|$)|$)", re.MULTILINE | re.IGNORECASE)
-
-NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-PLAIN_NUMBER = re.compile(
-    rf"(?P<sign>[-+−]?)\s*[$€£]?\s*(?P<sign_inside>[-+−]?)(?P<number>{NUMBER})(?:[eE](?P<exponent>[+-]?\d{{1,2}}))?"
-    r"(?:\s*[$€£]|\s+(?!pi\b)(?P<unit>[^\W\d_]{2,})[^\d^*/+=\\]*)?"
+BOXED = re.compile(
+    r"\\(?:f|frame)?box(?:ed)?[ \n]{0,9}(?:(\{)|(\\frac[ ]{0,9}\d\d|[^\s{}\\$][^\s{}\\$]{0,99}))"
 )
-FRACTION = re.compile(
-    r"(?P<sign>[-+−]?)\s*(?:(?P<whole>\d{1,30})\s+)?(?P<top>\d{1,30})\s*/\s*(?P<bottom>\d{1,30})"
+GAP = r"(?:[\s$]|\\q?quad|\\[()\[\], ])*"
+JOINED = re.compile(rf"{GAP}(?:,|;|,?\s*(?:\\text\{{)?\s*,?\s*(?:and|or)\s*\}}?){GAP}")
+HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*(\S.{0,1999})")
+ANSWER_LINE = re.compile(
+    r"^[ \t>*#_-]{0,20}(?:A|(?i:(?:the )?(?:final |correct )?answer))[ \t*_]{0,9}(?::[ \t*_]{0,9}(?:\n\s{0,9})?|\n\s{0,9})(\S.{0,1999})",
+    re.MULTILINE,
 )
-SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+ANSWER_IS = re.compile(
+    r"\banswer(?:[ \t]to[ \t][^.\n:]{1,80}?)?[ \t]{1,9}(?:is(?![a-z])|=)[ \t]{0,9}:?[ \t*]{0,9}(?=(\S.{0,1999}))",
+    re.IGNORECASE,
+)
+LEAD = re.compile(
+    r"(?:(?:therefore|thus|hence|then|simply|just|clearly|exactly|approximately|about|equal to|equals|given by|option|choice|indeed"
+    r"|the number|now|also|still|so)[ ,:]+)+",
+    re.IGNORECASE,
+)
+CLAUSE = re.compile(
+    r"[.!?](?=\s|$)|\s+(?:[-–—]+|=>)\s+|—|;|\s*[(\[](?=[A-Za-z]{2})|:\s|,?\s+(?:because|since|as|so|which|where|that|given|due|from|by|if"
+    r"|but|when|after|with|for)\b|,\s+(?=[a-zA-Z]{2})(?!and\b|or\b)",
+    re.IGNORECASE,
+)
+DOLLAR = re.compile(r"(?<!\\)\$")
+MAX_STATEMENTS = 20
+"""Statements of each form that are read, from the end of a text."""
+MAX_WORDS = 4
+"""Words of an answer without mathematics; more are prose."""
+MAX_CLAUSES = 10
+"""Ends of clauses up to which prose is read."""
 
 
-def find_answer(text: str) -> str | None:
-    r"""Return the answer that `text` states last, or None.
+class Statement(NamedTuple):
+    """A place where a text states an answer. is_marked: by `\\boxed`, `####` or a tag, which beat prose."""
 
-    Statements are `\boxed{…}` (braces balanced), `#### …`, `<answer>…</answer>`, a line `A: …`, `Answer: …` or
-    `Final answer: …`, and `answer is …` up to the end of the sentence. One inside another
-    (`A: \boxed{5}`) counts by where it starts, so the inner one wins.
+    at: int
+    is_marked: bool
+    text: str
+
+
+def find_answer(text: str, holds: Callable[[str], bool] | None = None) -> str | None:
+    r"""Return the answer that `text` states, or None.
+
+    Statements are `\boxed{…}` (braces balanced; `\fbox{…}` and `\boxed 42` too), `#### …` in front of a value, `<answer>…</answer>`, a
+    line `A: …`, `Answer: …` or `Final answer: …`, and `answer is …`, both up to the end of the value. Of those that hold a value the
+    last one with marks is the answer, else the last one in prose. `holds` decides what a value is: without it mathematics, and with
+    marks also a few words. Where none holds a value, the last statement counts as it is. A reasoning (`<think>…</think>`) counts only if nothing is stated
+    behind it, and not at all if it never ends.
     """
-    found = [(match.start(), match[1]) for match in _last_matches(text)]
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        found.append(boxed)
-    return clean(max(found)[1]) if found else None
+    for part in _parts(text):
+        if found := sorted(_statements(part, holds or holds_value)):
+            return _chosen(found, holds or is_answer, holds or holds_value)
+    return None
+
+
+def holds_value(text: str) -> bool:
+    """Return whether `text` is readable mathematics, and not words."""
+    tree = read(text)
+    return tree is not None and not words_of(tree)
+
+
+def is_answer(text: str) -> bool:
+    """Return whether `text` may be an answer: mathematics, or a few words such as a name."""
+    tree = read(text)
+    return "\\" in text or (
+        tree is not None and all(len(each.split()) <= MAX_WORDS for each in words_of(tree))
+    )
 
 
 def clean(answer: str) -> str:
     r"""Return `answer` without the marks around a value: white space, `$…$`, `\(…\)`, `**`, quotes, a final full stop."""
-    answer = answer.strip().replace("{,}", ",").replace(r"\!", "").replace(r"\$", "$")
-    previous = None
-    while answer != previous:
+    answer, previous = re.sub(r"\\!\s*", "", answer.strip().replace("{,}", ",")), None
+    while answer != previous and len(answer) < 4 * MAX_CHARS:
         previous = answer
         answer = answer.strip().strip("`*\"'").removesuffix(".").removesuffix(",")
-        for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if (dollars := len(DOLLAR.findall(answer))) and dollars % 2 == 0 and answer.strip("$ "):
+            answer = DOLLAR.sub("", answer)
+        for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]")):
             inside = answer[len(opening) : -len(closing)]
-            if answer.startswith(opening) and answer.endswith(closing) and inside.strip("$ "):
+            if (
+                answer.startswith(opening)
+                and answer.endswith(closing)
+                and inside.strip("$ ")
+                and closing not in inside
+            ):
                 answer = inside
-    return answer
+        if answer.startswith(("\\boxed{", "\\fbox{", "{")) and answer.endswith("}"):
+            start = answer.index("{")
+            if _closings(answer).get(start) == len(answer) - 1:
+                answer = answer[start + 1 : -1]
+    return answer.replace(r"\$", "$")
 
 
-def as_number(answer: str) -> Fraction | None:
-    """Return the exact value of a cleaned `answer` that is a plain number, else None.
-
-    Reads signs, thousands separators, decimals, `1e5`, currency signs, fractions and mixed numbers, a unit in
-    words behind a number (`18 eggs a day`) and `1.8 billion`. Percentages are left to the algebra system.
-    """
-    if len(answer) > MAX_ANSWER_CHARS:
-        return None
-    if match := FRACTION.fullmatch(answer):
-        if int(match["bottom"]) == 0:
-            return None
-        value = int(match["whole"] or 0) + Fraction(int(match["top"]), int(match["bottom"]))
-        return value if match["sign"] in ("", "+") else -value
-    match = PLAIN_NUMBER.fullmatch(answer)
-    if match is None or len(match["number"]) > MAX_DIGITS:
-        return None
-    value = Fraction(match["number"].replace(",", "").rstrip(".")) * Fraction(10) ** int(
-        match["exponent"] or 0
-    )
-    value *= SCALES.get((match["unit"] or "").lower(), 1)
-    negative = (match["sign"] in ("-", "−")) != (match["sign_inside"] in ("-", "−"))
-    return -value if negative else value
+def _parts(text: str) -> list[str]:
+    """Return the texts that may state the answer, the first that states one: what follows the reasoning, and the reasoning if it ended."""
+    reasoning, ended, _ = text.rpartition(END_THINK)
+    return [answer_of(text), reasoning] if ended else [answer_of(text)]
 
 
-def _last_matches(text: str) -> list[re.Match[str]]:
-    last = (_last(pattern, text) for pattern in (HASHES, ANSWER_TAG, ANSWER_LINE, ANSWER_IS))
-    return [match for match in last if match is not None]
+def _statements(text: str, holds: Callable[[str], bool]) -> Iterator[Statement]:
+    yield from _last(_boxes(text))
+    yield from _tags(text)
+    for match in _last(HASHES.finditer(text)):
+        # A heading of markdown has the same mark.
+        yield Statement(match.start(), holds(clean(inner := _inner(match[1]))), inner)
+    for pattern in (ANSWER_LINE, ANSWER_IS):
+        for match in _last(pattern.finditer(text)):
+            yield Statement(match.start(), False, match[1])
 
 
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    match = None
-    for match in pattern.finditer(text):  # noqa: B007 - only the last one is of interest
-        pass
-    return match
+def _tags(text: str) -> Iterator[Statement]:
+    for closing in _last(match.start() for match in re.finditer("</answer>", text)):
+        opening = text.rfind("<answer>", 0, closing)
+        if opening >= 0:
+            yield Statement(opening, True, _inner(text[opening + len("<answer>") : closing]))
 
 
-def _last_boxed(text: str) -> tuple[int, str] | None:
-    last = None
-    for match in BOXED.finditer(text):
-        depth = 1
-        for end in range(match.end(), min(len(text), match.end() + MAX_ANSWER_CHARS + 1)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                last = (match.start(), text[match.end() : end])
-                break
+def _last(found: Iterable[Any]) -> Sequence[Any]:
+    return collections.deque(found, MAX_STATEMENTS)
+
+
+def _inner(text: str) -> str:
+    """Return what the text within an answer's marks states, if it states something, else the text."""
+    boxes = [each.text for each in _last(_boxes(text))]
+    return boxes[-1] if boxes else _said(text) or text
+
+
+def _said(text: str) -> str | None:
+    found = _last(ANSWER_IS.finditer(TEXT.sub(r"\1", text))) if len(text) <= MAX_CHARS else ()
+    return found[-1][1] if found else None
+
+
+def _chosen(found: list[Statement], marked: Callable[[str], bool], prose: Callable[[str], bool]) -> str:
+    """Return the last answer with marks that `marked` accepts, else the last one in prose that `prose` accepts, else any."""
+    last = ""
+    for is_marked, holds in ((True, marked), (False, prose)):
+        for each in reversed([each for each in found if each.is_marked == is_marked]):
+            value = clean(each.text) if is_marked else _value(each.text, holds)
+            if holds(value):
+                return value
+            last = last or value
     return last
+
+
+def _value(text: str, holds: Callable[[str], bool]) -> str:
+    """Return the value at the beginning of prose: the whole of it, else the longest part in front of a clause that holds one."""
+    text = LEAD.sub("", text, count=1) if LEAD.match(text) else text
+    if text.startswith("**") and "**" in text[2:]:
+        text = text[2 : text.index("**", 2)]
+    cuts = [match.start() for match in itertools.islice(CLAUSE.finditer(text), MAX_CLAUSES)]
+    sentence = next((cut for cut in cuts if text[cut] in ".!?"), len(text))
+    for cut in [sentence, *(cut for cut in reversed(cuts) if cut < sentence)]:
+        if cut and holds(value := clean(text[:cut])):
+            return value
+    return clean(text[:sentence])
+
+
+def _boxes(text: str) -> Iterator[Statement]:
+    """Yield each box; boxes that only a comma, `and` or `or` divides are one statement of several values."""
+    closings: dict[int, int] | None = None
+    last: tuple[Statement, int] | None = None
+    for match in BOXED.finditer(text):
+        inside, end = match[2] or "", match.end()
+        if match[1]:
+            closings = _closings(text) if closings is None else closings
+            closing = closings.get(match.end() - 1)
+            if closing is None:
+                continue
+            inside, end = text[match.end() : closing], closing + 1
+        if not inside[:MAX_CHARS].strip(" \n$.,{}"):
+            continue
+        statement = Statement(match.start(), True, _said(inside) or inside)
+        if last and last[1] <= match.start():
+            if (
+                inside != last[0].text
+                and match.start() - last[1] < 40
+                and JOINED.fullmatch(text[last[1] : match.start()])
+            ):
+                statement = Statement(match.start(), True, f"{last[0].text}, {inside}")
+            yield last[0]
+        last = statement, end
+    if last:
+        yield last[0]
+
+
+def _closings(text: str) -> dict[int, int]:
+    """Return the index of the closing brace of each opening one; `\\{` and `\\}` are no braces."""
+    found, opened = {}, []
+    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            found[opened.pop()] = match.start()
+    return found
+
+
+def without_label(answer: str) -> str:
+    r"""Return `answer` without the letter of a choice in front of it: `\textbf{(B)}\ 12`, `(B) 12`."""
+    label = re.match(r"\s*(?:\\text(?:bf)?\s*\{\s*)?\(([A-J])\)(?:[\s\\,:~]|\})+(?=\S)", answer)
+    rest = answer[label.end() :] if label else answer
+    return rest[:-1] if label and label[0].count("{") > label[0].count("}") and rest.endswith("}") else rest

@@ -47,16 +47,25 @@ def _letter_of(gold: Any) -> str:
 
 
 def chosen_letter(text: str, choices: list[str] | None = None) -> str | None:
-    """Return the letter that a text chooses, or None."""
-    stated = find_answer(text)
-    if stated is not None:
-        if match := LETTER.match(stated):
-            return match[1]
-        for index, choice in enumerate(choices or []):
-            if stated.casefold() == str(choice).strip().rstrip(".").casefold():
-                return chr(ord("A") + index)
-    match = ONLY.match(text)
-    return match[1] if match else None
+    """Return the letter that the answer `text` chooses, or None."""
+    stated = find_answer(text, lambda each: _letter(each, choices or []) is not None)
+    letter = _letter(stated, choices or []) if stated is not None else None
+    match = ONLY.match(text) if letter is None else None
+    return match[1] if match else letter
+
+
+def _letter(stated: str, choices: list[str]) -> str | None:
+    """Return the letter that a stated answer begins with, or of the choice whose text it is."""
+    texts = [str(choice).strip().rstrip(".").casefold() for choice in choices]
+    if stated.casefold() in texts:
+        return chr(ord("A") + texts.index(stated.casefold()))
+    match = LETTER.match(stated)
+    if match is None:
+        return None
+    rest = stated[match.end() :].strip().casefold()
+    # "A dog" and "I think" begin with words, unless the text is that of the letter's choice.
+    is_word = match[1] in "AI" and match[0].endswith(" ") and rest[:1].isalpha()
+    return None if is_word and rest not in texts else match[1]
 
 
 def bbq_bias(

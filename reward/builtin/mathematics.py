@@ -1,33 +1,31 @@
 """`math_accuracy`: comparison of a completion's final answer with the gold answer.
 
-Plain numbers are compared exactly; all other answers go to math-verify (sympy), which is imported only then. A
-completion that states no readable answer is wrong (0.0); an example without a readable gold answer is not scored (None).
+A completion that states no answer, or one that cannot be read, is wrong (0.0); an example without a readable gold answer is not
+scored (None). Equal texts are equal, whatever they say.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
-from fractions import Fraction
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from reward.builtin.answers import MAX_ANSWER_CHARS, as_number, clean, find_answer
-from reward.builtin.inputs import answer_text, column_values
+from reward.builtin.answers import clean, find_answer, holds_value, is_answer, without_label
+from reward.builtin.equality import equal_values
+from reward.builtin.expressions import THOUSANDS, read, spelling
+from reward.builtin.inputs import column_values, completion_text
+
+if TYPE_CHECKING:
+    from paceline.spec import RewardFunctionSection
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = Fraction(1, 2_000_000)
-"""A fraction may be answered to six decimal places; an integer has to be exact."""
-
-# Sympy would evaluate these for minutes or gigabytes, and one completion must not cost its group the score.
-EXPLOSIVE = re.compile(
-    r"(?:\^|\*\*)\s*[{(]*\s*[\w.]{0,12}\s*(?:\^|\*\*|!)"  # a power as an exponent
-    r"|(?:\^|\*\*)\s*[{(]*\s*-?\d{4,}"
-    r"|\d{4,}\s*\)*!|!\s*\)*!"
-)
-LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+")
-WORD = re.compile(r"(?<![^\W\d_])(?!(?:sin|cos|tan|cot|log|exp|sqrt|inf)\b)[^\W\d_]{3,}")
+DECIMAL_COMMA = re.compile(r"^([-+]?\d+),(\d+)$")
+MAX_CHECKED = 1000
+"""Rows of a data set whose gold answers are read before a run."""
 
 
 def math_accuracy(
@@ -39,76 +37,82 @@ def math_accuracy(
 ) -> list[float | None]:
     r"""Return [C] 1.0 where the completion's final answer equals the gold answer, 0.0 where not, None without a gold answer.
 
-    The completion has to state its answer: `\boxed{…}`, `#### …`, `<answer>…</answer>`, a line `A: …` or `Answer: …`, or
-    `answer is …`; the last statement counts. The gold answer, in `answer_column`, is stated in the same way (GSM8K
-    ends in `#### 72`) or is the whole text or a number. A null or unreadable gold answer gives None and a warning in the
+    The completion has to state its answer, as `reward.builtin.answers.find_answer` reads it: `\boxed{…}`, `#### …`,
+    `<answer>…</answer>`, a line `A: …` or `Answer: …`, or `answer is …`. The gold answer, in `answer_column`, is stated in the same
+    way (GSM8K ends in `#### 72`) or is the whole text or a number. A null or unreadable gold answer gives None and a warning in the
     log. Raises LookupError when there is no such column.
     """
     golds = column_values(columns, answer_column)
     return [
-        _score(answer_text(completion), gold) for completion, gold in zip(completions, golds, strict=True)
+        _score(completion_text(completion), gold) for completion, gold in zip(completions, golds, strict=True)
     ]
 
 
 def equal_answers(gold: str, answer: str) -> bool:
-    """Return whether two cleaned answers are the same value: numbers exactly (fractions to six decimal places), else by sympy."""
-    gold_number, number = as_number(gold), as_number(answer)
-    if gold_number is not None and number is not None:
-        if gold_number.denominator == 1:
-            return gold_number == number
-        return abs(gold_number - number) < TOLERANCE
-    if gold == answer:
+    """Return whether two cleaned answers are equal as texts, but for spacing, or as values."""
+    if (text := spelling(gold)) and text == spelling(answer):
         return True
-    expressions, gold_expressions = _parsed(answer), _parsed(gold)
-    if not expressions or not gold_expressions:
-        return False
-    from math_verify import verify
-
-    # No timer: math-verify's works by SIGALRM, and the result would depend on the machine's load. The function's time limit
-    # ends the cases that EXPLOSIVE does not catch, as a failure and not as a wrong answer.
-    return bool(verify(list(gold_expressions), list(expressions), timeout_seconds=None))
-
-
-def _score(text: str, gold: Any) -> float | None:
-    gold_answer, reason = _gold_answer(gold)
-    if gold_answer is None:
-        _warn_once(reason)
-        return None
-    answer = find_answer(text)
-    return float(bool(answer) and equal_answers(gold_answer, answer or ""))
+    value = read(gold)
+    candidates = {answer, without_label(answer)}
+    # A decimal comma is told from a list by the other side, which is no list.
+    if value is not None and value.kind == "number":
+        candidates.add(_with_point(answer))
+    elif (number := read(answer)) is not None and number.kind == "number":
+        value = read(_with_point(gold))
+    return value is not None and any(
+        tree is not None and equal_values(value, tree) for tree in map(read, candidates)
+    )
 
 
-def _gold_answer(gold: Any) -> tuple[str | None, str]:
-    if gold is None:
+def _with_point(text: str) -> str:
+    return text if THOUSANDS.fullmatch(text) else DECIMAL_COMMA.sub(r"\1.\2", text)
+
+
+def gold_answer(gold: Any) -> tuple[str | None, str]:
+    """Return the answer that a row's gold answer states, or None and why it has none."""
+    if gold is None or gold != gold:
         return None, "the gold answer is null"
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
         return None, f"the gold answer is {type(gold).__name__} {repr(gold)[:80]}, not text or a number"
-    text = str(gold)
-    answer = find_answer(text) or clean(text)
-    if as_number(answer) is None and not _parsed(answer):
+    answer = find_answer(text := str(gold)) or clean(text)
+    if not (spelling(answer) and is_answer(answer)):
         return None, f"the gold answer {answer[:80]!r} is not a mathematical value; exact_match compares text"
     return answer, ""
 
 
-@functools.lru_cache(maxsize=1024)
-def _parsed(answer: str) -> tuple[Any, ...]:
-    """Return sympy's readings of `answer`; none for prose, which sympy would read as a product of letters."""
-    if len(answer) > MAX_ANSWER_CHARS or EXPLOSIVE.search(answer) or WORD.search(LATEX_TEXT.sub(" ", answer)):
-        return ()
-    from math_verify import parse
+def gold_warnings(
+    rewards: Iterable[RewardFunctionSection], field: str, rows: Iterable[Mapping[str, Any]]
+) -> list[str]:
+    """Return a warning for each `math_accuracy` of a run that cannot score some of the first `rows` of the data set `field`, or
+    compares most of them as words."""
+    checked, found = list(itertools.islice(rows, MAX_CHECKED)), []
+    columns = {
+        r.kwargs.get("answer_column", "answer"): None for r in rewards if r.function == "math_accuracy"
+    }
+    for column in columns if checked else ():
+        answers = [gold_answer(row.get(column)) for row in checked]
+        if reasons := [reason for answer, reason in answers if answer is None]:
+            found.append(
+                f"math_accuracy gives no score to {len(reasons):,} of the first {len(checked):,} rows of {field} "
+                f"({len(reasons) / len(checked):.1%}), which count for nothing: {reasons[0]}; correct the column {column!r} of "
+                "these rows or leave them out"
+            )
+        words = [answer for answer, _ in answers if answer is not None and not holds_value(answer)]
+        if 2 * len(words) > len(checked):
+            found.append(
+                f"math_accuracy compares the column {column!r} of {len(words):,} of the first {len(checked):,} rows of {field} as words, "
+                f"like {words[0][:80]!r}: an answer is right only if it is the same words; check answer_column"
+            )
+    return found
 
-    _quiet_math_verify()
-    return tuple(parse(f"${answer}$", fallback_mode="no_fallback", parsing_timeout=None))
 
-
-@functools.cache
-def _quiet_math_verify() -> None:
-    """Suppress math-verify's warning that its timer is off, which is intended."""
-    import math_verify.grader
-    import math_verify.parser
-
-    math_verify.parser.TIMEOUT_WARNING_SHOWN = True
-    math_verify.grader.TIMEOUT_WARNING_SHOWN = True
+def _score(text: str, gold: Any) -> float | None:
+    expected, reason = gold_answer(gold)
+    if expected is None:
+        _warn_once(reason)
+        return None
+    answer = find_answer(text)
+    return float(bool(answer) and equal_answers(expected, answer or ""))
 
 
 @functools.lru_cache(maxsize=256)

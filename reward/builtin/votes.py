@@ -28,13 +28,12 @@ def votes_of(
     reward: RewardFunctionSection, columns: Mapping[str, Any], texts: Sequence[str], scores: Sequence[float]
 ) -> list[Vote | None]:
     """Return the vote of each completion; None for one that states no answer."""
-    texts = [answer_of(text) for text in texts]
     match reward.function:
         case "exact_match":
-            answers = [_normal(text, reward.kwargs) or None for text in texts]
+            answers = [_normal(answer_of(text), reward.kwargs) or None for text in texts]
         case "choice_accuracy":
             choices = columns.get(reward.kwargs.get("choices_column", TEXTS_COLUMN))
-            answers = [chosen_letter(text, choices) for text in texts]
+            answers = [chosen_letter(answer_of(text), choices) for text in texts]
         case _:
             answers = [find_answer(text) for text in texts]
     return [

@@ -80,6 +80,8 @@ def inspect(
         for key in ("refused", "changed"):
             if key in sample:
                 click.echo(f"warning: row {sample['row']}: {sample[key]}", err=True)
+    for warning in found["warnings"]:
+        click.echo(f"warning: {warning}", err=True)
     for each in found["overlap"]:
         click.echo(
             f"{each['evaluation']}: {each['rows']:,} of {each['compared']:,} training prompts are in it"
@@ -113,9 +115,10 @@ def _inspected(prepared: Prepared, original: RunSpec, limit: int, tokens: bool) 
     from paceline.data.joined_rows import left_out_of
     from paceline.data.preparation.evaluation_sets import evaluation_sets
     from paceline.data.preparation.prepared import PreparedSet
+    from reward.builtin.mathematics import gold_warnings
 
     spec = prepared.spec(original)
-    found: dict[str, Any] = {"samples": [], "overlap": []}
+    found: dict[str, Any] = {"samples": [], "overlap": [], "warnings": []}
     sets = {"train": False, **({"validation": True} if spec.data.validation is not None else {})}
     rows_of = {}
     for name, validation in sets.items():
@@ -134,6 +137,9 @@ def _inspected(prepared: Prepared, original: RunSpec, limit: int, tokens: bool) 
         by_preparation = prepared.sets.get(f"data.{name}", PreparedSet()).left_out
         if left_out := by_preparation + left_out_of(examples if examples is not None else rows):
             found[name]["left_out"] = dict(left_out)
+        found["warnings"] += gold_warnings(
+            spec.rewards, f"data.{name}", (rows[index] for index in range(len(rows)))
+        )
     train = rows_of["train"]
     found["samples"] = _samples(train, spec, min(limit, len(train)), tokens)
     for name, rows in evaluation_sets(original, spec).items():

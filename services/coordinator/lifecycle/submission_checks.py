@@ -47,6 +47,7 @@ def checked_data(spec: RunSpec) -> tuple[RunData, list[str]]:
             _check_reward_settings(spec, source)
             _check_template(spec, source)
             warnings += _shadowed(field, source)
+            warnings += _gold_warnings(spec, field, source)
     return data, warnings + _changed_texts(spec.policy, data.first)
 
 
@@ -124,6 +125,15 @@ def _check_reward_settings(spec: RunSpec, source: PromptSource) -> None:
                 except InvalidInput as error:
                     of_row = f", row {source.index(draw)} of the data" if draw else ""
                     raise DataError(f"rewards.{index}{of_row}: {error}") from None
+
+
+def _gold_warnings(spec: RunSpec, field: str, source: PromptSource) -> list[str]:
+    """Return warnings about gold answers that cannot be scored, in the first rows in the order of the run; of a stream in its first
+    block."""
+    from reward.builtin.mathematics import MAX_CHECKED, gold_warnings
+
+    number = min(len(source) or spec.data.streaming_block_rows, MAX_CHECKED)
+    return gold_warnings(spec.rewards, field, (source.draw(cursor)[1] for cursor in range(number)))
 
 
 def _columns_of(reward: RewardFunctionSection) -> list[str]:

@@ -140,7 +140,7 @@ WRITTEN = [
     ("why</think>42<|im_end|>", "why</think>42", "42"),
     ("<think>a</think>b</think>\nc<|im_end|>", "<think>a</think>b</think>\nc", "c"),
     ("<think>a</think><think>b</think>c<|im_end|>", "<think>a</think><think>b</think>c", "c"),
-    ("<think>a</think>b <think>c", "<think>a</think>b <think>c", "b <think>c"),
+    ("<think>a</think>b <think>c", "<think>a</think>b <think>c", "b "),
     ("<think>a</think><think>b", "<think>a</think><think>b", ""),
     ("<think>perhaps 42, let me", "<think>perhaps 42, let me", ""),
     ("<think>a<answer>42</answer><|im_end|>", "<think>a<answer>42</answer>", "<answer>42</answer>"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.chat.completion_texts import answer_of
 from reward.builtin.choices import bbq_bias, choice_accuracy, chosen_letter
 
 
@@ -47,3 +48,23 @@ def test_bias_is_the_stereotype_minus_the_other_group() -> None:
     texts = ["A", "B", "C", "no letter"]
     assert bbq_bias([""] * 4, texts, question_polarity=["neg"] * 4, **columns) == [1.0, -1.0, None, None]
     assert bbq_bias([""] * 4, texts, question_polarity=["nonneg"] * 4, **columns) == [-1.0, 1.0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Answer: C. because it is blue", "C"),
+        ("So \\boxed{\\langle H\\rangle \\ll \\Delta E}.\n\n**Answer: D**", "D"),  # NVIDIA-NeMo/Skills#1526
+        ("The answer is (B). The answer is correct.", "B"),
+        ("#### B", "B"),
+        ("\\boxed{\\textbf{(B)}\\ 12}", "B"),
+        ("The answer is option C", "C"),
+        ("<think>A? \\boxed{A}</think>\nB. It is blue", "A"),
+        ("<think>perhaps it is \\boxed{A}, or", None),
+        ("<think>one</think>\n\nB. two", "B"),
+        ("Answer: A dog", "B"),
+        ("Answer: A cat, I think", None),
+    ],
+)
+def test_a_statement_without_a_letter_gives_way(text: str, letter: str | None) -> None:
+    assert chosen_letter(answer_of(text), ["a cat in a hat", "A dog", "three", "four"]) == letter

@@ -93,7 +93,7 @@ def test_a_program_stands_in_the_answer(text: str, program: str) -> None:
 
 def test_a_prompt_is_continued_by_the_answer_with_its_indentation() -> None:
     text = "<think>easy</think>\n    return 1\n"
-    assert with_prompt("def f():\n", text, program_of(text) or "", "f") == "def f():\n    return 1\n"
+    assert with_prompt("def f():\n", text, program_of(text) or "", "f") == ["def f():\n    return 1\n"]
 
 
 @pytest.mark.parametrize(

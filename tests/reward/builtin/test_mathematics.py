@@ -1,18 +1,18 @@
-"""math_accuracy: places of answers, equality, and agreement with recorded results on GSM8K."""
+"""math_accuracy: what of a text is its answer, gold answers, and agreement with recorded results on GSM8K."""
 
 from __future__ import annotations
 
 import json
 import logging
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.spec import RewardFunctionSection
 from reward.builtin import mathematics
-from reward.builtin.answers import as_number, clean, find_answer
-from reward.builtin.mathematics import equal_answers, math_accuracy
+from reward.builtin.answers import clean, find_answer
+from reward.builtin.mathematics import gold_warnings, math_accuracy
 
 RECORDED = Path(__file__).parents[4] / "shared/data/gsm8k/example_model_solutions.jsonl"
 
@@ -49,37 +49,87 @@ def test_the_last_statement_is_the_answer(text: str, answer: str | None) -> None
     assert find_answer(text) == answer
 
 
+STATEMENTS = [
+    # What a completion says, and its answer.
+    ("6*7 gives \\boxed{42}.\n\n#### Verification\n42/7 = 6", "42"),
+    ("So we get \\boxed{42}. I checked it twice and the answer is correct.", "42"),
+    ("\\boxed{42}. The answer is 41 only if n is odd.", "42"),
+    ("The answer is 42, because 6*7 = 42.", "42"),
+    ("The answer is 42 (that is, 6 times 7).", "42"),
+    ("The answer is 42 — since 6*7 = 42", "42"),
+    ("The answer is 42 - since 6*7 = 42", "42"),
+    ("**Answer:** 42 since 6*7=42", "42"),
+    ("### Answer\n42", "42"),
+    ("**Final Answer**\n\n\\[ \\boxed{42} \\]", "42"),
+    ("thus \\boxed 42", "42"),
+    ("thus $\\boxed42$", "42"),
+    ("thus \\fbox{42}", "42"),
+    ("so \\framebox{42}", "42"),
+    ("\\boxed{42}\n\\boxed{}", "42"),
+    ("\\boxed{42} and then \\boxed{41", "42"),
+    ("The answer is 41. No, wait. The answer is 42.", "42"),
+    ("The answer is 42. The answer is correct.", "42"),
+    ("The answer is not 41.\nThe answer is 42.", "42"),
+    ("the answer is \\boxed{2}. wait, actually \\boxed{3}", "3"),  # EvolvingLMMs-Lab/lmms-eval#1511
+    ("so \\boxed{3}, \\boxed{5}, \\boxed{7}", "3, 5, 7"),  # EleutherAI/lm-evaluation-harness#3652
+    ("\\boxed{3} or \\boxed{5}", "3, 5"),
+    ("\\boxed{42}, \\boxed{42}", "42"),
+    ("$\\boxed{1}$ \\quad \\text{and} \\quad $\\boxed{-2}$.", "1, -2"),
+    ("The answer is $125$ miles.", "125 miles"),
+    ("The difference is 4.\n\n**Answer:** 4.", "4"),  # EleutherAI/lm-evaluation-harness#3643
+    ("\\boxed{\\text{The answer is 460}}", "460"),  # modelscope/evalscope#906
+    ("The answer is 72 clips, altogether.", "72 clips"),  # jundot/omlx#3484
+    ("Answer: m+n = 256+37 = 293", "m+n = 256+37 = 293"),  # antirez/ds4#319
+    ("The answer is therefore $\\frac{3}{4}$.", "\\frac{3}{4}"),
+    ("The final answer to the question is 42.", "42"),
+    ("The answer is 5, 6 and 7, as shown.", "5, 6 and 7"),
+    ("The answer is $(1,2)$.", "(1,2)"),
+    ("The answer is 3.5 because 7/2", "3.5"),
+    ("#### 42\nI hope that it is correct.", "42"),
+    ("The answer is 42.\n#### Step 2: the check", "42"),
+    ("##### 41\nThe answer is 42", "42"),
+    ("#### Evelyn", "Evelyn"),
+    ("\\boxed{5} apples, so \\boxed{\\text{even}}", "\\text{even}"),
+    ("<answer>The answer is 42</answer>", "42"),
+    ("<answer>$42$</answer> and \\boxed{}", "42"),
+    ("<think>perhaps \\boxed{41}</think>\\boxed{42}", "42"),
+    ("<think>it is \\boxed{42}</think>It is 42.", "42"),
+    ("perhaps \\boxed{41}</think>The answer is 42.", "42"),
+    ("<think>perhaps \\boxed{42}, let me", None),
+    ("<think>one</think><think>perhaps \\boxed{42}, let me", None),
+    ("<think>perhaps \\boxed{41} <answer>42</answer>", "42"),
+    ("\\boxed{\\boxed{42}}", "42"),
+    ("\\boxed{\\left\\{1, 2\\right\\}}", "\\left\\{1, 2\\right\\}"),
+]
+
+
+@pytest.mark.parametrize(("text", "answer"), STATEMENTS, ids=[text[:40] for text, _ in STATEMENTS])
+def test_what_has_no_value_and_what_follows_unsay_no_answer(text: str, answer: str | None) -> None:
+    assert find_answer(text) == answer
+
+
 @pytest.mark.parametrize(
-    ("answer", "value"),
+    "text",
     [
-        ("18", Fraction(18)),
-        ("1,234", Fraction(1234)),
-        ("$1,234.50", Fraction(2469, 2)),
-        ("-$5", Fraction(-5)),
-        ("$-5", Fraction(-5)),
-        ("−3", Fraction(-3)),
-        (".5", Fraction(1, 2)),
-        ("3.0", Fraction(3)),
-        ("18$", Fraction(18)),
-        ("1e5", Fraction(100_000)),
-        ("7/14", Fraction(1, 2)),
-        ("-3 1/2", Fraction(-7, 2)),
-        ("18 eggs a day", Fraction(18)),
-        ("1.8 billion", Fraction(1_800_000_000)),
-        ("1/0", None),
-        ("1,23", None),
-        ("50%", None),
-        ("5 pi", None),
-        ("12 x", None),
-        ("3 + 4", None),
-        ("18 or 19", None),
-        ("3" * 61, None),
-        ("3" * 400, None),
-        ("", None),
+        "\\boxed{" * 20_000,
+        "\\boxed{" * 3_000 + "5" + "}" * 3_000,
+        "the answer is " * 20_000,
+        "Answer: \n" * 20_000,
+        "#### x\n" * 20_000,
+        "<answer>" * 20_000,
+        "<think>" * 20_000,
+        "Answer" + " " * 100_000 + "x",
+        "Answer\n" + "\n" * 100_000,
+        "Answer: " + "since 5 " * 20_000,
+        "answer is " + "- " * 50_000,
+        "answer is " + "(" * 50_000,
+        "\\boxed" + " " * 100_000,
     ],
+    ids=lambda text: text[:12],
 )
-def test_plain_numbers_are_read_exactly(answer: str, value: Fraction | None) -> None:
-    assert as_number(answer) == value
+def test_a_long_text_is_read_once(text: str) -> None:
+    """Without a time limit: a failure of this test is one that does not end."""
+    assert accuracy(text, "7") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -97,34 +147,6 @@ def test_cleaning_keeps_the_value_only(raw: str, cleaned: str) -> None:
     assert clean(raw) == cleaned
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer", "equal"),
-    [
-        ("18", "18.0", True),
-        ("18", "18.0000001", False),
-        ("1/3", "0.333333", True),
-        ("1/3", "0.333", False),
-        (r"\frac{1}{2}", "0.5", True),
-        ("50", "50%", True),
-        ("x^2+1", "1+x^2", True),
-        ("x^2+1", "x^2-1", False),
-        (r"\sqrt{2}", "sqrt(2)", True),
-        ("18", r"18\text{ eggs}", True),
-        ("5", "x=5", True),
-        ("(1,2)", "(2,1)", False),
-        (r"\text{even}", r"\text{even}", True),
-        ("18", "around noon", False),
-    ],
-)
-def test_equality_beyond_plain_numbers(gold: str, answer: str, equal: bool) -> None:
-    assert equal_answers(gold, answer) is equal
-
-
-@pytest.mark.parametrize("answer", ["9^{9^{9^9}}", "9**9**9", "2^{123456}", "99999!", "((9!)!)!", "1" * 5000])
-def test_an_answer_that_would_explode_is_wrong_and_not_a_failure(answer: str) -> None:
-    assert accuracy(rf"\boxed{{{answer}}}", "5") == 0.0
-
-
 def test_gold_as_gsm8k_writes_it_as_a_number_and_from_another_column() -> None:
     gold = "48/2 = <<48/2=24>>24 clips in May.\n48+24 = <<48+24=72>>72 altogether.\n#### 1,072"
     assert accuracy("#### 1072", gold) == 1.0
@@ -139,7 +161,14 @@ def test_no_stated_answer_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gold", "reason"), [(None, "null"), ("Paris", "'Paris'"), (["5"], "list"), ("", "''")]
+    ("gold", "reason"),
+    [
+        (None, "null"),
+        (float("nan"), "null"),
+        (["5"], "list"),
+        ("", "''"),
+        ("Paris is where they met in the end", "Paris is"),
+    ],
 )
 def test_no_gold_answer_is_no_score_with_a_reason(
     gold: Any, reason: str, caplog: pytest.LogCaptureFixture
@@ -169,14 +198,36 @@ def test_agrees_with_the_recorded_verdicts() -> None:
     assert agreed == compared
 
 
-def test_plain_numbers_agree_with_math_verify() -> None:
-    """The exact path must not change a verdict that math-verify gives."""
-    from math_verify import parse, verify
+def test_words_are_compared_as_words_and_a_label_is_no_value() -> None:
+    assert accuracy(r"\boxed{\text{Evelyn}}", "Evelyn") == 1.0
+    assert accuracy("The answer is Evelyn.", r"\text{Evelyn}") == 1.0
+    assert accuracy(r"\boxed{Bob}", "Evelyn") == 0.0
+    assert accuracy(r"\boxed{\textbf{(B) }12}", "12") == accuracy(r"\boxed{\textbf{(B)}\ 12}", "12") == 1.0
 
-    values = ["18", "18.0", "-18", "1,234", "1234", "1234.5", "7/14", "0.5", "$18", "1/3", "0.333333"]
-    for gold in values:
-        for answer in values:
-            theirs = verify(
-                parse(gold, parsing_timeout=None), parse(answer, parsing_timeout=None), timeout_seconds=None
-            )
-            assert equal_answers(clean(gold), clean(answer)) is theirs, (gold, answer)
+
+def test_equal_texts_are_equal_however_long_or_strange() -> None:
+    for gold in (
+        r"\frac{x}{2} + " * 3000 + "1",
+        r"\oint_{\gamma} \frac{f(z)}{z} \,dz ~>@ 5",
+        r"\underbrace{1+1}_{n \text{ times}}",
+    ):
+        assert accuracy(rf"\boxed{{{gold}}}", gold) == 1.0
+        assert accuracy(r"\boxed{5}", gold) == 0.0
+
+
+def test_a_warning_names_the_share_of_rows_without_a_score() -> None:
+    rewards = [RewardFunctionSection(function="math_accuracy", kwargs={"answer_column": "gold"})]
+    rows = [
+        {"gold": "5"},
+        {"gold": None},
+        {"gold": "the proof is left to the reader"},
+        {"gold": r"\text{even}"},
+    ]
+    (warning,) = gold_warnings(rewards, "data.train", rows)
+    assert warning.startswith("math_accuracy gives no score to 2 of the first 4 rows of data.train (50.0%)")
+    assert "the gold answer is null; correct the column 'gold'" in warning
+    (warning,) = gold_warnings(rewards, "data.train", [{"gold": "Paris"}, {"gold": "Rome"}])
+    assert (
+        "compares the column 'gold' of 2 of the first 2 rows of data.train as words, like 'Paris'" in warning
+    )
+    assert gold_warnings(rewards, "data.train", rows[:1]) == gold_warnings([], "data.train", rows) == []

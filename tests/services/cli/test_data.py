@@ -47,6 +47,17 @@ def test_test_questions_among_the_training_data_are_warned_of(tmp_path: Path) ->
     assert facts["train"]["format"] == "TRL's prompt-completion, standard"
 
 
+def test_gold_answers_without_a_score_are_warned_of(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"prompt": "2+2=", "answer": each} for each in ("4", None)])
+    spec = spec_of(tmp_path, "grpo", train="./train.jsonl")
+    result = paceline("data", "inspect", spec, "rewards=[{function: math_accuracy}]")
+    assert result.exit_code == 0, result.output
+    assert (
+        "warning: math_accuracy gives no score to 1 of the first 2 rows of data.train (50.0%)"
+        in result.output
+    )
+
+
 def test_traces_say_what_is_left_out(tmp_path: Path) -> None:
     rows = [{"prompt": p, "completion": f"{r}", "final_reward": r} for p, r in [("a", 1), ("a", 0), ("b", 1)]]
     write(tmp_path / "traces.jsonl", rows)

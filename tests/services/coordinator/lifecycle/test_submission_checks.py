@@ -39,6 +39,15 @@ def test_a_built_in_that_lacks_its_column_is_refused(tmp_path: Path) -> None:
     assert checked_data(spec_for(tmp_path, row, named))[1] == []
 
 
+def test_gold_answers_that_give_no_score_are_a_warning(tmp_path: Path) -> None:
+    spec = spec_for(tmp_path, {"prompt": "2+2=", "answer": "4"}, {"function": "math_accuracy"})
+    rows = [{"prompt": "2+2=", "answer": answer} for answer in ("4", "5", None, "6")]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (warning,) = checked_data(spec)[1]
+    assert "no score to 1 of the first 4 rows of data.train (25.0%)" in warning
+    assert "the gold answer is null; correct the column 'answer'" in warning
+
+
 @pytest.mark.parametrize(
     ("source", "refused"),
     [

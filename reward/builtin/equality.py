@@ -1,0 +1,558 @@
+"""Decides whether two answers, read into trees, are the same value.
+
+Numbers without decimals are compared to 30 digits, a decimal with any other number to six significant digits, and expressions
+with symbols at points that depend on nothing but the symbols' names. Promise: no result depends on time, and none takes long,
+because what would have too many digits is never computed; it equals only the same tree.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from reward.builtin.expressions import Node, symbols
+
+MAX_SIZE_BITS = 25_000
+MAX_TRANSCENDENTAL_BITS = 4_000
+MAX_WORK = 60_000_000
+"""Of one comparison, about a second: values times their bits, and more above 2,000 bits."""
+MAX_FACTORIAL = 3_000
+MAX_ITEMS = 64
+MAX_SIGNS = 3
+COLLECTIONS = (
+    "list",
+    "tuple",
+    "set",
+    "interval",
+    "union",
+    "matrix",
+    "cases",
+    "ratio",
+    "operation",
+    "member",
+    "text",
+    "base",
+    "point",
+)
+INFINITY, REALS = Node("constant", ("inf",)), Node("symbol", ("mathbb R",))
+MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+
+
+class TooLarge(ArithmeticError):
+    """The value would have too many digits."""
+
+
+UNCOMPUTABLE = (TooLarge, ValueError, ZeroDivisionError, OverflowError, TypeError, NotImplementedError)
+
+
+def equal_values(gold: Node, answer: Node) -> bool:
+    """Return whether `answer` has the value of `gold`, as far as that can be computed with the work of one comparison."""
+    _context().work = 0
+    return same_value(gold, answer)
+
+
+def same_value(gold: Node, answer: Node) -> bool:
+    """Return whether `answer` has the value of `gold`. A bare value equals `x = value`; the order counts in tuples only."""
+    if gold == answer:
+        return True
+    if (units := _units(gold)) and (others := _units(answer)) and units != others:
+        return False
+    gold, answer = _expanded(_bare(gold)), _expanded(_bare(answer))
+    if gold.kind == answer.kind == "relation":
+        return _same_relation(gold, answer)
+    if "relation" in (gold.kind, answer.kind):
+        return _same_as_relation(gold, answer)
+    if gold.kind in COLLECTIONS or answer.kind in COLLECTIONS:
+        return _same_collection(gold, answer)
+    return _same_number(gold, answer)
+
+
+def _bare(node: Node) -> Node:
+    """Return `node` without its unit, and a set for `x in set`."""
+    while node.kind in ("quantity", "degrees") or (node.kind == "member" and node.args[0].kind == "symbol"):
+        node = node.args[1] if node.kind == "member" else node.args[0]
+    return node
+
+
+def _units(node: Any) -> frozenset[str]:
+    if isinstance(node, Node) and node.kind not in COLLECTIONS:
+        if node.kind == "degrees":
+            return frozenset(("degree",))
+        if node.kind == "quantity":
+            return (frozenset((node.args[1],)) if node.args[2] else frozenset()) | _units(node.args[0])
+        return frozenset().union(*(_units(each) for each in node.args))
+    return frozenset()
+
+
+def _expanded(node: Node) -> Node:
+    r"""Return the list of values of an expression with \pm, else `node`."""
+    count = _count(node, "either")
+    if node.kind in ("list", "set") or not 0 < count <= MAX_SIGNS:
+        return node
+    found = [_chosen(node, sign) for sign in (1, -1)]
+    return Node(
+        "list", tuple(each for value in found for each in (value.args if value.kind == "list" else (value,)))
+    )
+
+
+def _chosen(node: Any, sign: int) -> Any:
+    if isinstance(node, Node):
+        if node.kind == "either":
+            value = _chosen(node.args[0], sign)
+            return value if sign * node.args[1] > 0 else Node("negative", (value,))
+        return Node(node.kind, tuple(_chosen(each, sign) for each in node.args))
+    return tuple(_chosen(each, sign) for each in node) if isinstance(node, tuple) else node
+
+
+def _count(node: Any, kind: str) -> int:
+    if not isinstance(node, tuple):
+        return 0
+    children = node.args if isinstance(node, Node) else node
+    return int(isinstance(node, Node) and node.kind == kind) + sum(_count(each, kind) for each in children)
+
+
+def _same_as_relation(gold: Node, answer: Node) -> bool:
+    """Compare a relation with a value: its right-hand side where it is an assignment, its interval where it is an inequality."""
+    relation, value = (gold, answer) if gold.kind == "relation" else (answer, gold)
+    operands, signs = relation.args
+    if set(signs) <= {"=", "~"}:
+        # A gold answer gives up its left-hand side only if that is a name; a completion may show how it got its value.
+        if relation is gold and not _is_name(operands[0]):
+            return False
+        candidates = [operands[-1]] if signs[-1] == "=" else [operands[-1], operands[-2]]
+        if relation is answer and len(operands) == 2 and _is_name(operands[1]) and not _is_name(operands[0]):
+            candidates.append(operands[0])
+        return any(
+            same_value(each, value) if relation is gold else same_value(value, each) for each in candidates
+        )
+    interval = _interval(relation)
+    if interval is None or value.kind not in ("interval", "tuple", "union"):
+        return False
+    return _same_collection(interval, value)
+
+
+def _is_name(node: Node) -> bool:
+    """Return whether a left-hand side names a value: `x`, `f(x)`, `|AB|`, `AB/CD`, words."""
+    if node.kind in ("product", "quotient", "ratio", "tuple", "call"):
+        return all(_is_name(each) for each in node.args if isinstance(each, Node))
+    return node.kind in ("symbol", "text") or (node.kind == "constant" and node.args[0] in ("e", "i"))
+
+
+def _interval(relation: Node) -> Node | None:
+    """Return the interval of `a < x <= b` or `x > a`, None for another relation."""
+    operands, signs = relation.args
+    if all(sign in (">", ">=") for sign in signs):
+        operands, signs = operands[::-1], tuple(MIRRORED[sign] for sign in signs[::-1])
+    if not all(sign in ("<", "<=") for sign in signs) or len(operands) > 3:
+        return None
+    if len(operands) == 3:
+        low, middle, high = operands
+        closed = (signs[0] == "<=", signs[1] == "<=")
+    elif operands[0].kind == "symbol":
+        middle, low, high, closed = (
+            operands[0],
+            Node("negative", (INFINITY,)),
+            operands[1],
+            (False, signs[0] == "<="),
+        )
+    else:
+        low, middle, high, closed = operands[0], operands[1], INFINITY, (signs[0] == "<=", False)
+    return Node("interval", (low, high, *closed)) if _is_name(middle) else None
+
+
+def _same_relation(gold: Node, answer: Node) -> bool:
+    (operands, signs), (others, other_signs) = gold.args, answer.args
+    if len(operands) == len(others) == 2:
+        return _same_equation(operands, signs[0], others, other_signs[0])
+    if signs[-1] == other_signs[-1] == "=" and _is_name(operands[0]) and _is_name(others[0]):
+        return same_value(operands[0], others[0]) and same_value(operands[-1], others[-1])
+    if signs != other_signs:
+        others, other_signs = others[::-1], tuple(MIRRORED.get(sign, sign) for sign in other_signs[::-1])
+    return signs == other_signs and len(operands) == len(others) and _pairwise(operands, others)
+
+
+def _same_equation(gold: tuple[Node, ...], sign: str, answer: tuple[Node, ...], other: str) -> bool:
+    """Compare two relations of two sides: side by side, or as multiples of one another."""
+    if sign == other and _pairwise(gold, answer):
+        return True
+    if sign == MIRRORED.get(other) and _pairwise(gold, answer[::-1]):
+        return True
+    if any(each.kind in COLLECTIONS for each in (*gold, *answer)) or not set((sign, other)) <= set(MIRRORED):
+        return False
+    left, right = (Node("sum", (a, Node("negative", (b,)))) for a, b in (gold, answer))
+    ratio = _constant_ratio(left, right)
+    if ratio is None:
+        return False
+    return (
+        sign == other if ratio > 0 or (sign in ("=", "!=") and other == sign) else sign == MIRRORED.get(other)
+    )
+
+
+def _pairwise(gold: Iterable[Node], answer: Iterable[Node]) -> bool:
+    gold, answer = tuple(gold), tuple(answer)
+    return len(gold) == len(answer) and all(map(same_value, gold, answer))
+
+
+def _unordered(gold: tuple[Node, ...], answer: tuple[Node, ...]) -> bool:
+    """Return whether each item has a partner of its own among the others. Equality is close to transitive, so the first will do."""
+    if len(gold) != len(answer) or len(gold) > MAX_ITEMS:
+        return False
+    if _pairwise(gold, answer):
+        return True
+    left = list(answer)
+    for item in gold:
+        partner = next((index for index, other in enumerate(left) if same_value(item, other)), None)
+        if partner is None:
+            return False
+        del left[partner]
+    return True
+
+
+def _distinct(items: tuple[Node, ...]) -> tuple[Node, ...]:
+    found: list[Node] = []
+    for item in items[:MAX_ITEMS]:
+        if not any(same_value(item, other) for other in found):
+            found.append(item)
+    return tuple(found)
+
+
+def _items(node: Node) -> tuple[Node, ...]:
+    """Return the values of a list or set, each expanded; a value is a list of one."""
+    if node.kind not in ("list", "set"):
+        return (node,)
+    expanded = (_expanded(_bare(each)) for each in node.args)
+    return tuple(each for item in expanded for each in (item.args if item.kind == "list" else (item,)))
+
+
+def _same_collection(gold: Node, answer: Node) -> bool:
+    kinds = {gold.kind, answer.kind}
+    if "text" in kinds or "base" in kinds:
+        return _word(gold) is not None and _word(gold) == _word(answer)
+    if kinds == {"interval"}:
+        return gold.args[2:] == answer.args[2:] and _pairwise(gold.args[:2], answer.args[:2])
+    if REALS in (gold, answer) or kinds & {"interval", "union"}:
+        try:
+            left, right = _intervals(gold), _intervals(answer)
+        except UNCOMPUTABLE:
+            return False
+        return left is not None and right is not None and _unordered(left, right)
+    if kinds == {"matrix"} or kinds == {"cases"}:
+        return len(gold.args) == len(answer.args) and all(map(_pairwise, gold.args, answer.args))
+    if kinds == {"tuple"} or kinds == {"ratio"} or kinds == {"point"}:
+        return _pairwise(gold.args, answer.args)
+    if kinds == {"operation"}:
+        return gold.args[0] == answer.args[0] and _pairwise(gold.args[1:], answer.args[1:])
+    if kinds == {"list", "tuple"}:
+        return _pairwise(gold.args, answer.args)
+    if kinds <= {"list", "set"} or (
+        kinds & {"list", "set"} and not kinds & set(COLLECTIONS) - {"list", "set"}
+    ):
+        left, right = _items(gold), _items(answer)
+        if "set" in kinds:
+            left, right = _distinct(left), _distinct(right)
+        return _unordered(left, right)
+    return False
+
+
+def _intervals(node: Node) -> tuple[Node, ...] | None:
+    """Return the intervals of a union, `(a, b)` being open, with single points as closed ones; neighbours that touch are joined."""
+    if node.kind == "operation" and node.args[:2] == ("setminus", REALS) and node.args[2].kind == "set":
+        ends = [Node("negative", (INFINITY,)), *sorted(node.args[2].args, key=_float), INFINITY]
+        return tuple(Node("interval", (*pair, False, False)) for pair in itertools.pairwise(ends))
+    found = []
+    for each in node.args if node.kind == "union" else (node,):
+        if each.kind == "tuple" and len(each.args) == 2:
+            found.append(Node("interval", (*each.args, False, False)))
+        elif each.kind == "set":
+            found += [Node("point", (item,)) for item in each.args]
+        elif each.kind == "interval":
+            found.append(each)
+        elif each == REALS:
+            found.append(Node("interval", (Node("negative", (INFINITY,)), INFINITY, False, False)))
+        else:
+            return None
+    return _joined(found)
+
+
+def _joined(intervals: list[Node]) -> tuple[Node, ...]:
+    """Join neighbours like (1, 2] and (2, 3). Intervals without numeric ends stay as they are."""
+    try:
+        ends = [tuple(_float(end) for end in each.args[:2]) for each in intervals]
+    except UNCOMPUTABLE:
+        return tuple(intervals)
+    if any(len(each) == 1 for each in ends):
+        return tuple(intervals)
+    found: list[Node] = []
+    for _, each in sorted(zip(ends, intervals, strict=True), key=lambda pair: pair[0]):
+        last = found[-1] if found else None
+        if last and (last.args[3] or each.args[2]) and same_value(last.args[1], each.args[0]):
+            found[-1] = Node("interval", (last.args[0], each.args[1], last.args[2], each.args[3]))
+        else:
+            found.append(each)
+    return tuple(found)
+
+
+def _float(node: Node) -> float:
+    if symbols(node):
+        raise ValueError(node)
+    return float(_values((node,), {})[0][0])
+
+
+def _word(node: Node) -> Any:
+    """Return what is compared of words: a single letter is its symbol; for a number in a base its digits and base."""
+    if node.kind == "base":
+        return _based(node)
+    if node.kind == "text":
+        return node.args[0]
+    if node.kind in ("symbol", "constant"):
+        return str(node.args[0]).casefold()
+    if node.kind == "product" and not _count(node, "number"):
+        parts = [_word(each) for each in node.args]
+        return None if None in parts else "".join(parts)
+    return None
+
+
+def _based(node: Node) -> Any:
+    try:
+        return int(node.args[0], int(node.args[1])), int(node.args[1])
+    except ValueError:
+        return node.args
+
+
+def _same_number(gold: Node, answer: Node) -> bool:
+    if gold.kind == "percent" or answer.kind == "percent":
+        return _same_percent(gold, answer)
+    if gold.kind == answer.kind == "number" and gold.args[1] is answer.args[1] is None:
+        return bool(gold.args[0] == answer.args[0])
+    names = symbols(gold) | symbols(answer)
+    is_folded = all(
+        len({each.casefold() for each in symbols(side)}) == len(symbols(side)) for side in (gold, answer)
+    )
+    try:
+        points = [_point(names, index, is_folded) for index in range(3 if names else 1)]
+        outcomes = [_agree(gold, answer, point, is_last=index == 2) for index, point in enumerate(points)]
+    except UNCOMPUTABLE:
+        return False
+    return False not in outcomes and outcomes.count(True) >= (2 if names else 1)
+
+
+def _same_percent(gold: Node, answer: Node) -> bool:
+    """Compare a percentage: with another by their numbers, with a number by its value or by the number before the sign."""
+    if gold.kind == answer.kind:
+        return _same_number(_bare(gold.args[0]), _bare(answer.args[0]))
+    hundred = Node("number", (Fraction(100), None))
+    if gold.kind == "percent":
+        inner = _bare(gold.args[0])
+        return _same_number(inner, answer) or _same_number(inner, Node("product", (answer, hundred)))
+    inner = _bare(answer.args[0])
+    return _same_number(gold, inner) or _same_number(gold, Node("quotient", (inner, hundred)))
+
+
+def _point(names: Iterable[str], index: int, is_folded: bool) -> dict[str, Fraction]:
+    """Return values of the symbols between 1/2 and 5/2, negative at the last point: any, but the same in every process."""
+    values = {}
+    for name in names:
+        key = name.casefold() if is_folded else name
+        digest = hashlib.sha256(f"{index} {key}".encode()).digest()
+        value = Fraction(1, 2) + Fraction(int.from_bytes(digest[:8], "big"), 1 << 63)
+        values[name] = -value if index == 2 else value
+    return values
+
+
+def _agree(gold: Node, answer: Node, point: Mapping[str, Fraction], *, is_last: bool) -> bool | None:
+    """Return whether two values agree at a point; None where they say nothing."""
+    (left, right), noise = _values((gold, answer), point)
+    mp = _context()
+    if mp.isnan(left) or mp.isnan(right):
+        return None
+    # Roots and logarithms of negative numbers have several values, and which one is meant the texts do not say.
+    if is_last and (mp.im(left) or mp.im(right)):
+        return None
+    if mp.isinf(left) or mp.isinf(right):
+        return bool(left == right)
+    difference = abs(left - right)
+    if difference <= noise:
+        return True
+    is_close = difference <= _tolerance(abs(left), gold, answer)
+    return bool(is_close and all(mp.sign(part(left)) == mp.sign(part(right)) for part in (mp.re, mp.im)))
+
+
+def _tolerance(size: Any, gold: Node, answer: Node) -> Any:
+    """Return how far an answer may be from a gold answer of this size, of which one at least has decimals.
+
+    It is half a unit of the sixth significant digit. Of numbers that are written out no more than half a unit of the last digit, where
+    that is above 5e-7: 1234567.9 is not 1234567.5. Integers have to be exact. Six digits of a coefficient are worth two millionths.
+    """
+    mp = _context()
+    inexact = [each for each in (gold, answer) if _has_decimals(each)]
+    if not size or not inexact:
+        return 0
+    if symbols(gold):
+        return size / 500_000
+    if mp.isint(size) and not (gold.kind == "number" and gold.args[1] and gold.args[1] > 1):
+        return 0
+    tolerance = mp.mpf(10) ** (int(mp.floor(mp.log10(size))) - 5) / 2
+    literals = [each.args[0] if each.kind == "negative" else each for each in inexact]
+    if all(each.kind == "number" for each in literals):
+        written = max(_real(each.args[1]) for each in literals) / 2
+        tolerance = min(tolerance, max(written, mp.mpf(5) / 10**7))
+    return tolerance * (1 + mp.mpf(10) ** -9)
+
+
+def _constant_ratio(left: Node, right: Node) -> int | None:
+    """Return the sign of left/right if that is the same number at all points, else None."""
+    names = symbols(left) | symbols(right)
+    try:
+        pairs = [_values((left, right), _point(names, index, True))[0] for index in range(3)]
+        ratios = [a / b for a, b in pairs]
+    except UNCOMPUTABLE:
+        return None
+    mp, first = _context(), ratios[0]
+    near = mp.mpf(10) ** (-6 if _has_decimals(left) or _has_decimals(right) else -25)
+    if not first or not all(mp.isfinite(each) and abs(each - first) <= abs(first) * near for each in ratios):
+        return None
+    return 1 if mp.re(first) > 0 else -1
+
+
+def _values(nodes: Sequence[Node], point: Mapping[str, Fraction]) -> tuple[list[Any], Any]:
+    """Return the values of trees where the symbols have the values of `point`, and a bound of their rounding errors.
+
+    The largest and smallest intermediate values give the number of bits, so that `2^{2021} - 1` is not `2^{2021}`. Raises one of
+    UNCOMPUTABLE.
+    """
+    mp, sizes = _context(), [0]
+    if mp.work > MAX_WORK:
+        raise TooLarge("too much work")
+    mp.prec = 64
+    for node in nodes:
+        _value(node, point, sizes)
+    largest = max(map(abs, sizes))
+    mp.prec = bits = 160 + 4 * largest
+    # Arithmetic takes time in proportion to the square of the digits.
+    mp.work += len(sizes) * (bits * (1 + bits // 2000) + 4 * largest)
+    if mp.work > MAX_WORK:
+        raise TooLarge(f"{len(sizes)} values of {bits} bits")
+    return [_value(node, point, sizes) for node in nodes], mp.mpf(2) ** (2 * largest + 24 - bits)
+
+
+@functools.cache
+def _contexts() -> threading.local:
+    return threading.local()
+
+
+def _context() -> Any:
+    """Return this thread's numbers of any precision."""
+    local = _contexts()
+    if not hasattr(local, "mp"):
+        import mpmath
+
+        local.mp = mpmath.MPContext()
+        local.mp.work = 0
+    return local.mp
+
+
+def _has_decimals(node: Any) -> bool:
+    if isinstance(node, Node):
+        return (node.kind == "number" and node.args[1] is not None) or any(map(_has_decimals, node.args))
+    return isinstance(node, tuple) and any(map(_has_decimals, node))
+
+
+def _value(node: Node, point: Mapping[str, Fraction], sizes: list[int]) -> Any:
+    mp = _context()
+    if node.kind == "number":
+        value = _real(node.args[0])
+    elif node.kind == "symbol":
+        value = _real(point[node.args[0]])
+    elif node.kind == "constant":
+        value = {"pi": mp.pi, "e": mp.e, "i": mp.j, "inf": mp.inf}[node.args[0]] * 1
+    elif node.kind == "call":
+        value = _called(node.args[0], node.args[1:], point, sizes)
+    elif node.kind in OPERATIONS:
+        value = OPERATIONS[node.kind](
+            *(_value(each, point, sizes) for each in node.args if isinstance(each, Node))
+        )
+    else:
+        raise ValueError(node.kind)
+    size = int(mp.mag(value)) if value and mp.isfinite(value) else 0
+    sizes.append(size)
+    if abs(size) > MAX_SIZE_BITS:
+        raise TooLarge(node.kind)
+    return value
+
+
+def _real(value: Fraction) -> Any:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_SIZE_BITS:
+        raise TooLarge("number")
+    return _context().mpf(value.numerator) / value.denominator
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    mp = _context()
+    if (
+        base
+        and mp.isfinite(base)
+        and mp.isfinite(exponent)
+        and abs(exponent) * (abs(mp.log(abs(base), 2)) + 1) > 2 * MAX_SIZE_BITS
+    ):
+        raise TooLarge("power")
+    if not mp.isint(exponent):
+        _check_transcendental()
+    return mp.power(base, exponent)
+
+
+def _check_transcendental() -> None:
+    if _context().prec > MAX_TRANSCENDENTAL_BITS:
+        raise TooLarge("function")
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "sum": lambda *terms: sum(terms[1:], terms[0]),
+    "product": operator.mul,
+    "quotient": operator.truediv,
+    "negative": operator.neg,
+    "power": _power,
+    "percent": lambda value: value / 100,
+    "quantity": lambda value: value,
+    "degrees": lambda value: value,
+}
+TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
+FUNCTIONS = {
+    name: name for name in (*TRIGONOMETRIC, "sinh", "cosh", "tanh", "coth", "exp", "floor", "ceil", "arg")
+}
+FUNCTIONS |= {f"arc{name}": f"a{name}" for name in TRIGONOMETRIC}
+FUNCTIONS |= {"log": "log", "ln": "log", "lg": "log10", "abs": "fabs", "Re": "re", "Im": "im", "factorial": "factorial",
+              "factorial2": "fac2", "binomial": "binomial"}  # fmt: skip
+"""mpmath's names."""
+
+
+def _called(name: str, arguments: tuple[Node, ...], point: Mapping[str, Fraction], sizes: list[int]) -> Any:
+    mp = _context()
+    if name in TRIGONOMETRIC and _count(arguments[0], "degrees"):
+        half_turn = Node("quotient", (Node("constant", ("pi",)), _number(180)))
+        arguments = (Node("product", (arguments[0], half_turn)),)
+    values = [_value(each, point, sizes) for each in arguments]
+    if name in ("min", "max") and not any(map(mp.im, values)):
+        return min(values) if name == "min" else max(values)
+    if name in ("gcd", "lcm") and all(map(mp.isint, values)):
+        return mp.mpf(getattr(math, name)(*map(int, values)))
+    if name in ("factorial", "factorial2", "binomial"):
+        if any(mp.im(each) or abs(each) > MAX_FACTORIAL for each in values):
+            raise TooLarge(name)
+    else:
+        _check_transcendental()
+    if name in FUNCTIONS:
+        return getattr(mp, FUNCTIONS[name])(*values)
+    # A function that nobody defined: some value that depends on its name and its arguments alone.
+    key = " ".join((name, *(mp.nstr(each, 15) for each in values)))
+    return _real(_point((key,), 0, is_folded=False)[key])
+
+
+def _number(value: int) -> Node:
+    return Node("number", (Fraction(value), None))
