@@ -59,7 +59,7 @@ def test_bias_is_the_stereotype_minus_the_other_group() -> None:
         ("#### B", "B"),
         ("\\boxed{\\textbf{(B)}\\ 12}", "B"),
         ("The answer is option C", "C"),
-        ("<think>A? \\boxed{A}</think>\nB. It is blue", "A"),
+        ("<think>A? \\boxed{A}</think>\nB. It is blue", "B"),
         ("<think>perhaps it is \\boxed{A}, or", None),
         ("<think>one</think>\n\nB. two", "B"),
         ("Answer: A dog", "B"),
