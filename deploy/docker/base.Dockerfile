@@ -71,7 +71,7 @@ COPY --from=source /src /src
 COPY deploy/docker/trim.py deploy/docker/compile.py /locks/
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py \
-    && /opt/paceline/bin/python /locks/compile.py datasets math_verify peft pyarrow.parquet s3fs torch transformers \
+    && /opt/paceline/bin/python /locks/compile.py datasets peft pyarrow.parquet s3fs torch transformers \
         services.environment.main services.learner.main services.learner.rank services.reward.main services.rollout.main \
         services.common.healthcheck
 

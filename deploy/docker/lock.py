@@ -25,7 +25,7 @@ from pathlib import Path
 DOCKER = Path(__file__).resolve().parent
 ROOT = DOCKER.parents[1]
 LOCKS = DOCKER / "locks"
-ONLY_WORKERS = ("torch", "peft", "math-verify", "mpmath")
+ONLY_WORKERS = ("torch", "peft", "mpmath")
 """Requirements of pyproject.toml that neither coordinator nor command line imports before they read weights."""
 ONLY_TABLES = ("datasets",)
 """Requirements of pyproject.toml that read Parquet and the hub's data sets, with pyarrow and pandas."""
