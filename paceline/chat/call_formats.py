@@ -22,9 +22,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from paceline.chat.messages import Json
 from paceline.data.json_schemas import fits, parameters_of, property_of, types_of
-from paceline.data.messages import STRICT_JSON, read_json
+from paceline.data.messages import STRICT_JSON, Json, read_json
 
 CallFormat = Literal["hermes", "json", "none"]
 
