@@ -158,7 +158,8 @@ def _framing(tokenizer: Any, specials: set[str]) -> set[str]:
 def _probes(tokenizer: Any) -> list[str]:
     """Return what the template writes of short chats: of all messages, and of a tool's result alone, because special tokens in
     the call before it are the model's. A chat that the template refuses is left out."""
-    from paceline.data.tokens import render_chat  # heavy, and the processes of reward functions read texts alone
+    # Here, because it is heavy and the processes of reward functions read texts alone.
+    from paceline.data.tokens import render_chat
 
     system, user, assistant, tool = ({"role": role, "content": text} for role, text in CONTENTS.items())
     call = {"id": "c47134713", "type": "function", "function": {"name": "f", "arguments": {}}}
