@@ -204,9 +204,7 @@ def _unordered(gold: tuple[Node, ...], answer: tuple[Node, ...]) -> bool:
     """Return whether each item has a partner of its own among the others. Equality is close to transitive, so the first will do."""
     if len(gold) != len(answer) or len(gold) > MAX_ITEMS:
         return False
-    if _pairwise(gold, answer):
-        return True
-    left = list(answer)
+    left = list(answer)  # each pair is compared once, because nested sets would double the work at each level
     for item in gold:
         partner = next((index for index, other in enumerate(left) if same_value(item, other)), None)
         if partner is None:

@@ -12,7 +12,11 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 MAX_CHARS = 2000
-MAX_DEPTH = 60
+MAX_DEPTH = 40
+"""Of brackets and arguments within one another. They and MAX_LEVELS keep a reader and a comparison far from Python's limit of
+recursion, so that no result depends on the stack of the caller."""
+MAX_LEVELS = 120
+"""Of a tree; each factor of a product, sign and `!` is one."""
 MAX_EXPONENT = 400
 
 
@@ -164,9 +168,17 @@ def read(text: str) -> Node | None:
     if len(text) > MAX_CHARS or not text.strip():
         return None
     try:
-        return _Reader(_normal(text)).whole()
+        tree = _Reader(_normal(text)).whole()
+        return None if _is_deep(tree) else tree
     except (Unreadable, RecursionError, ZeroDivisionError):
         return None
+
+
+def _is_deep(tree: Node) -> bool:
+    level: list[tuple[Any, ...]] = [tree]
+    for _ in range(2 * MAX_LEVELS):  # a node and its args are a tuple each
+        level = [each for found in level for each in found if isinstance(each, tuple)]
+    return bool(level)
 
 
 def spelling(text: str) -> str:
@@ -494,6 +506,8 @@ class _Reader:
             return _Reader(_normal(content), self.depth).whole()
         if "operatorname" in match[0] or not content:
             return Node("symbol", (content,))
+        if (tree := read(content)) is not None and tree.kind == "quantity":  # \text{5 hours}
+            return tree
         found = phrase(content)
         return Node("set") if found in NO_SOLUTION else Node("text", (found,))
 

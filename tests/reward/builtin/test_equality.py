@@ -210,6 +210,8 @@ def test_six_significant_digits_of_any_size_and_sign(gold: str, answer: str, equ
         ("0,111", "0.111", True),
         ("9 a.m.", "9 AM", True),
         ("9 a.m.", "9 p.m.", False),
+        (r"\text{5 hours}", "5 hours", True),
+        (r"\text{5 hours}", r"5 \text{ minutes}", False),
         (r"\frac{NO}{BO} = 3", "3", True),
         ("|AB| = 1", "1", True),
         ("V_1:V_2 = 11:21", "11:21", True),
@@ -229,6 +231,8 @@ HOSTILE = [
     "(x+y)^{100000}", "x" * 1900, "|" * 300, "-" * 1900 + "1", "^" * 500, "x_" * 500, "a:" * 500 + "b", r"\begin{pmatrix}" * 50,
     "5 and " * 300 + "5", "(1," * 300, "0^{-1}", "1/0", r"\log_0 5", r"\sin(10^{300})", r"\sqrt[0]{2}",
     ",".join(f"2^{{{n}}}" for n in range(19000, 19060)),
+    "x y " * 450, "-" * 900 + "1", "3" + "!" * 900, "½" * 900, "9!^" * 300 + "2", "x^-" * 400 + "2",
+    r"\{" * 38 + "3" + r"\}" * 38, r"\{1," * 38 + "3" + r"\}" * 38,
 ]  # fmt: skip
 
 
