@@ -205,7 +205,9 @@ def _has_own_end(tokenizer: Any, span: list[int], messages: list[Any]) -> bool:
     """Return whether a span ends with text of the template, such as ChatML's end of a turn in a base model, and not with what
     the assistant says."""
     text = "".join(tokenizer.decode(span, skip_special_tokens=False).split())
-    said = ("".join(str(each.get("content") or "").split()) for each in messages if each["role"] == "assistant")
+    said = (
+        "".join(str(each.get("content") or "").split()) for each in messages if each["role"] == "assistant"
+    )
     return not any(text.endswith(each) for each in said if each)
 
 

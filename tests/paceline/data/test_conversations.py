@@ -200,7 +200,10 @@ def test_stops_and_stop_strings_of_the_policy_count(tmp_path: Path) -> None:
             PolicySection.model_validate({"model_name": str(tmp_path), "generation": generation})
         )
 
-    for answer in (TURN, MARKS["closed behind the stop"]):  # the last answer trains what follows the end of a turn
+    for answer in (
+        TURN,
+        MARKS["closed behind the stop"],
+    ):  # the last answer trains what follows the end of a turn
         tokenizer.chat_template = chat(answer)
         tokenizer.save_pretrained(tmp_path)
         texts = ["".join(text.split()) for text in trained(loaded(), TURNS)]
