@@ -68,6 +68,8 @@ class AnswerReader:
     _fault: str = ""
     """Of a call: why the text up to the first closing mark is none."""
     _is_open: bool = False
+    _gap: str = ""
+    """Of a call: the white space before it, which is content if it is no call."""
 
     def __post_init__(self) -> None:
         state = "reasoning" if self.in_reasoning else "start" if self.reasons else "content"
@@ -152,9 +154,11 @@ class AnswerReader:
             return False
         before, mark, after = text.partition(OPEN)
         if mark:
-            _add(parts, before.rstrip())
+            said = before.rstrip()
+            _add(parts, said)
             self._held = after
             self._enter("call", trims=False)
+            self._gap = before[len(said) :]
             return True
         self._give(parts, text, len(text) - len(_without_begun(text, OPEN).rstrip()))
         return False
@@ -188,7 +192,7 @@ class AnswerReader:
         body, closed, self._held = self._held.partition(CLOSE)
         text = OPEN + body + closed
         self.malformed.append(Malformed(text, self._fault))
-        _add(parts, text)
+        _add(parts, self._gap + text)
         self._enter("content", trims=self.num_calls > 0)
 
     def _read_json(self, text: str, parts: list[AnswerPart]) -> None:

@@ -14,7 +14,7 @@ import logging
 from typing import Any
 
 from paceline.data.json_schemas import Json, alternatives, parameters_of, property_of, types_of
-from paceline.data.messages import tools_of
+from paceline.data.messages import TOOLS_KEY, tools_of
 from paceline.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,10 @@ def without_added_nulls(row: Json, *, is_table: bool) -> Json:
         tools = tools_of(row) or []
     except DataError:  # the check of rows reports it
         tools = []
-    return {name: _walk(value, tools, is_table) if _may_call(value) else value for name, value in row.items()}
+    return {
+        name: _walk(value, tools, is_table) if name != TOOLS_KEY and _may_call(value) else value
+        for name, value in row.items()
+    }
 
 
 def _may_call(value: Any) -> bool:

@@ -2,7 +2,8 @@
 
 The assistant's text is what the chat template marks (`{% generation %}`). In a template without marks it is found by prefixes:
 what each assistant message adds to the conversation before it, opened for an answer. Promise: every answer trains with a token
-at which sampling stops, so that the model learns to end it, and no token trains that begins outside of an answer.
+at which sampling stops, or with the template's end of a turn, which the last answer puts before such a token; so the model learns
+to stop, and no token trains that begins outside of an answer.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ def _with_stops(
     tokenizer: Any, ids: list[int], spans: list[Span], messages: list[Any]
 ) -> tuple[list[int], list[Span]]:
     """Return tokens and spans with each answer up to and with the token at which sampling stops; the last answer gets one where
-    the template writes none behind it. Raises InvalidInput where another answer has none."""
+    the template writes none behind it. Raises InvalidInput where another answer has neither that nor the template's own end,
+    behind which the model learns to stop from the last answer."""
     stops, ended = stop_ids(tokenizer), []
     for number, (begin, end) in enumerate(spans):
         is_last = number == len(spans) - 1
@@ -169,7 +171,10 @@ def _with_stops(
         elif is_last and stops.isdisjoint(ids[end:]):
             ids = [*ids[:end], end_id(tokenizer)]
             end += 1
-        elif is_last or _is_new_turn(tokenizer, ids[end:behind], stops, messages):
+        elif is_last or (
+            _is_new_turn(tokenizer, ids[end:behind], stops, messages)
+            and not _has_own_end(tokenizer, ids[begin:end], messages)
+        ):
             _refuse_endless(tokenizer, ids, end, behind, stops)
         ended.append((begin, end))
     return ids, ended
@@ -194,6 +199,16 @@ def _is_new_turn(tokenizer: Any, between: list[int], stops: frozenset[int], mess
     text = tokenizer.decode(between, skip_special_tokens=False)
     said = (str(each.get("content") or "").strip() for each in messages if each["role"] != "assistant")
     return not stops.isdisjoint(between) or any(each in text for each in said if each)
+
+
+def _has_own_end(tokenizer: Any, span: list[int], messages: list[Any]) -> bool:
+    """Return whether a span ends with text of the template, such as ChatML's end of a turn in a base model, and not with what
+    the assistant says."""
+    text = "".join(tokenizer.decode(span, skip_special_tokens=False).split())
+    said = (
+        "".join(str(each.get("content") or "").split()) for each in messages if each["role"] == "assistant"
+    )
+    return not any(text.endswith(each) for each in said if each)
 
 
 def _refuse_endless(tokenizer: Any, ids: list[int], end: int, behind: int, stops: frozenset[int]) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from paceline.data.column_names import conversation_key, has_text, with_keys_of_row
-from paceline.data.messages import are_messages, plain
+from paceline.data.messages import are_messages, fault_of_messages, plain
 from paceline.data.row_checks import check_columns, check_prompt, check_text
 from paceline.data.tokens import with_system_prompt
 from paceline.data.written import as_number
@@ -127,6 +127,7 @@ def read_preference(row: dict[str, Any], data: DataSection) -> Preference:
     else:
         check_prompt(row, data.prompt_key)
         prompt = row[data.prompt_key]
+        chosen, *several = _behind_prompt(prompt, [chosen, *several])
     keys, begun = (data.chosen_key, data.rejected_key), row.get(data.prompt_key)
     return _preference(prompt, chosen, several, float(margin), data, keys, begun)
 
@@ -226,6 +227,16 @@ def _split_conversations(chosen: Any, rejected: list[Any], data: DataSection) ->
             "differ; correct or remove the row"
         )
     return chosen[:common], chosen[common:], [conversation[common:] for conversation in rejected]
+
+
+def _behind_prompt(prompt: Any, whole: list[Any]) -> list[Any]:
+    """Return completions without the messages of the prompt, where all of them are conversations that begin with those, as in
+    HuggingFaceH4/ultrafeedback_binarized."""
+    if not all(are_messages(each) and not fault_of_messages(each) for each in whole):
+        return whole
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else plain(prompt)
+    repeats = all(len(each) > len(asked) and plain(each[: len(asked)]) == asked for each in whole)
+    return [each[len(asked) :] for each in whole] if repeats else whole
 
 
 def _split_texts(whole: list[str], data: DataSection) -> tuple[str, str, list[str]]:

@@ -250,6 +250,9 @@ def _continued(
         "be continued; end the prompt with the message before it, or use another template"
     )
     kept = content.strip()
+    if not kept:  # nothing that tells where the message ends: the opening of an answer
+        opened = render_chat(tokenizer, messages[:-1], template_kwargs, tools, add_generation_prompt=True)
+        return opened + content
     try:
         text = str(
             by_template(
@@ -258,7 +261,7 @@ def _continued(
         )
     except InvalidInput as error:
         raise rewritten if "continue_final_message" in str(error) else error from None
-    header, found, rest = text.rpartition(kept) if kept else (text, kept, "")
+    header, found, rest = text.rpartition(kept)
     opened = text
     with contextlib.suppress(InvalidInput):  # of a template that takes no shorter chat
         opened = render_chat(tokenizer, messages[:-1], template_kwargs, tools, add_generation_prompt=True)

@@ -72,6 +72,15 @@ def test_text_and_other_columns_stay_as_they_are() -> None:
     assert without_added_nulls(row, is_table=True) == row
 
 
+def test_definitions_of_tools_are_no_calls(caplog: pytest.LogCaptureFixture) -> None:
+    """A table gives the properties of each tool those of all others; `tools_of` reads them."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": None}}
+    row = {**row_of({"a": "x", "b": None}), "tools": [{"function": {"name": "f", "parameters": schema}}]}
+    with caplog.at_level(logging.WARNING):
+        assert without_added_nulls(row, is_table=True) == {**row_of({"a": "x"}), "tools": row["tools"]}
+    assert not caplog.records
+
+
 def test_a_table_of_calls_is_read_as_it_was_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """huggingface/trl#3926, modelscope/ms-swift#6467: two tools in one column of structures."""
     import datasets

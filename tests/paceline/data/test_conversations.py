@@ -200,8 +200,20 @@ def test_stops_and_stop_strings_of_the_policy_count(tmp_path: Path) -> None:
             PolicySection.model_validate({"model_name": str(tmp_path), "generation": generation})
         )
 
+    for answer in (
+        TURN,
+        MARKS["closed behind the stop"],
+    ):  # the last answer trains what follows the end of a turn
+        tokenizer.chat_template = chat(answer)
+        tokenizer.save_pretrained(tmp_path)
+        texts = ["".join(text.split()) for text in trained(loaded(), TURNS)]
+        assert texts == ["4<|im_end|>", "6<|im_end|><|user|>"]
+    tokenizer.chat_template = chat(ANSWER)
+    tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InvalidInput, match=r"at which sampling stops \('<\|user\|>'\).*stop_token_ids"):
         trained(loaded(), TURNS)
+    tokenizer.chat_template = chat(TURN)
+    tokenizer.save_pretrained(tmp_path)
     assert trained(loaded(stop_token_ids=[end]), TURNS) == ["4<|im_end|>", "6<|im_end|>"]
     assert trained(loaded(stop_strings=["<|im_end|>"]), TURNS)[0].startswith("4<|im_end|>")
 

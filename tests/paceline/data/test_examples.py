@@ -38,6 +38,12 @@ def test_whole_conversations_share_their_beginning() -> None:
     assert pair == ([USER], [FOUR], ([FIVE],), 0.0)
 
 
+@pytest.mark.parametrize("prompt", [USER["content"], [USER]])
+def test_whole_conversations_beside_their_prompt_repeat_it(prompt: Any) -> None:
+    pair = read_preference({"prompt": prompt, "chosen": [USER, FOUR], "rejected": [USER, FIVE]}, DATA)
+    assert pair == ([USER], [FOUR], ([FIVE],), 0.0)
+
+
 def test_a_list_of_conversations_is_several_rejected() -> None:
     pair = read_preference({"prompt": [USER], "chosen": [FOUR], "rejected": [[FIVE], [USER]]}, DATA)
     assert pair.rejected == ([FIVE], [USER])

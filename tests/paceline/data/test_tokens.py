@@ -293,6 +293,16 @@ def test_a_prompt_may_be_the_beginning_of_an_answer_alone() -> None:
         )
 
 
+@pytest.mark.parametrize("content", ["", "\n", " "])
+def test_an_empty_beginning_is_the_opening_of_an_answer(content: str) -> None:
+    """Templates that trim contents, as Llama 3's and Gemma's, would lose the white space of the opening with it."""
+    template = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
+    prompt = [*SAY, {"role": "assistant", "content": content}]
+    tokenizer = tokenizer_of("byte_level", template=template)
+    text = tokenizer.decode(encode_prompt(tokenizer, prompt, "auto"))
+    assert text == tokenizer.decode(encode_prompt(tokenizer, SAY, "auto")) + content
+
+
 def test_turns_of_the_assistant_in_a_row_stay_turns() -> None:
     tokenizer = tokenizer_of("byte_level", template=CHATML)
     prompt_ids, ids = encode_exchange(tokenizer, BEGUN, [{"role": "assistant", "content": "yes"}], "auto")
