@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.added_nulls import without_added_nulls
-from paceline.data.table_rows import SHORT, in_short_form
+from paceline.data.table_rows import in_short_form, short_types
 from paceline.errors import DataError, Unreadable
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class _Tables:
             start = self._position - table.num_rows
             skipped = min(max(0, first - start), table.num_rows)
             taken = table.slice(skipped, number - len(found))
-            short = [field.name for field in taken.schema if str(field.type) in SHORT]
+            short = short_types(taken.schema)
             rows = (without_added_nulls(row, is_table=True) for row in taken.to_pylist())
             found += [in_short_form(row, short) for row in rows]
             rest = table.slice(skipped + taken.num_rows)

@@ -7,7 +7,7 @@ is plain: where this process has a storage key, a file is read into memory inste
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from paceline.encryption.storage_key import storage_key
 from paceline.errors import DataError, Unreadable
 from paceline.models.hub_names import hub_remedy
 
-SHORT = ("float32", "float16", "float", "halffloat")
+SHORT: Mapping[str, Any] = dict.fromkeys(("float32", "float"), np.float32) | dict.fromkeys(
+    ("float16", "halffloat"), np.float16
+)
 """Types, as `datasets` and pyarrow name them, whose numbers have more digits as Python's than they are written with."""
 STREAMED_ROWS = 1000
 """Rows of one table of a stream."""
@@ -121,10 +123,28 @@ def without_configs(field: str, config: str, name: str, kind: str) -> DataError:
     )
 
 
-def in_short_form(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return a row with the numbers of 32 or 16 bits in the columns `names` as they are written: 0.1, not 0.10000000149011612."""
-    short = {name: value for name in names if (value := row[name]) is not None}
-    return {**row, **{name: float(str(np.float32(value))) for name, value in short.items()}}
+def short_types(schema: Any) -> dict[str, str]:
+    """Return the types of the columns whose numbers, or lists of numbers, are of 32 or 16 bits."""
+    found = {}
+    for field in schema:
+        kind = field.type
+        while hasattr(kind, "value_field"):
+            kind = kind.value_type
+        found[field.name] = str(kind)
+    return {name: kind for name, kind in found.items() if kind in SHORT}
+
+
+def in_short_form(row: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row with the numbers of 32 or 16 bits, by their columns' `types`, as they are written: 0.1, not
+    0.10000000149011612."""
+    return {**row, **{name: _written(row[name], SHORT[kind]) for name, kind in types.items()}}
+
+
+def _written(value: Any, kind: Any) -> Any:
+    """Return a number, or those of a list, with as many digits as `kind` has."""
+    if isinstance(value, list):
+        return [_written(each, kind) for each in value]
+    return value if value is None else float(str(kind(value)))
 
 
 class TableRows:
@@ -133,7 +153,7 @@ class TableRows:
         self._adds_nulls = not holds_json(dataset)
         self.fingerprint = f"{len(dataset)} rows"
         self.columns = tuple(dataset.column_names)
-        self._short = [name for name, each in dataset.features.items() if getattr(each, "dtype", "") in SHORT]
+        self._short = short_types(dataset.features.arrow_schema)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -27,8 +27,10 @@ SCORE = "score.weight"
 """Head of one score, which a reward model begins without."""
 NAMES_SHOWN = 3
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
-UNUSED = re.compile(r"(^|\.)(mtp|mtp_layers|v_head)\.")
-"""Tensors that no forward pass here needs: layers for speculative decoding, and the value head beside a policy."""
+UNUSED = re.compile(r"(^|\.)((mtp|mtp_layers|v_head)\.|attn\.masked_bias$|rotary_emb\.(cos|sin)_cached$)")
+"""Tensors that no forward pass here needs: layers for speculative decoding, the value head beside a policy, and constants that
+older checkpoints store."""
+LM_HEADS = ("lm_head.", "embed_out.")
 
 
 def load_pretrained(
@@ -108,7 +110,7 @@ def _check_weights(model: Any, files: WeightFiles, what: str, begins: bool) -> N
                 )
     if begins and SCORE in missing:
         missing.discard(SCORE)
-        unexpected = {name for name in unexpected if not name.startswith("lm_head.")}
+        unexpected = {name for name in unexpected if not name.startswith(LM_HEADS)}
     _refuse_unfit(type(model).__name__, files.place, what, missing, unexpected)
 
 

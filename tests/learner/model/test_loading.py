@@ -13,7 +13,7 @@ import torch
 from loaded_models import differing, save_model
 from safetensors.torch import load_file, save_file
 from tiny_policy import CPU, make_spec, save_tiny_policy
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from learner.model.policy import load_policy, load_reference, load_reward_model
 from paceline.errors import InvalidInput
@@ -62,6 +62,14 @@ def test_a_head_that_is_not_there_is_drawn_as_transformers_draws_it(tmp_path: Pa
     expected = auto.from_pretrained(tmp_path, dtype=torch.float32, num_labels=1)
     assert torch.equal(loaded.score.weight, expected.score.weight)
     assert torch.equal(after, torch.get_rng_state())
+
+
+def test_a_reward_model_begins_without_the_lm_head_of_gpt_neox(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=32, pad_token_id=0, **sizes))
+    model.save_pretrained(tmp_path)
+    loaded = load_reward_model(make_spec(tmp_path, "rm").policy, CPU)
+    assert torch.equal(loaded.gpt_neox.embed_in.weight, model.gpt_neox.embed_in.weight)
 
 
 def test_a_model_that_claims_a_head_keeps_it(tmp_path: Path) -> None:

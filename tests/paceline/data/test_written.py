@@ -66,6 +66,8 @@ VALUES: dict[str, tuple[Any, str, float | None]] = {
     "json no answers": (b'{"prompt": "p", "answer": []}\n', "x", None),
     "parquet 72.0": (pa.array([72.0, None]), "72", 1.0),
     "parquet float32": (pa.array([0.1], pa.float32()), "0.1", 1.0),
+    "parquet float16": (pa.array([0.1], pa.float16()), "0.1", 1.0),
+    "parquet list of float32": (pa.array([[0.1, 0.2]], pa.list_(pa.float32())), "0.2", 1.0),
     "parquet NaN": (pa.array([NAN, 1.0]), "nan", None),
     "parquet decimal": (pa.array([decimal.Decimal("1.50")]), "1.50", 1.0),
     "parquet date": (pa.array([DAY]), "2026-11-26", 1.0),

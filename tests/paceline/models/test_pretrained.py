@@ -155,6 +155,12 @@ CASES: dict[str, Case] = {
         plus(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8)),
         None,
     ),
+    "rotary tables of older versions": (
+        True,
+        plus(model__layers__0__self_attn__rotary_emb__cos_cached=torch.ones(1, 1, 4, 8)),
+        None,
+    ),
+    "mask of older versions": (True, plus(transformer__h__0__attn__masked_bias=torch.tensor(-1e4)), None),
     "speculative layers": (True, plus(mtp__layers__0__weight=torch.ones(8)), None),
     "value head": (True, plus(v_head__summary__weight=torch.ones(1, 32)), None),
     "float16": (True, cast("model.norm.weight", torch.float16), None),

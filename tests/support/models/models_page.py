@@ -82,8 +82,8 @@ tensor is read, and names the folder and the tensors:
 | pickled weights (`pytorch_model.bin`) without safetensors | they can run code |
 | an `adapter_config.json` in the folder | the adapter is left out, or the base of another folder loaded |
 
-Left over and harmless are layers for speculative decoding (`mtp.`), a value head (`v_head.`), buffers that
-transformers knows of older files, and two equal tied tensors. A run of `rm` begins without `score.weight`, unless the
+Left over and harmless are layers for speculative decoding (`mtp.`), a value head (`v_head.`), the buffers of older files
+(`inv_freq`, `cos_cached`, `masked_bias`), and two equal tied tensors. A run of `rm` begins without `score.weight`, unless the
 config says that it is a sequence classification.
 
 ## Float32 head
