@@ -235,8 +235,8 @@ def _calls(
     rows: Sequence[Mapping[str, Any]], *, wrapped: bool
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[tuple[Any, ...], ...]]:
     """Return the arguments and the right values of each call. An input that is text has one argument a line as JSON, and then
-    the output is JSON too (LiveCodeBench, PRIME); else they are values. With `wrapped` a value may be the only entry of a list,
-    as in APPS."""
+    the output is JSON too (LiveCodeBench, PRIME); else they are values. With `wrapped`, and of
+    the type `function_call`, a value may be the only entry of a list, as in APPS, whose rows PRIME took apart."""
     arguments, outputs = [], []
     for index, row in enumerate(rows):
         given, right = row["input"], row["output"]
@@ -252,7 +252,11 @@ def _calls(
             values = [right]
             if isinstance(right, str) and right in WORDS:
                 values.append(WORDS[right])
-            if wrapped and isinstance(right, list | tuple) and len(right) == 1:
+            if (
+                (wrapped or row.get("type") == "function_call")
+                and isinstance(right, list | tuple)
+                and len(right) == 1
+            ):
                 values.append(right[0])
         arguments.append(tuple(given) if isinstance(given, list | tuple) else (given,))
         outputs.append(tuple(values))
