@@ -188,6 +188,13 @@ def _pairs(value: Any, entry_point: Any) -> Pairs | Calls:
 
 def _rows(value: Any) -> tuple[list[Mapping[str, Any]], bool]:
     """Return an object for each test, and whether they were lists in one object, as in APPS."""
+    if isinstance(value, Mapping) and "test_cases" in value:  # verification_info of SYNTHETIC-1 and open-r1
+        _check_keys(value, frozenset({"language", "test_cases"}), "the tests have")
+        if value.get("language") not in (None, "python"):
+            raise InvalidInput(
+                f"the tests are for the language {value['language']!r:.40}; keep rows of python, or make test_cases the column"
+            )
+        value = _parsed(value["test_cases"])
     if isinstance(value, Mapping) and ("inputs" in value or "outputs" in value):
         _check_keys(value, PAIRS_KEYS, "the tests have")
         return _paired(value, value.get("inputs"), value.get("outputs")), True

@@ -244,6 +244,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], float]] = {
     "a presumed name is not the program's": ("x = 1", fn([[12, 18]], [6], "gcd"), 0.0),
     "deep recursion": ("def f(n): return n and 1 + f(n - 1)", fn([[5000]], [5000]), 1.0),
     "no arguments": ("def f(): return 1", {"tests": [{"input": "", "output": "1", "testtype": "functional"}], "entry_point": "f"}, 1.0),
+    "a row of SYNTHETIC-1": (ADD, {"tests": {"language": "python", "test_cases": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}]}}, 1.0),
     "a list of PRIME around the value, as in the rows of APPS that it took apart": (ADD, {"tests": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}]}, 1.0),
     "a type and a name, as PRIME has them": (ADD, {"tests": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": 3}]}, 1.0),
     # verdicts that a program forges
