@@ -188,6 +188,13 @@ def _pairs(value: Any, entry_point: Any) -> Pairs | Calls:
 
 def _rows(value: Any) -> tuple[list[Mapping[str, Any]], bool]:
     """Return an object for each test, and whether they were lists in one object, as in APPS."""
+    if isinstance(value, Mapping) and "test_cases" in value:  # verification_info of SYNTHETIC-1 and open-r1
+        _check_keys(value, frozenset({"language", "test_cases"}), "the tests have")
+        if value.get("language") not in (None, "python"):
+            raise InvalidInput(
+                f"the tests are for the language {value['language']!r:.40}; keep rows of python, or make test_cases the column"
+            )
+        value = _parsed(value["test_cases"])
     if isinstance(value, Mapping) and ("inputs" in value or "outputs" in value):
         _check_keys(value, PAIRS_KEYS, "the tests have")
         return _paired(value, value.get("inputs"), value.get("outputs")), True
@@ -235,8 +242,8 @@ def _calls(
     rows: Sequence[Mapping[str, Any]], *, wrapped: bool
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[tuple[Any, ...], ...]]:
     """Return the arguments and the right values of each call. An input that is text has one argument a line as JSON, and then
-    the output is JSON too (LiveCodeBench, PRIME); else they are values. With `wrapped` a value may be the only entry of a list,
-    as in APPS."""
+    the output is JSON too (LiveCodeBench, PRIME); else they are values. With `wrapped`, and of
+    the type `function_call`, a value may be the only entry of a list, as in APPS, whose rows PRIME took apart."""
     arguments, outputs = [], []
     for index, row in enumerate(rows):
         given, right = row["input"], row["output"]
@@ -252,7 +259,11 @@ def _calls(
             values = [right]
             if isinstance(right, str) and right in WORDS:
                 values.append(WORDS[right])
-            if wrapped and isinstance(right, list | tuple) and len(right) == 1:
+            if (
+                (wrapped or row.get("type") == "function_call")
+                and isinstance(right, list | tuple)
+                and len(right) == 1
+            ):
                 values.append(right[0])
         arguments.append(tuple(given) if isinstance(given, list | tuple) else (given,))
         outputs.append(tuple(values))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -16,6 +18,10 @@ BEHIND_TEXT = re.compile(r"(?P<before>)[^`\n]*(?P<fence>`{3,})(?P<word>python3?|
 """The same behind text: `Here it is: ```python`."""
 BARE_FENCE = re.compile(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*\r?$", re.MULTILINE)
 CONTAINERS = ("markdown", "md")
+BEGIN = re.compile(r"^\[BEGIN\][ \t]*\r?\n", re.MULTILINE)
+"""Line before a program in MBPP's prompts (Austin et al. 2021)."""
+DONE = re.compile(r"^\[DONE\]", re.MULTILINE)
+"""The mark behind it: a base model goes on, and a stop string stays in the text."""
 DEFINED = re.compile(
     r"^(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE
 )
@@ -37,21 +43,35 @@ def program_of(
     """Return the program that a completion states; None for `block` without a block.
 
     The last fenced block of the answer counts, because a model may try others before: the last of those that
-    define one of `names`, or where none does of those in Python (`python`), or of all. The text before a bare fence counts too where
+    define one of `names`, or where none does of those in Python (`python`), or of all. A block that names no language and is no
+    program, such as an example of the output, gives way to others. The text before a bare fence counts too where
     it alone defines one of `names`, because a prompt may have opened its block. `auto` takes the whole text where there is no
     block, `none` always.
     """
     if extract == "none":
         return text
-    answer = answer_of(text)
+    answer = BEGIN.split(DONE.split(answer_of(text))[0])[-1]
     blocks = [(word, code) for word, code in blocks_of(answer) if code.strip()]
-    programs = [code for word, code in blocks if not python or not word or word.startswith("py")]
-    programs = programs or [code for _, code in blocks]
+    if python:
+        of_python = [(word, code) for word, code in blocks if not word or word.startswith("py")]
+        blocks = [(word, code) for word, code in of_python if word or _acts(code)] or of_python or blocks
+    programs = [code for _, code in blocks]
     before = BARE_FENCE.split(answer, maxsplit=1)[0]
     for candidates in (programs, [before] if before != answer else []):
         if defining := [code for code in candidates if names & defined_in(code)]:
             return defining[-1]
     return programs[-1] if programs else None if extract == "block" else before
+
+
+def _acts(code: str) -> bool:
+    """Return whether Python does more with a text than to read values."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            body = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(not isinstance(each, ast.Expr) or isinstance(each.value, ast.Call) for each in body)
 
 
 def blocks_of(text: str) -> Iterator[tuple[str, str]]:

@@ -340,7 +340,7 @@ angle brackets. *Healthy* says what to expect, and what another value means.
 
 `paceline` warns of a step whose rewards trained nothing (`zero_advantage_fraction` is 1), at the first such step, the
 second, the fourth and so on. In the same way it warns of a step whose `advantage_max` is above 1000, or whose `grad_norm` is
-above 1000 times `policy.max_grad_norm`.
+above 1000 times `policy.max_grad_norm`, with `loss_fn.reduction: sequence_sum` per trained token of a completion.
 """
 
 

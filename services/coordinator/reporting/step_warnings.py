@@ -10,7 +10,8 @@ LARGEST_ADVANTAGE = 1e3
 """Absolute advantages above this are absurd: the normalised ones are about as large as the root of the group's size."""
 
 LARGEST_GRADIENT = 1e3
-"""So are gradient norms above this many times the norm that they are clipped to (at least 1)."""
+"""So are gradient norms above this many times the norm that they are clipped to (at least 1), per trained token of a completion
+where the reduction sums those."""
 
 
 def no_signal(spec: RunSpec, metrics: Mapping[str, float]) -> str:
@@ -45,9 +46,14 @@ def out_of_scale(spec: RunSpec, metrics: Mapping[str, float]) -> str:
             f"{spec.grpo.advantage!r} divides by the spread of rewards that are nearly equal; see `paceline samples`, then scale "
             "or round the reward, or take an advantage without std (dr_grpo, rloo)"
         )
-    bounds = {"grad_norm": spec.policy.max_grad_norm, "value_grad_norm": spec.value.max_grad_norm}
-    for name, bound in bounds.items():
-        if metrics.get(name, 0.0) > LARGEST_GRADIENT * max(bound, 1.0):
+    summed = metrics.get("tokens", 0.0) / max(metrics.get("sequences", 0.0), 1.0)
+    length = max(summed, 1.0) if spec.loss_fn.reduction == "sequence_sum" else 1.0
+    bounds = {
+        "grad_norm": (spec.policy.max_grad_norm, length),
+        "value_grad_norm": (spec.value.max_grad_norm, 1.0),
+    }
+    for name, (bound, terms) in bounds.items():
+        if metrics.get(name, 0.0) > LARGEST_GRADIENT * max(bound, 1.0) * terms:
             return (
                 f"{name} is {metrics[name]:.6g} before clipping to {bound:g}, so the clipped step has a direction but no scale. "
                 "Likely causes are very large rewards or advantages (advantage_max), a reduction that sums tokens "

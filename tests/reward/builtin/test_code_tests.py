@@ -244,6 +244,8 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], float]] = {
     "a presumed name is not the program's": ("x = 1", fn([[12, 18]], [6], "gcd"), 0.0),
     "deep recursion": ("def f(n): return n and 1 + f(n - 1)", fn([[5000]], [5000]), 1.0),
     "no arguments": ("def f(): return 1", {"tests": [{"input": "", "output": "1", "testtype": "functional"}], "entry_point": "f"}, 1.0),
+    "a row of SYNTHETIC-1": (ADD, {"tests": {"language": "python", "test_cases": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}]}}, 1.0),
+    "a list of PRIME around the value, as in the rows of APPS that it took apart": (ADD, {"tests": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}]}, 1.0),
     "a type and a name, as PRIME has them": (ADD, {"tests": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": 3}]}, 1.0),
     # verdicts that a program forges
     "equal to all": ("class A:\n    def __eq__(s, o): return True\ndef add(a, b): return A()", {"tests": FN}, 0.0),
@@ -280,7 +282,9 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], float]] = {
     "a prompt in words": ("def total(xs): return sum(xs)", {**TOTAL, "prompt": "Add a list."}, 1.0),
     "imports of the future": ("from __future__ import annotations\ndef total(xs: List[int]): return sum(xs)", {**TOTAL, "prompt": TYPED}, 1.0),
     "a method by its path": ("class Solution:\n    def total(self, xs): return sum(xs)", {**TOTAL, "entry_point": "Solution().total"}, 1.0),
+    "names that LeetCode's starter presumes": ("class Solution:\n    def total(self, xs: List[int]): return sum(xs)", {**TOTAL, "entry_point": "Solution().total"}, 1.0),
     # MBPP
+    "a run-on behind MBPP's mark": ("def f(): return 3\n[DONE]\nNow f(5):\n[BEGIN]\ndef f(): return 5\n", {"tests": ["assert f() == 3"]}, 1.0),
     "set-up code": ("def f(): return ROOT", {"tests": ["assert f() == 3"], "test_setup_code": "ROOT = 3"}, 0.0),
     "set-up code that uses the program": ("class Node:\n    pass\ndef f(n): return isinstance(n, Node)", {"tests": ["assert f(root)"], "test_setup_code": "root = Node()"}, 1.0),
     "imports of tests": ("def f(): return 0.1 + 0.2", {"tests": ["assert math.isclose(f(), 0.3)"], "test_imports": ["import math"]}, 1.0),
@@ -288,6 +292,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], float]] = {
     "tildes": ("~~~py\ndef add(a, b): return a + b\n~~~", {"tests": TESTS}, 1.0),
     "a fence in a list": ("1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```", {"tests": TESTS}, 1.0),
     "an example behind it": (f"```python\n{ADD}\n```\nUse it:\n```python\nprint(add(1, int(input())))\n```", {"tests": TESTS}, 1.0),
+    "its output behind it, without a word": ("```python\nprint(input())\n```\nIt prints\n```\n1\n```", {"tests": ONE}, 1.0),
     "its output behind it": ("```python3\nprint(input())\n```\nIt prints\n```text\n1\n```", {"tests": ONE}, 1.0),
     "how to run it behind it": ("```python\nprint(input())\n```\n```bash\npython main.py\n```", {"tests": ONE}, 1.0),
     "a stray fence behind it": (f"```python\n{ADD}\n```\n```", {"tests": TESTS}, 1.0),

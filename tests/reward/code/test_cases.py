@@ -38,6 +38,8 @@ def test_the_form_is_told_from_the_value(value: Any, expected: Any) -> None:
     ("value", "kind", "said"),
     [
         ([], "auto", "0 tests"),
+        ({"language": "cpp", "test_cases": PAIRS}, "auto", "the language 'cpp'"),
+        ({"language": "python", "test_cases": PAIRS, "checker": ""}, "auto", "the key 'checker'"),
         (["assert f("], "auto", "test 0 is not Python"),
         ([{"input": "1"}], "auto", "test 0 .* an object with input and output"),
         ({"inputs": ["1"], "outputs": []}, "auto", "1 inputs"),

@@ -16,6 +16,13 @@ from reward.code.extraction import program_of, with_prompt
         ("```python\nx = 1", "x = 1"),
         ("<think>\n```\nx = 0\n```\n</think>\n```\nx = 1\n```", "x = 1\n"),
         ("<think>```x```</think>x = 1", "x = 1"),
+        ("```python\nprint(1)\n```\nExample output:\n```\n3\n```", "print(1)\n"),
+        ("```python\nprint(1)\n```\nIt prints:\n```\nYES 3 4\n```", "print(1)\n"),
+        ("```\nprint(1)\n```\nOutput:\n```\n(3, 4)\n```", "print(1)\n"),
+        ("```\n3 4\n```", "3 4\n"),
+        ("x = 1\n[DONE]", "x = 1\n"),
+        ("[BEGIN]\n  x = 1\n[DONE]\nNext task.\n[BEGIN]\nx = 2\n", "  x = 1\n"),
+        ("[BEGIN]\n```python\nx = 1\n```\n[DONE]", "x = 1\n"),
         ("```python\nprint('```')\n```", "print('```')\n"),
     ],
 )

@@ -100,6 +100,12 @@ def test_a_large_clipping_norm_allows_large_gradients(tmp_path: Path) -> None:
     assert out_of_scale(spec, {"grad_norm": 50001.0})
 
 
+def test_sums_over_long_completions_have_large_gradients(tmp_path: Path) -> None:
+    metrics = {"grad_norm": 3000.0, "tokens": 32000.0, "sequences": 8.0}
+    assert out_of_scale(make_spec(tmp_path, loss_fn={"reduction": "sequence_sum"}), metrics) == ""
+    assert out_of_scale(make_spec(tmp_path), metrics)
+
+
 def test_absurd_steps_are_warned_of_ever_more_seldom(make_world: MakeWorld) -> None:
     world = make_world(grpo={"max_num_steps": 9})
     world.check = False  # nothing was trained
