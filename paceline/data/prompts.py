@@ -5,6 +5,7 @@ Promise: given (seed, cursor) the draw is always the same, which is what a resta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,15 @@ from paceline.data.table_rows import open_stream
 from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError, Unreadable
 from paceline.spec import DataSection
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value that every reader of JSON takes: missing numbers of tables are NaN where pandas has written them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    if isinstance(value, dict):
+        return {name: _as_json(each) for name, each in value.items()}
+    return [_as_json(each) for each in value] if isinstance(value, list) else value
 
 
 class PromptSource:
@@ -74,7 +84,7 @@ class PromptSource:
         return self._order.rows(num_draws)
 
     def draw(self, cursor: int) -> tuple[Any, dict[str, Any]]:
-        """Prompt (text or messages) and columns of the `cursor`-th draw, with None for NaN, which JSON does not have. Raises
+        """Prompt (text or messages) and columns of the `cursor`-th draw, with None for NaN and text for infinity, which JSON does not have. Raises
         Unreadable when the row cannot be read now."""
         row = self._rows[self.index(cursor)]
         try:
@@ -85,12 +95,7 @@ class PromptSource:
             ) from None
         if self._added is not None:
             columns[self._added] = self._names[self._order.part(cursor)]
-        # A table's missing numbers are NaN where pandas has written it, and no reader of JSON but Python's takes that.
-        columns = {
-            name: None if isinstance(value, float) and value != value else value
-            for name, value in columns.items()
-        }
-        return with_system_prompt(prompt, self._data), columns
+        return with_system_prompt(prompt, self._data), _as_json(columns)
 
     @property
     def _added(self) -> str | None:

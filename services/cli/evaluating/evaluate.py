@@ -259,10 +259,16 @@ def _compare(
 
 
 def _report(whole: dict[str, Any], output: Path, as_json: bool) -> None:
-    """Print a result."""
+    """Print a result. Exits with 1 where no problem has one."""
     if as_json:
         print_json(whole)
-        return
+    else:
+        _print(whole, output)
+    if not whole["problems"]:
+        raise click.exceptions.Exit(1)
+
+
+def _print(whole: dict[str, Any], output: Path) -> None:
     click.echo(f"{whole['problems']} problems, {whole['failed']} failed, {whole['k']} completions each")
     for name, found in whole["metrics"].items():
         click.echo(f"  {name:32} {found['value']:.4f}  [{found['low']:.4f}, {found['high']:.4f}]")

@@ -62,6 +62,8 @@ VALUES: dict[str, tuple[Any, str, float | None]] = {
     "json an integer is no 7.0": (b'{"prompt": "p", "answer": 7}\n', "7.0", 0.0),
     "json null": (b'{"prompt": "p", "answer": null}\n', "null", None),
     "json NaN": (b'{"prompt": "p", "answer": NaN}\n', "nan", None),
+    "json Infinity": (b'{"prompt": "p", "answer": Infinity}\n', "inf", 1.0),
+    "json NaN in a list": (b'{"prompt": "p", "answer": [NaN, 1.5]}\n', "1.5", 1.0),
     "json several answers": (b'{"prompt": "p", "answer": ["Ada", "Ada Lovelace"]}\n', "Ada Lovelace", 1.0),
     "json no answers": (b'{"prompt": "p", "answer": []}\n', "x", None),
     "parquet 72.0": (pa.array([72.0, None]), "72", 1.0),

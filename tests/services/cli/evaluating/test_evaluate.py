@@ -186,6 +186,15 @@ async def test_a_model_behind_a_url_needs_no_files(folder: Path) -> None:
     assert {body["route"] for body in server.bodies} == {"completions"}
 
 
+def test_an_evaluation_in_which_every_problem_fails_has_exit_status_1(folder: Path) -> None:
+    (folder / "rewards.py").write_text(
+        "def is_even(prompts, completions, **columns):\n    raise ValueError('no')\n"
+    )
+    done = evaluated(folder, "failed", "grpo.max_val_samples=2")
+    assert done.exit_code == 1
+    assert "0 problems, 2 failed" in done.output
+
+
 HARNESS = """#!{python}
 import json, sys
 folder = sys.argv[sys.argv.index("--log-dir") + 1]
