@@ -4,8 +4,8 @@ and against the learner, the pause of a swap against the bus, checkpoints.
 
     python benchmarks/gpu.py [--minutes 30] [--only NAME ...] [--results FILE] [--again] [--model FOLDER] [--table | --list]
 
-NAME is a case, or the first word of several (`--list`). Every case is a process of its own with a limit, and its result is
-written to the results' file (`gpu-results.json`, by card and release of torch) before the next begins: a run that was cut short
+NAME is a case, or the first word of several (`--list`). Each case runs in its own process with a time limit. Its result
+is written to `gpu-results.json`, by card and release of torch, before the next begins, so a run that was cut short
 goes on where it was, failed cases last; `--again` measures anew. A case that the memory plan has no room for is noted with the
 plan's reason. `--table` prints the tables for docs/performance.md and measures nothing.
 

@@ -54,8 +54,8 @@ def _is_weights(path: Path) -> bool:
 
 
 def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Path) -> None:
-    """Give an export of a policy the files beside its config and its weights: those of the model, and the tokenizer's. Raises
-    InvalidInput where the tokenizer of the folder is not the policy's."""
+    """Copy the model's files and the tokenizer's beside an export's config and weights. Raises InvalidInput if the tokenizer of
+    the folder is not the policy's."""
     model = _local_files(model_name, model_source(model_name), CONFIG)
     generates = (folder / GENERATION_CONFIG).exists()
     left_out = {CONFIG, CARD} | (set() if generates else {GENERATION_CONFIG})
@@ -93,7 +93,7 @@ def _is_of_tokenizer(path: Path) -> bool:
 
 
 def _local_files(name: str, source: str, file: str) -> Path:
-    """Return the folder with the files of a model; of one on the hub, those of its files that the cache has."""
+    """Return the folder with a model's files. For a model on the hub it is the cache's, which may lack some of them."""
     if Path(source).is_dir():
         return Path(source)
     from transformers import AutoTokenizer

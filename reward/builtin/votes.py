@@ -52,11 +52,8 @@ def same_vote(reward: RewardFunctionSection, one: Vote, other: Vote) -> bool:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _equal(one: str, other: str) -> bool:
-    try:
-        # In both directions, because `equal_answers` is exact for a gold answer that is an integer alone.
-        return equal_answers(one, other) and equal_answers(other, one)
-    except Exception:  # of sympy, which has many: answers that cannot be compared are two
-        return False
+    # In both directions, because `equal_answers` does not treat the gold answer and the other one alike.
+    return equal_answers(one, other) and equal_answers(other, one)
 
 
 def _normal(text: str, kwargs: Mapping[str, Any]) -> str:

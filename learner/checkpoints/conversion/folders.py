@@ -156,7 +156,7 @@ def check_described(folder: str, files: WeightFiles, what: str) -> bool:
 
 
 def _check_result(folder: Path, what: str) -> None:
-    """Raise InvalidInput for a folder whose weights are not its model's, such as tied ones of which an adapter changed one."""
+    """Raise InvalidInput if the folder's weights are not its model's. An adapter may have changed one of two tied weights."""
     with find_weight_files(str(folder), str(folder), "DESTINATION") as files:
         check_described(str(folder), files, what)
 

@@ -47,9 +47,9 @@ WITHOUT_EFFECT = frozenset(
     | {"layers_pattern", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode"}
     | {"peft_version", "megatron_core", "qalora_group_size", "lorap_lr_ratio", "lorap_emb_lr"}
 )
-"""Settings of which any value is right: they are in the scaling, in the names of the files, or about training."""
+"""Settings that may have any value: they are in the scaling, in the names of the files, or about training."""
 OFF: Sequence[Any] = (None, False, "", [], {})
-"""Values of any other setting with which it does nothing."""
+"""Values that switch any other setting off."""
 
 
 class ModelWeights:
