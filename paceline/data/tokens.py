@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -202,13 +202,18 @@ def _begun(tokenizer: Any, text: str) -> list[int]:
     return ids if ids[:begin] == whole[:begin] else whole[:begin] + ids
 
 
-def text_kept(tokenizer: Any, text: str) -> str:
-    """Return what remains of a text when it is encoded and decoded by a tokenizer of the package `tokenizers`: the text itself,
-    where only a space that the tokenizer writes before it is new or gone."""
+def changed_text(tokenizer: Any, parts: Iterable[Any]) -> tuple[str, str] | None:
+    """Return the first text that a tokenizer of the package `tokenizers` does not keep, and what it decodes to. A space before a
+    text may be new or gone. `parts` are texts, lists of messages, or None."""
     tokenizer.no_truncation()
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    kept = str(tokenizer.decode(ids, skip_special_tokens=False))
-    return text if kept.removeprefix(" ") == text.removeprefix(" ") else kept
+    for part in parts:
+        for text in [each.get("content") for each in part] if isinstance(part, list) else [part]:
+            if isinstance(text, str):
+                ids = tokenizer.encode(text, add_special_tokens=False).ids
+                kept = str(tokenizer.decode(ids, skip_special_tokens=False))
+                if kept.removeprefix(" ") != text.removeprefix(" "):
+                    return text, kept
+    return None
 
 
 def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: str) -> IntArray:

@@ -11,7 +11,7 @@ from paceline.data.conversations import encode_conversation
 from paceline.data.example_rows import Demonstration, is_whole
 from paceline.data.exchanges import exchange_of
 from paceline.data.messages import tools_of, tools_of_prompt
-from paceline.data.tokens import encode_exchange, encode_prompt, encode_text, text_kept
+from paceline.data.tokens import changed_text, encode_exchange, encode_prompt, encode_text
 from paceline.spec import RunSpec
 
 Part = tuple[str, bool]
@@ -60,12 +60,9 @@ def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[
 def changed(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> str:
     """Return a sentence about a text of the row that the tokenizer does not keep; empty where it keeps all."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    for part in exchange_of(row, spec)[:2] if backend is not None else ():
-        texts = (part,) if part is None or isinstance(part, str) else [each.get("content") for each in part]
-        for text in texts:
-            if isinstance(text, str) and (kept := text_kept(backend, text)) != text:
-                return f"the tokenizer does not keep {text!r:.80}: {kept!r:.80} remains"
-    return ""
+    if backend is None or (found := changed_text(backend, exchange_of(row, spec)[:2])) is None:
+        return ""
+    return f"the tokenizer does not keep {found[0]!r:.80}: {found[1]!r:.80} remains"
 
 
 def shown(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
-from paceline.data.tokens import reads_tools, text_kept
+from paceline.data.tokens import changed_text, reads_tools
 from paceline.errors import DataError, InvalidInput, PacelineError, Unreadable
 from paceline.files.storage import Folder, is_url
 from paceline.models.architectures import check_architecture
@@ -60,15 +60,12 @@ def _changed_texts(policy: PolicySection, first: Sequence[Any]) -> list[str]:
         tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
     except Exception:  # the library has no other; the workers report what is wrong with the file
         return []
-    for part in first if tokenizer is not None else ():
-        for text in (part,) if isinstance(part, str) else (message.get("content") for message in part):
-            kept = text_kept(tokenizer, text) if isinstance(text, str) else text
-            if kept != text:
-                return [
-                    f"the tokenizer of policy.model_name {policy.model_name!r} does not keep every text of the data: of "
-                    f"{text!r:.80} remains {kept!r:.80}; the model reads and writes such texts only in this form"
-                ]
-    return []
+    if tokenizer is None or (found := changed_text(tokenizer, first)) is None:
+        return []
+    return [
+        f"the tokenizer of policy.model_name {policy.model_name!r} does not keep every text of the data: of {found[0]!r:.80} "
+        f"remains {found[1]!r:.80}; the model reads and writes such texts only in this form"
+    ]
 
 
 def check_network(spec: RunSpec, host: str, store: str) -> None:
