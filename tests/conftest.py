@@ -37,6 +37,10 @@ sys.dont_write_bytecode = False
 for _VARIABLE in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ.setdefault(_VARIABLE, "1")
 
+# Torch asks a name server for the name of each address that it connects to, 127.0.0.1 too. No test needs the answer, and
+# a lost one would cost 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # One token for every coordinator that a test starts as a process, for its workers and for the clients here.
 if "PACELINE_TOKEN_FILE" not in os.environ:
     _FOLDER = tempfile.mkdtemp(prefix="paceline-token-")

@@ -30,7 +30,12 @@ IN_FLIGHT = 2
 """Buckets under way at one time: one on the wire while the next is prepared."""
 
 CONNECT_TIMEOUT = timedelta(seconds=20)
-"""The longest attempt to reach the rendezvous, which listens before it is offered. Torch cannot be interrupted in it."""
+"""The longest attempt to reach the rendezvous, which listens before it is offered. Torch cannot be interrupted in it.
+
+Never shorter, whatever the wait for the peer: before it connects, torch asks the resolver for the host's name (`getnameinfo`
+in c10d's socket.cpp), also for a numeric address and within the same time-out. One lost answer of a name server takes
+5 s (resolv.conf(5), `timeout`), which failed every link whose wait was not longer.
+"""
 
 
 class WeightLink:
@@ -124,9 +129,10 @@ def serve_rendezvous(bind_host: str, port: int, max_wait_s: float) -> tuple[Any,
         bound_port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=max_wait_s),
+        timeout=CONNECT_TIMEOUT,
         master_listen_fd=listener.detach(),
     )
+    store.set_timeout(timedelta(seconds=max_wait_s))
     return store, bound_port
 
 
@@ -158,7 +164,7 @@ def form_link(
     timeout = timedelta(seconds=max_wait_s)
     try:
         client = dist.TCPStore(  # type: ignore[attr-defined]
-            store_host, store_port, is_master=False, timeout=min(timeout, CONNECT_TIMEOUT)
+            store_host, store_port, is_master=False, timeout=CONNECT_TIMEOUT
         )
         client.set_timeout(timeout)
         store = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]

@@ -25,7 +25,9 @@ MAX_VALUE = 4096
 WAIT_S = 15.0
 """Seconds to wait for an answer of the store."""
 CONNECT_S = 2.0
-"""Seconds of one try to reach it."""
+"""Seconds of one try to reach its port."""
+ANSWER_S = 20.0
+"""Seconds of one try to open it. Torch asks the resolver for the name of each host first, which takes 5 s for a lost answer."""
 FAULTS = (RuntimeError, OSError)
 """What an operation raises when the store is away: torch's DistError is a RuntimeError."""
 ResultT = TypeVar("ResultT")
@@ -93,8 +95,8 @@ def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
 
 
 def connect(host: str, port: int) -> NodeStore:
-    """Return the store of another host. Raises FAULTS when it does not answer within three times CONNECT_S."""
-    wait = timedelta(seconds=CONNECT_S)
+    """Return the store of another host. Raises FAULTS when its port is closed, and when it does not answer within ANSWER_S."""
+    wait = timedelta(seconds=ANSWER_S)
     socket.create_connection(
         (host, port), CONNECT_S
     ).close()  # torch writes a C++ trace for each port that is closed
@@ -102,7 +104,7 @@ def connect(host: str, port: int) -> NodeStore:
     def connected() -> Any:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]
 
-    store = bounded(connected, 2 * CONNECT_S)
+    store = bounded(connected, ANSWER_S)
     store.set_timeout(timedelta(seconds=WAIT_S))
     return NodeStore(store, WAIT_S)
 

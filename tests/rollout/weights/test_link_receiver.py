@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from paceline.errors import Conflict, WireError
+from paceline.errors import Conflict, Unavailable, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.host_weights import HostWeights
-from paceline.weights.link import SENDER, WeightLink, form_link, serve_rendezvous
+from paceline.weights.link import MEMBER, SENDER, WeightLink, form_link, serve_rendezvous
 from paceline.weights.manifest import WeightManifest
 from paceline.weights.offers import LinkOffer
 from paceline.weights.packing import checksums, pack, plan
@@ -370,6 +373,31 @@ def test_a_version_offered_again_while_it_is_loaded_is_loaded_once(sender: Sende
     assert loaded == [(0, 1)]
     assert receiver.at_work == []
     receiver.close()
+
+
+def test_a_rendezvous_reached_late_still_leaves_the_wait_for_the_peer() -> None:
+    """As behind a resolver that loses an answer, for which torch waits before it connects."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))  # nobody listens yet
+    port = listener.getsockname()[1]
+    stores: list[object] = []
+
+    def answer_late() -> None:
+        time.sleep(1.5)
+        listener.listen()
+        stores.append(
+            dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        )
+
+    late = threading.Thread(target=answer_late)
+    late.start()
+    with pytest.raises(Unavailable, match=r"did not come within 0\.5 s"):
+        form_link(
+            backend="gloo", store_host="127.0.0.1", store_port=port, prefix="a", rank=MEMBER, max_wait_s=0.5
+        )
+    late.join()
 
 
 def test_garbage_is_refused_at_once_and_closed_is_closed(engine: Engine, sender: Sender) -> None:
