@@ -298,20 +298,14 @@ class Client(WorkerCalls):
         `watch` gives those to come as well. Of a run that goes on, the list ends when no event came for `quiet_s` seconds.
         Raises NotFound.
         """
-        import grpc
-
-        from paceline.run_records import parsed, until_quiet
-        from protos.paceline.v1.run_pb2 import WatchRequest
-
-        self.get(run_id)  # looks for a coordinator that is away, and raises NotFound
-        first_s = quiet_s if after else self._timeout_s
-        try:
-            stream = self._runs.Watch(WatchRequest(run_id=run_id, after=after))
-            answers = until_quiet(stream, quiet_s, first_s)
-        except grpc.RpcError as error:
-            raise self._translated(error) from None
-        events = [Event(answer.sequence, answer.kind, parsed(answer.json)) for answer in answers]
-        return [event for event in events if kind in (None, event.kind)]
+        events: list[Event] = []
+        while True:
+            has_ended = state_name(self.get(run_id)) in ENDED_STATES
+            page = [Event(*event[:3]) for event in self.records.events(run_id, after=after)]
+            events += [event for event in page if kind in (None, event.kind)]
+            if has_ended or not page or self._closed.wait(quiet_s):
+                return events
+            after = page[-1].sequence
 
     @property
     def records(self) -> Records:

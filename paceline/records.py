@@ -156,16 +156,18 @@ class Records:
     def groups(self, run_id: str, step: int | None = None, **filters: Any) -> Iterator[dict[str, Any]]:
         """Yield groups with stored completions as `paceline samples --json` prints them: prompt, columns, and for each completion
         its text, token ids, log-probabilities, versions and rewards. `filters` as in `samples`. Raises NotFound: a step without
-        any included."""
+        batch, or without samples that were kept and pass."""
+        is_filtered = bool(filters)
         if step is not None:
             filters |= {"from_step": step, "to_step": step}
-        number = 0
+        stored = 0
         for group in self.sample_groups(run_id, full=True, **filters):
-            number += 1
             if group.json:
+                stored += 1
                 yield json.loads(group.json)
-        if step is not None and not number:
-            raise NotFound(f"step {step} of run {run_id} has no batch; `paceline runs` says how many it has")
+        if step is not None and not stored:
+            none_passes = NotFound(f"no sample of step {step} of run {run_id} passes")
+            raise none_passes if is_filtered else missing_samples(self, run_id, step)
 
     def sample_groups(self, run_id: str, **filters: Any) -> Iterator[SampleGroup]:
         """Yield the messages of groups that pass filters, which are fields of ListSamplesRequest. Raises NotFound,
@@ -220,10 +222,12 @@ class Records:
         """Return the newest trained step. Raises NotFound without any."""
         from protos.paceline.v1.records_pb2 import ListBatchesRequest
 
-        request = ListBatchesRequest(run_id=run_id, newest_first=True, page_size=10)
-        for batch in self._call("ListBatches", request).batches:
-            if batch.trained:
-                return int(batch.step)
+        for page in self._pages(
+            "ListBatches", ListBatchesRequest(run_id=run_id, newest_first=True, page_size=10)
+        ):
+            for batch in page.batches:
+                if batch.trained:
+                    return int(batch.step)
         raise NotFound(f"run {run_id} has trained no batch yet")
 
     def checkpoints(self, run_id: str) -> list[RecordedCheckpoint]:
@@ -307,6 +311,21 @@ class Records:
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
+
+
+def missing_samples(records: Records, run_id: str, step: int) -> NotFound:
+    """Return why a step has no samples, or not all: it has no batch, they were not kept, or they cannot be read. Raises NotFound."""
+    from paceline.spec.reading import spec_of_run
+
+    steps = [batch.step for batch in records.batches(run_id)]
+    if step not in steps:
+        batches = f"its batches are of steps 0 to {steps[-1]}" if steps else "it has none yet"
+        return NotFound(f"step {step} of run {run_id} has no batch; {batches}")
+    if spec_of_run(run_id, records.spec_yaml(run_id))[0].logger.keep_samples:
+        return NotFound(
+            f"the samples of step {step} cannot be read; `paceline ledger verify {run_id}` says why"
+        )
+    return NotFound(f"the samples of step {step} were not kept: the run has logger.keep_samples false")
 
 
 def _number(value: Any) -> Any:

@@ -23,9 +23,9 @@ from typing import Any
 from paceline.client import ENDED_STATES, Client, Event, RunState
 from paceline.encryption.encrypted_file import encrypt
 from paceline.encryption.storage_key import storage_key
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.files.names import LEDGER_NAME
 from paceline.files.whole_file import write_whole
-from paceline.run_records import samples
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.reading import load_spec, parse_spec
 from paceline.token import VARIABLE
@@ -62,8 +62,18 @@ class TrainedRun:
 
     def samples(self, step: int) -> list[dict[str, Any]]:
         """Return the groups that a step trained on: prompt, columns, and for each completion its text, tokens, versions and
-        rewards. Raises NotFound."""
-        return samples(self.directory, self.run_id, step)
+        rewards. Raises NotFound: no such step, samples that were not kept, a ledger that is on another machine."""
+        from services.coordinator.audit.reading.reader import records_in
+        from services.coordinator.ledger.ledger import Ledger
+
+        path = self.directory.parent / LEDGER_NAME
+        if not path.is_file():
+            raise NotFound(
+                f"the ledger {path} is not on this machine; read the samples on the coordinator's host with "
+                f"`paceline samples {self.run_id} --step {step}`"
+            )
+        with contextlib.closing(Ledger(path, read_only=True)) as ledger:
+            return list(records_in(ledger).groups(self.run_id, step))
 
 
 def train(

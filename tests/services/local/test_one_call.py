@@ -15,12 +15,12 @@ import paceline
 from paceline.client import Event, RunState
 from paceline.data.rows import open_rows
 from paceline.encryption.storage_key import StorageKey
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.token import VARIABLE
 from protos.paceline.v1 import run_pb2
 from services.coordinator.lifecycle import worker_faults
-from services.local.one_call import RETRIED, assembled
+from services.local.one_call import RETRIED, TrainedRun, assembled
 
 MODEL = {"model_name": "none"}
 
@@ -233,3 +233,11 @@ def test_rows_are_encrypted_with_a_storage_key(tmp_path: Path, given_key: Storag
     assert isinstance(spec.data.train, str)
     assert b"planted" not in Path(spec.data.train).read_bytes()
     assert open_rows(spec.data.train, "train")[0] == {"prompt": "planted"}
+
+
+def test_a_ledger_on_another_machine_is_named(tmp_path: Path) -> None:
+    run = TrainedRun("run-1", tmp_path / "runs" / "run-1", None, [], [], {})
+    with pytest.raises(
+        NotFound, match=r"ledger\.sqlite is not on this machine; .* `paceline samples run-1 --step 3`"
+    ):
+        run.samples(3)

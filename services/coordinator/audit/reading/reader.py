@@ -7,6 +7,7 @@ thread, which is not the coordinator's loop.
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline.errors import Unavailable
+from paceline.records import Records
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run
 from protos.paceline.v1 import records_pb2 as pb
@@ -45,7 +47,8 @@ class RecordsReader:
     """One ledger. Methods have the names of the calls; they raise NotFound, InvalidInput, LedgerFault, Unavailable."""
 
     def __init__(self, ledger: Ledger, limit_s: float = LIMIT_S):
-        """`ledger` is read-only and opened by the thread that calls."""
+        """`ledger` is read-only and opened by the thread that calls. With an infinite `limit_s` one caller alone waits, so the columns
+        that rewards logged are read whatever their size."""
         self.ledger = ledger
         self._limit_s = limit_s
         self._specs: dict[tuple[str, str], RunSpec] = {}
@@ -72,7 +75,11 @@ class RecordsReader:
         """Return a page of samples."""
         spec = self._spec(request.run_id)
         try:
-            return self._limited(lambda: sample_pages.list_samples(self.ledger, request, spec))
+            return self._limited(
+                lambda: sample_pages.list_samples(
+                    self.ledger, request, spec, is_bounded=self._limit_s < math.inf
+                )
+            )
         finally:
             self.ledger.payloads.close()  # an open segment that is removed would keep its space
 
@@ -158,3 +165,9 @@ class RecordsReader:
         finally:
             if self.ledger.db.in_transaction:
                 self.ledger.db.execute("ROLLBACK")
+
+
+def records_in(ledger: Ledger) -> Records:
+    """Return the records of a ledger that this thread has opened, for a caller who may wait: no call has a limit of time."""
+    reader = RecordsReader(ledger, math.inf)
+    return Records(lambda method, request: getattr(reader, method)(request))

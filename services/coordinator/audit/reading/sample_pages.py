@@ -11,14 +11,18 @@ import sqlite3
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from paceline.array_frames import Buffer
 from paceline.errors import InvalidInput, NotFound, WireError
-from paceline.spec import RunSpec
+from paceline.rewards import group_totals
+from paceline.spec import RewardFunctionSection, RunSpec
+from paceline.wire import decode_result, decode_rewards
 from protos.paceline.v1 import records_pb2 as pb
 from services.common.logged_extra import EXTRA_NAME, read_extra
-from services.coordinator.audit.episode_samples import ended_lives
+from services.coordinator.audit.episode_samples import ended_lives, episodes
 from services.coordinator.audit.reading import page_tokens
 from services.coordinator.audit.reading.completion_filter import CompletionFilter, total_tokens
-from services.coordinator.audit.samples import group_content
 from services.coordinator.ledger.groups import State
 from services.coordinator.ledger.segments import DamagedRecord
 
@@ -32,14 +36,18 @@ MAX_BYTES = 4 << 20
 """Stored bytes that a call decodes, and size of its answer; the group that exceeds it is the last one."""
 
 MAX_EXTRA_BYTES = 16 << 20
-"""Size of a run's extra.jsonl up to which it is read for every page."""
+"""Size of a run's extra.jsonl up to which it is read for every page of a bounded call."""
 
 MAX_PROMPT, MAX_TEXT = 4000, 2000
 MAX_MESSAGES = 100
+MAX_VERSIONS = 20
+"""Evaluations that a message names."""
 STATES = tuple(state.value for state in State)
 
 
-def list_samples(ledger: Ledger, request: pb.ListSamplesRequest, spec: RunSpec) -> pb.ListSamplesResponse:
+def list_samples(
+    ledger: Ledger, request: pb.ListSamplesRequest, spec: RunSpec, *, is_bounded: bool = True
+) -> pb.ListSamplesResponse:
     """Return a page of samples of a run with this spec. Raises NotFound, InvalidInput, LedgerFault."""
     if not spec.samples:
         raise NotFound(
@@ -47,7 +55,7 @@ def list_samples(ledger: Ledger, request: pb.ListSamplesRequest, spec: RunSpec) 
         )
     rows, has_more = _rows(ledger, request)
     wanted = CompletionFilter(request)
-    extra = _extra(ledger, request, rows)
+    extra = _extra(ledger, request, rows, is_bounded=is_bounded)
     version = _evaluated_version(ledger, request)
     response, size = pb.ListSamplesResponse(), 0
     for number, row in enumerate(rows, 1):
@@ -102,6 +110,8 @@ def _rows(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[list[sqlite3.
         bounds = (min(first, page_tokens.LARGEST), min(last, page_tokens.LARGEST))
         values = (request.run_id, *bounds, *key, size + 1)
     found = ledger.db.execute(query, values).fetchall()
+    if not found and _is_evaluation(request) and not (request.state or request.page_token):
+        raise _not_kept(ledger, request)
     return found[:size], len(found) > size
 
 
@@ -128,6 +138,21 @@ def _class_and_state(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[st
     return f"eval:{_evaluation(ledger, request)['step']}", request.state or State.SCORED.value
 
 
+def _not_kept(ledger: Ledger, request: pb.ListSamplesRequest) -> NotFound:
+    """Return why an evaluation has no samples."""
+    kept = ledger.db.execute(
+        "SELECT pinned_step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL AND EXISTS (SELECT 1"
+        " FROM groups WHERE groups.run_id = evaluations.run_id AND class = 'eval:' || evaluations.step AND state = 'scored')"
+        " ORDER BY step",
+        (request.run_id,),
+    ).fetchall()
+    versions = ", ".join(str(version) for (version,) in kept[-MAX_VERSIONS:]) or "none"
+    return NotFound(
+        f"the samples of version {_evaluation(ledger, request)['pinned_step']} were not kept (logger.keep_evaluations); kept are "
+        f"those of {versions}"
+    )
+
+
 def _evaluation(ledger: Ledger, request: pb.ListSamplesRequest) -> sqlite3.Row:
     known = ledger.db.execute(
         "SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL"
@@ -139,7 +164,7 @@ def _evaluation(ledger: Ledger, request: pb.ListSamplesRequest) -> sqlite3.Row:
         row for row in known if is_any or row["pinned_step"] == request.evaluated_version
     ]
     if not wanted:
-        versions = ", ".join(str(row["pinned_step"]) for row in known[-20:]) or "none yet"
+        versions = ", ".join(str(row["pinned_step"]) for row in known[-MAX_VERSIONS:]) or "none yet"
         raise NotFound(
             f"run {request.run_id} has no evaluation{'' if is_any else f' of version {request.evaluated_version}'}; "
             f"evaluated are {versions}"
@@ -155,14 +180,14 @@ def _evaluated_version(ledger: Ledger, request: pb.ListSamplesRequest) -> int | 
 
 
 def _extra(
-    ledger: Ledger, request: pb.ListSamplesRequest, rows: Sequence[sqlite3.Row]
+    ledger: Ledger, request: pb.ListSamplesRequest, rows: Sequence[sqlite3.Row], *, is_bounded: bool
 ) -> dict[str, dict[str, list[Any]]]:
     folder = ledger.run_directory(request.run_id)
     try:
-        is_short = (folder / EXTRA_NAME).stat().st_size <= MAX_EXTRA_BYTES
+        is_read = not is_bounded or (folder / EXTRA_NAME).stat().st_size <= MAX_EXTRA_BYTES
     except OSError:
         return {}
-    return read_extra(folder, {row["digest"] for row in rows}) if request.full and is_short else {}
+    return read_extra(folder, {row["digest"] for row in rows}) if request.full and is_read else {}
 
 
 def _content(
@@ -182,7 +207,7 @@ def _content(
             return None, 0
         texts, arrays = payload.read()
         step = row["step"] if version is None else version
-        content = group_content(row, arrays, texts, spec.rewards, step or 0, extra.get(row["digest"], {}))
+        content = _group_content(row, arrays, texts, spec.rewards, step or 0, extra.get(row["digest"], {}))
     except (DamagedRecord, WireError):  # `verify` reports it; the other groups can be read
         return None, 0
     if version is not None:
@@ -190,6 +215,59 @@ def _content(
     if spec.environment.is_used:
         content["restarts"] = ended_lives(ledger, run_id, row["group_id"])
     return content, len(texts) + len(arrays)
+
+
+def _group_content(
+    row: sqlite3.Row,
+    arrays: Buffer,
+    texts: Buffer,
+    rewards: Sequence[RewardFunctionSection],
+    step: int,
+    extra: dict[str, list[Any]],
+) -> dict[str, Any]:
+    """Return what `paceline samples --json` prints of a group: prompt, columns, and for each completion its text, tokens, versions,
+    rewards by function (null where a function returned None), their sum with the weights of `step`, and the columns that the
+    functions logged (`extra`). Raises WireError."""
+    prompt_ids, completions = decode_result(arrays, texts)
+    sampled = episodes(arrays, texts)
+    if sampled is None:
+        sampled = [
+            {
+                "text": completion.text,
+                "token_ids": completion.token_ids.tolist(),
+                "logprobs": completion.logprobs.tolist(),
+                "finish_reason": completion.finish_reason,
+                "spans": [[s.start, s.end, s.session, s.step] for s in completion.spans],
+            }
+            for completion in completions
+        ]
+    functions = json.loads(row["functions"])
+    rewards_CF = decode_rewards(np.frombuffer(row["rewards"], "<f4").tolist(), len(sampled))
+    totals_C = group_totals(rewards_CF, rewards, step)
+    return {
+        "group_id": row["group_id"],
+        "step": row["step"],
+        "state": row["state"],
+        "attempt": row["attempt"],
+        "prompt": json.loads(row["prompt_json"]),
+        "columns": json.loads(row["columns_json"]),
+        "prompt_ids": prompt_ids.tolist(),
+        "reward": row["reward"],
+        "completions": [
+            sample
+            | {
+                "rewards": {
+                    name: None if np.isnan(value) else float(value)
+                    for name, value in zip(functions, rewards_F, strict=True)
+                },
+                "reward": None if np.isnan(totals_C[index]) else float(totals_C[index]),
+                "extra": {
+                    name: values[index] for name, values in extra.items() if len(values) == len(sampled)
+                },
+            }
+            for index, (sample, rewards_F) in enumerate(zip(sampled, rewards_CF, strict=True))
+        ],
+    }
 
 
 def _add(
