@@ -13,7 +13,7 @@ from paceline.errors import InvalidInput, NotFound
 from paceline.files.model_source import model_source
 from paceline.files.storage import is_url
 from paceline.spec import RunSpec
-from services.cli.recorded.opening import opened_ledger
+from services.cli.recorded.source import opened_ledger
 from services.common.options import directory_option, find_run
 from services.common.processes.quiet_libraries import quiet_libraries
 from services.common.reporting.visible_text import visible

@@ -18,7 +18,7 @@ from command_line import paceline
 from paceline.client import Client, state_name
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import spec_to_yaml
-from services.cli.recorded.offline import runs_of
+from services.cli.recorded.source import runs_of
 from services.demo.run import make_files
 from services.local.cluster import LocalCluster
 

@@ -12,7 +12,7 @@ import click
 from paceline.errors import LedgerFault, NotFound
 from paceline.files.names import AUDIT_NAME, LEDGER_NAME
 from services.cli import render
-from services.cli.recorded.opening import opened_ledger
+from services.cli.recorded.source import opened_ledger
 from services.common.options import directory_option, json_option, print_json
 
 COLUMNS = ("record", "time", "who", "from", "what", "about", "result", "why")

@@ -12,7 +12,7 @@ from services.cli import render
 from services.cli.recorded import curve_file
 from services.cli.recorded.metrics import check_names, metric_rows
 from services.cli.recorded.report_page import RunCurves, report_page
-from services.cli.recorded.source import Source, records_of_run, source_options
+from services.cli.recorded.source import Source, records_of_run, run_ids, source_options
 from services.common.options import find_run, json_option, print_json
 
 REPORT_NAME = "report.html"
@@ -42,7 +42,7 @@ def plot(
     curves, folder = [], None
     for run in names:
         with records_of_run(run, directory, coordinator) as (source, run_id):
-            facts = render.run_facts(source.run(run_id))
+            facts = render.run_facts(source.get(run_id))
             curves.append(curves_of(source, run_id, facts["state"]))
         folder = folder or (Path.cwd() if coordinator else Path(facts["directory"]))
     assert folder is not None
@@ -78,7 +78,7 @@ def curves_of(source: Source, run_id: str, state: str) -> RunCurves:
 def _divided(words: tuple[str, ...], directory: Path, coordinator: str | None) -> tuple[list[str], list[str]]:
     """Return the runs and the metrics among the words; the first word is a run."""
     with records_of_run(words[0], directory, coordinator) as (source, _):
-        known = set(source.run_ids())
+        known = set(run_ids(source))
     runs = [
         word for word in words if word is words[0] or word in known or find_run(word, directory)[1] != word
     ]

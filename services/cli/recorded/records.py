@@ -10,18 +10,27 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from paceline.client import Client
 from paceline.encryption.storage_key import FILE_VARIABLE, StorageKey, storage_key
 from paceline.errors import InvalidInput, NotFound
 from paceline.files.names import EXPORTS, LEDGER_NAME
+from paceline.records import Records
 from paceline.registry.origin import Origin
 from paceline.spec import RunSpec
 from services.cli import render
-from services.cli.recorded.opening import opened_ledger
-from services.cli.recorded.source import Source, records_of, records_of_run, source_options
+from services.cli.recorded.source import (
+    Source,
+    opened_ledger,
+    records_of,
+    records_of_run,
+    run_ids,
+    source_options,
+)
 from services.common.options import directory_option, find_run, json_option, print_json
 
 if TYPE_CHECKING:
     from protos.paceline.v1.records_pb2 import RecordedCheckpoint
+    from protos.paceline.v1.run_pb2 import Run
 
 
 @click.group()
@@ -61,7 +70,7 @@ def verify(
     else:
         with records_of(directory, coordinator) as source:
             run_id = ""
-            reports = {each: source.records.verify(each, deep=deep) for each in source.run_ids()}
+            reports = {each: source.records.verify(each, deep=deep) for each in run_ids(source)}
     found = {run_id: {"problems": each.problems, "facts": each.facts} for run_id, each in reports.items()}
     if as_json:
         print_json((found[run_id] if run_id else {"runs": found}) | ({"repaired": done} if repairs else {}))
@@ -191,31 +200,36 @@ class _Chosen(NamedTuple):
 def _chosen(source: Source, run_id: str) -> _Chosen:
     from paceline.spec.reading import spec_of_run
 
-    newest = source.ledger.checkpoints.newest(run_id) if source.ledger else _newest_there(source, run_id)
+    run = source.get(run_id)
+    newest = _newest(source.records, run)
     if newest is None:
         raise NotFound(
             f"run {run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"
         )
-    text = source.spec_text(run_id)
+    if isinstance(source, Client) and "://" not in newest.path and not os.path.isdir(newest.path):
+        raise NotFound(
+            f"the checkpoint {newest.path} is not on this machine; export on the coordinator's host, or keep checkpoints in an "
+            "object store (`--store`)"
+        )
     return _Chosen(
-        spec_of_run(run_id, text)[0],
+        spec_of_run(run_id, run.spec_yaml)[0],
         newest.session,
         newest.step,
         newest.path,
         newest.sha256,
         newest.chain,
-        hashlib.sha256(text.encode()).hexdigest(),
-        source.run(run_id).directory,
+        hashlib.sha256(run.spec_yaml.encode()).hexdigest(),
+        run.directory,
     )
 
 
-def _newest_there(source: Source, run_id: str) -> RecordedCheckpoint | None:
-    """Return the newest checkpoint that a coordinator has; None without one. Raises NotFound when this machine cannot read it."""
-    found = [each for each in source.records.checkpoints(run_id) if not each.damaged]
-    newest = max(found, key=lambda each: (each.step, each.session), default=None)
-    if newest is not None and "://" not in newest.path and not os.path.isdir(newest.path):
-        raise NotFound(
-            f"the checkpoint {newest.path} is not on this machine; export on the coordinator's host, or keep checkpoints in an "
-            "object store (`--store`)"
-        )
-    return newest
+def _newest(records: Records, run: Run) -> RecordedCheckpoint | None:
+    """Return the checkpoint of the highest trained step whose chain is that of the run's batches, of those that can be loaded; None
+    without one."""
+    found = [each for each in records.checkpoints(run.run_id) if not each.damaged and each.step <= run.step]
+    for checkpoint in sorted(found, key=lambda each: (each.step, each.session), reverse=True):
+        before = next(records.batches(run.run_id, checkpoint.step - 1), None) if checkpoint.step else None
+        is_there = before is not None and before.step == checkpoint.step - 1
+        if checkpoint.chain == (before.chain if before is not None and is_there else ""):
+            return checkpoint
+    return None

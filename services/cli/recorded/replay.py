@@ -16,7 +16,7 @@ import yaml
 from paceline.errors import Conflict, PacelineError
 from paceline.spec import RunSpec
 from paceline.spec.reading import apply_override, parse_spec, spec_to_yaml
-from services.cli.recorded.opening import opened_ledger
+from services.cli.recorded.source import opened_ledger
 from services.common.options import device_option, directory_option, find_run, json_option, print_json
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ def report(
     from paceline.files.whole_file import write_whole
 
     with records_of_run(run, directory, coordinator) as (source, run_id):
-        facts = render.run_facts(source.run(run_id))
+        facts = render.run_facts(source.get(run_id))
         destination = out or (Path.cwd() if coordinator else Path(facts["directory"])) / REPORT_NAME
         if not destination.parent.is_dir():
             raise NotFound(f"no folder {destination.parent}; make it first, or name another file with --out")

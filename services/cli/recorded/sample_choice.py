@@ -12,6 +12,7 @@ import click
 
 from paceline.data.table_packages import need_table_packages
 from paceline.errors import NotFound
+from paceline.records import Records, missing_samples
 from services.cli.recorded.source import Source
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -49,17 +50,18 @@ class SampleChoice:
     def groups(self, source: Source, run_id: str, limit: int) -> list[dict[str, Any]]:
         """Return the groups as `paceline samples --json` prints them, with the completions that pass alone; with filters at most
         `limit`, unless it is 0. Raises NotFound."""
-        source.run(run_id)  # raises NotFound with the runs that exist
-        if source.ledger is not None and not self.filters:
-            return self._here(source, run_id)
+        source.get(run_id)  # raises NotFound with the runs that exist
+        request = self._request(source.records, run_id)
         found: list[dict[str, Any]] = []
-        for group in source.records.sample_groups(run_id, full=True, **self._request(source, run_id)):
+        for group in source.records.sample_groups(run_id, full=True, **request):
             content = json.loads(group.json) if group.json else _without_completions(group)
             passed = {completion.index for completion in group.completions}
             content["completions"] = [c for i, c in enumerate(content["completions"]) if i in passed]
             found.append(content)
             if self.filters and limit and len(found) == limit:
                 break
+        if not (self.filters or self.of_evaluation or any(group["completions"] for group in found)):
+            raise missing_samples(source.records, run_id, request["from_step"])
         if not found:
             raise NotFound(
                 f"run {run_id} has no sample that passes; `paceline runs` says how many steps it has"
@@ -76,7 +78,7 @@ class SampleChoice:
 
         if not destination.parent.is_dir():
             raise NotFound(f"no folder {destination.parent}; make it first")
-        columns = source.records.samples(run_id, **self._request(source, run_id, all_steps=True))
+        columns = source.records.samples(run_id, **self._request(source.records, run_id, all_steps=True))
         if not columns:
             raise NotFound(f"run {run_id} has no sample that passes")
         if any(not isinstance(prompt, str) for prompt in columns["prompt"]):
@@ -85,7 +87,7 @@ class SampleChoice:
             pyarrow.parquet.write_table(pa.table(columns), partial, compression="zstd")
         return len(columns["group_id"])
 
-    def _request(self, source: Source, run_id: str, *, all_steps: bool = False) -> dict[str, Any]:
+    def _request(self, records: Records, run_id: str, *, all_steps: bool = False) -> dict[str, Any]:
         request = dict(self.filters)
         if self.of_evaluation:
             return request | (
@@ -93,19 +95,8 @@ class SampleChoice:
             )
         step = self.step
         if step is None and not self.filters and not all_steps:
-            step = source.records.newest_trained_step(run_id)
+            step = records.newest_trained_step(run_id)
         return request if step is None else request | {"from_step": step, "to_step": step}
-
-    def _here(self, source: Source, run_id: str) -> list[dict[str, Any]]:
-        from services.coordinator.audit.samples import newest_step, samples_of_evaluation, samples_of_step
-
-        ledger = source.ledger
-        assert ledger is not None
-        if self.of_evaluation:
-            return samples_of_evaluation(ledger, run_id, self.version)
-        return samples_of_step(
-            ledger, run_id, newest_step(ledger, run_id) if self.step is None else self.step
-        )
 
 
 def _without_completions(group: Any) -> dict[str, Any]:

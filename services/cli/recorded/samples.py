@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from services.cli import render
-from services.cli.recorded.remote_samples import RemoteSamples
 from services.cli.recorded.sample_choice import SampleChoice, filter_options
 from services.cli.recorded.source import records_of_run, source_options
 from services.common.options import json_option, print_json
@@ -78,7 +77,6 @@ def export_all(
     trains on the file.
     """
     from services.coordinator.audit.sample_files import export_samples
-    from services.coordinator.audit.sample_sources import LedgerSamples
 
     if not pairs and (at_least is not None or at_most is not None):
         raise click.UsageError("--best and --worst are bounds of --pairs; add --pairs")
@@ -88,12 +86,8 @@ def export_all(
         )
     bounds = (_or(at_least, float("-inf")), _or(at_most, float("inf"))) if pairs else None
     with records_of_run(run, directory, coordinator) as (source, run_id):
-        source.run(run_id)  # raises NotFound with the runs that exist
-        if source.ledger is not None:
-            rows = export_samples(LedgerSamples(source.ledger, run_id), destination, pairs=bounds)
-        else:
-            with RemoteSamples(source.records, run_id) as remote:
-                rows = export_samples(remote, destination, pairs=bounds)
+        source.get(run_id)  # raises NotFound with the runs that exist
+        rows = export_samples(source.records, run_id, destination, pairs=bounds)
     if as_json:
         print_json({"path": str(destination), "rows": rows})
     else:
@@ -142,8 +136,6 @@ def show(
 ) -> None:
     """Show the groups that a step of RUN (its id or its folder) trained on, or those of an evaluation; as JSON lines with
     --json. Filters of completions look in all steps unless --step is given."""
-    from services.coordinator.audit.samples import by_reward
-
     _check_options(step, of_evaluation, version, limit, best, worst)
     choice = SampleChoice(
         step, of_evaluation, version, {name: v for name, v in filters.items() if v is not None}
@@ -156,7 +148,7 @@ def show(
         most = 0 if best or worst or as_json else _or(limit, SHOWN)
         groups = choice.groups(source, run_id, most)
     if best or worst:
-        shown = by_reward(groups, best=best is not None)[: best or worst]
+        shown = _by_reward(groups, best=best is not None)[: best or worst]
     else:
         number = _or(limit, 0 if as_json else SHOWN)
         shown = groups[:number] if number else groups
@@ -185,6 +177,17 @@ def _check_options(
         raise click.UsageError("--version goes with --eval; a trained step is --step N")
     if sum(option is not None for option in (limit, best, worst)) > 1:
         raise click.UsageError("--limit, --best and --worst exclude one another")
+
+
+def _by_reward(groups: list[dict[str, Any]], *, best: bool) -> list[dict[str, Any]]:
+    """Return a group for each completion that has a reward, best or worst first; equal ones in their order."""
+    alone = [
+        group | {"completions": [completion], "reward": completion["reward"]}
+        for group in groups
+        for completion in group["completions"]
+        if completion["reward"] is not None
+    ]
+    return sorted(alone, key=lambda group: -group["reward"] if best else group["reward"])
 
 
 def _lines(shown: list[dict[str, Any]], number: int, of_evaluation: bool) -> Iterator[str]:

@@ -1,25 +1,26 @@
 """Where the commands on records read them: a ledger on this machine, or a coordinator anywhere.
 
 `--coordinator` asks the coordinator there, and needs its address and token alone. Without it, the ledger of `--directory` is read,
-whether a coordinator works there or not; where there is none, the coordinator of PACELINE_COORDINATOR is asked.
+whether a coordinator works there or not; where there is none, the coordinator of PACELINE_COORDINATOR is asked. A command is written
+once: `LedgerRuns` reads a ledger as `paceline.client.Client` reads a coordinator. A ledger is opened read-only, so a coordinator that
+works there is not disturbed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
-from paceline.client import Client
+from paceline.client import Client, Event
+from paceline.errors import NotFound, Unavailable
 from paceline.files.names import LEDGER_NAME
-from paceline.records import Records
-from services.cli.recorded.opening import opened_ledger
 from services.common.insecure import check_coordinator, insecure_option
 from services.common.options import caller_token_file_option, directory_option, find_run
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from services.coordinator.ledger.ledger import Ledger
 
 VARIABLE = "PACELINE_COORDINATOR"
+EVENTS_AT_ONCE = 1000
+DEFAULT_DIRECTORY = Path("runs")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 _coordinator_option = click.option(
@@ -43,68 +46,90 @@ def source_options(command: CommandT) -> CommandT:
     return directory_option(caller_token_file_option(insecure_option(_coordinator_option(command))))
 
 
-@dataclass(frozen=True)
-class Source:
-    """The records of one ledger, and how they are reached."""
+class LedgerRuns:
+    """The runs of one ledger that is open in this thread, and their records."""
 
-    records: Records
-    client: Client | None
-    """The coordinator that is asked; None where the ledger is read here."""
-    ledger: Ledger | None
-    """The ledger that is read here."""
+    def __init__(self, ledger: Ledger):
+        from services.coordinator.audit.reading.reader import records_in
+
+        self.ledger, self.records = ledger, records_in(ledger)
 
     def runs(self) -> list[Run]:
         """Return all runs, oldest first."""
-        if self.client is not None:
-            return self.client.runs()
-        assert self.ledger is not None
+        return [self.get(row["run_id"]) for row in self.ledger.runs()]
+
+    def get(self, run_id: str) -> Run:
+        """Return a run. Raises NotFound."""
         from services.coordinator.reporting.run_messages import run_message
 
-        return [run_message(self.ledger, row) for row in self.ledger.runs()]
+        row = self.ledger.run(run_id)
+        message = run_message(self.ledger, row)
+        message.spec_yaml = row["spec_yaml"]
+        return message
+
+    def watch(self, run_id: str, after: int = 0) -> Iterator[Event]:
+        """Yield the recorded events of a run after a sequence number, oldest first. Raises NotFound."""
+        self.ledger.run(run_id)
+        while rows := self.ledger.events(run_id, after, EVENTS_AT_ONCE):
+            for row in rows:
+                after = row["sequence"]
+                yield Event(after, row["kind"], json.loads(row["json"]))
 
     def run_ids(self) -> list[str]:
-        """Return the ids of all runs, oldest first, also where other columns cannot be read. From a ledger, the runs whose rows are
-        lost come last."""
-        if self.client is not None:
-            return [run.run_id for run in self.client.runs()]
-        assert self.ledger is not None
+        """Return the ids of all runs, oldest first, also where other columns cannot be read; the runs whose rows are lost come
+        last."""
         from services.coordinator.ledger.integrity.lost_runs import lost_runs
 
         lost: list[str] = []
-        with suppress(sqlite3.Error):  # tables that cannot be read: `verify` of each run names the damage
+        with contextlib.suppress(
+            sqlite3.Error
+        ):  # tables that cannot be read: `verify` of each run names the damage
             lost = lost_runs(self.ledger.db)
         return [*(row["run_id"] for row in self.ledger.runs()), *lost]
 
-    def run(self, run_id: str) -> Run:
-        """Return a run. Raises NotFound."""
-        if self.client is not None:
-            return self.client.get(run_id)
-        assert self.ledger is not None
-        from services.coordinator.reporting.run_messages import run_message
 
-        return run_message(self.ledger, self.ledger.run(run_id))
-
-    def spec_text(self, run_id: str) -> str:
-        """Return the resolved spec of a run as it is on record. Raises NotFound."""
-        if self.client is not None:
-            return str(self.client.get(run_id).spec_yaml)
-        assert self.ledger is not None
-        return str(self.ledger.run(run_id)["spec_yaml"])
+Source: TypeAlias = Client | LedgerRuns
+"""What the commands read: a coordinator, or a ledger here."""
 
 
-@contextmanager
+def run_ids(source: Source) -> list[str]:
+    """Return the ids of all runs, oldest first."""
+    return source.run_ids() if isinstance(source, LedgerRuns) else [run.run_id for run in source.runs()]
+
+
+@contextlib.contextmanager
+def opened_ledger(path: Path) -> Iterator[Ledger]:
+    """Open the ledger at `path`, read-only; explain the damage of a file that cannot be read. Raises NotFound,
+    LedgerFault."""
+    from services.coordinator.ledger.integrity.file_damage import explained
+    from services.coordinator.ledger.ledger import Ledger
+
+    try:
+        ledger = Ledger(path, read_only=True)
+    except NotFound:
+        raise NotFound(
+            f"no ledger at {path}; name the coordinator's --directory, or the run's folder"
+        ) from None
+    with contextlib.closing(ledger), explained(ledger.db, ledger.path):
+        yield ledger
+
+
+@contextlib.contextmanager
+def ledger_source(path: Path) -> Iterator[LedgerRuns]:
+    """Give the records of the ledger at `path`. Raises NotFound."""
+    with opened_ledger(path) as ledger:
+        yield LedgerRuns(ledger)
+
+
+@contextlib.contextmanager
 def records_of(directory: Path, coordinator: str | None) -> Iterator[Source]:
     """Give the records of a coordinator, or of the ledger of `directory`. Raises NotFound, Unavailable."""
     address = coordinator or _address_instead(directory / LEDGER_NAME)
-    if address:
-        with Client(address) as client:
-            yield Source(client.records, client, None)
-        return
-    with ledger_source(directory / LEDGER_NAME) as source:
+    with Client(address) if address else ledger_source(directory / LEDGER_NAME) as source:
         yield source
 
 
-@contextmanager
+@contextlib.contextmanager
 def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterator[tuple[Source, str]]:
     """Give the records and the id of a run that is named by its id or by its folder. Raises NotFound, Unavailable."""
     if coordinator:
@@ -115,14 +140,37 @@ def records_of_run(run: str, directory: Path, coordinator: str | None) -> Iterat
         yield source, run_id
 
 
-@contextmanager
-def ledger_source(path: Path) -> Iterator[Source]:
-    """Give the records of the ledger at `path`. Raises NotFound."""
-    from services.coordinator.audit.reading.reader import RecordsReader
+@contextlib.contextmanager
+def runs_of(coordinator: str, directory: Path | None) -> Iterator[Source]:
+    """Give the runs of `directory` or, without one, of the coordinator.
 
-    with opened_ledger(path) as ledger:
-        reader = RecordsReader(ledger)
-        yield Source(Records(lambda method, request: getattr(reader, method)(request)), None, ledger)
+    When nobody named a coordinator and none answers, the default directory is read, if it has a ledger, and a line says
+    so. Raises Unavailable, NotFound.
+    """
+    if directory is None:
+        with Client(coordinator) as client:
+            if not _may_read_directory() or _answers(client):
+                yield client
+                return
+        click.echo(
+            f"no coordinator answers at {coordinator}; this is what {DEFAULT_DIRECTORY} has on record",
+            err=True,
+        )
+    with ledger_source((directory or DEFAULT_DIRECTORY) / LEDGER_NAME) as source:
+        yield source
+
+
+def _may_read_directory() -> bool:
+    source = click.get_current_context().get_parameter_source("coordinator")
+    return source == click.core.ParameterSource.DEFAULT and (DEFAULT_DIRECTORY / LEDGER_NAME).is_file()
+
+
+def _answers(client: Client) -> bool:
+    try:
+        client.members()
+    except Unavailable:
+        return False
+    return True
 
 
 def _address_instead(path: Path) -> str:

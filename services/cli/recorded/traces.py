@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from paceline.errors import DataError
-from services.cli.recorded.remote_samples import RemoteSamples
 from services.cli.recorded.source import records_of_run, source_options
 from services.cli.recorded.trace_comparison import compare
 from services.common.options import json_option, print_json
@@ -33,19 +32,14 @@ def export(run: str, destination: Path, directory: Path, coordinator: str | None
     """Write every completion that RUN trained on to DESTINATION, .jsonl or .parquet, with its tokens, their
     log-probabilities and versions, and its rewards. `paceline offline_grpo` trains on the file."""
     from services.coordinator.audit.sample_files import export_samples
-    from services.coordinator.audit.sample_sources import LedgerSamples
 
     if destination.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(
             f"{destination.name}: traces have lists, which .jsonl and .parquet keep; name such a file"
         )
     with records_of_run(run, directory, coordinator) as (source, run_id):
-        source.run(run_id)  # raises NotFound with the runs that exist
-        if source.ledger is not None:
-            rows = export_samples(LedgerSamples(source.ledger, run_id), destination)
-        else:
-            with RemoteSamples(source.records, run_id) as remote:
-                rows = export_samples(remote, destination)
+        source.get(run_id)  # raises NotFound with the runs that exist
+        rows = export_samples(source.records, run_id, destination)
     if as_json:
         print_json({"path": str(destination), "rows": rows})
     else:

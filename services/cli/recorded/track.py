@@ -3,13 +3,13 @@ touched by it, so it can be started, stopped and started again at any time."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -83,7 +83,7 @@ def track(
         Tracking(where.opened, directory, where.links(page), stop).run()
         _leave()
     with records_of_run(run, directory, coordinator) as (source, run_id):
-        source.run(run_id)
+        source.get(run_id)
         settings = _settings(source, run_id, kinds, changes)
         where = _Where(source)
     # One thread for each, because libraries block; the process ends without those that hang.
@@ -115,18 +115,12 @@ class _Where:
     """How a thread opens the records that the command was pointed at."""
 
     def __init__(self, source: Source):
-        self._address = source.client.address if source.client is not None else ""
-        self._path = source.ledger.path if source.ledger is not None else Path(LEDGER_NAME)
+        self._address = source.address if isinstance(source, Client) else ""
+        self._path = Path(LEDGER_NAME) if isinstance(source, Client) else source.ledger.path
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Source]:
+    def opened(self) -> AbstractContextManager[Source]:
         """Open the records."""
-        if self._address:
-            with Client(self._address) as client:
-                yield Source(client.records, client, None)
-        else:
-            with ledger_source(self._path) as source:
-                yield source
+        return Client(self._address) if self._address else ledger_source(self._path)
 
     def links(self, page: str) -> dict[str, str]:
         """Return where the run is found."""

@@ -24,7 +24,8 @@ def lineage_of(
     in the name of the `export` (step-N), else the run's last one. Raises NotFound, InvalidInput; Conflict where files and records
     say different things.
     """
-    trained = int(source.run(run_id).step)
+    run = source.get(run_id)
+    trained, spec_yaml = int(run.step), str(run.spec_yaml)
     if step is None and origin is not None and origin.run_id == run_id:
         step = origin.step
     if step is None:
@@ -43,7 +44,6 @@ def lineage_of(
         if batch.step < step
     ]
     sessions = [each.session for each in source.records.checkpoints(run_id) if each.step == step]
-    spec_yaml = source.spec_text(run_id)
     chain = str(batches[-1]["chain"]) if batches else ""
     if origin is not None:
         check_origin(origin, run_id, step, chain, _spec_digests(run_id, spec_yaml))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.client import Client
 from paceline.errors import Conflict, NotFound
 from paceline.files.names import LEDGER_NAME
 from paceline.registry.calls import Models
@@ -27,19 +28,15 @@ if TYPE_CHECKING:
 def models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
     """Give the registered models of a coordinator, or of the ledger of `directory`, to read. Raises NotFound, Unavailable."""
     with records_of(directory, coordinator) as source:
-        if source.client is not None:
-            yield source.client.models
-            return
-        assert source.ledger is not None
-        yield _local(source.ledger)
+        yield source.models if isinstance(source, Client) else _local(source.ledger)
 
 
 @contextlib.contextmanager
 def changing_models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
     """Give the registered models to change them. Raises NotFound, Unavailable; Conflict while a coordinator has the ledger."""
     with records_of(directory, coordinator) as source:
-        if source.client is not None:
-            yield source.client.models
+        if isinstance(source, Client):
+            yield source.models
             return
     from services.coordinator.ledger.ledger import Ledger
 

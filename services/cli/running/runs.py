@@ -10,7 +10,7 @@ from paceline.address import checked_address, is_loopback
 from paceline.client import Client
 from paceline.spec import RunSpec
 from services.cli import render
-from services.cli.recorded.offline import DEFAULT_DIRECTORY, runs_of
+from services.cli.recorded.source import DEFAULT_DIRECTORY, runs_of
 from services.cli.running.progress import Shown, shown_options
 from services.cli.running.watching import follow, wait_for
 from services.common.options import coordinator_option, find_run, json_option, print_json, recorded_option

@@ -25,11 +25,11 @@ QUEUE_S = 2.0
 """Seconds between two looks at the run in front of a queued one."""
 
 if TYPE_CHECKING:
-    from services.cli.recorded.offline import RecordedRuns
+    from services.cli.recorded.source import Source
 
 
 def follow(
-    source: Client | RecordedRuns,
+    source: Source,
     run_id: str,
     *,
     shown: Shown,
@@ -85,7 +85,7 @@ def wait_for(client: Client, run_id: str, shown: Shown) -> None:
 
 
 @contextlib.contextmanager
-def queue_told(source: Client | RecordedRuns, run_id: str, every_s: float | None) -> Iterator[None]:
+def queue_told(source: Source, run_id: str, every_s: float | None) -> Iterator[None]:
     """Say on stderr which run is in front of a queued one, and with `every_s` again when that is another, or in another
     state."""
     told = _tell(source, run_id, ())
@@ -107,7 +107,7 @@ def queue_told(source: Client | RecordedRuns, run_id: str, every_s: float | None
         begun.set()
 
 
-def _tell(source: Client | RecordedRuns, run_id: str, told: tuple[str, ...]) -> tuple[str, ...]:
+def _tell(source: Source, run_id: str, told: tuple[str, ...]) -> tuple[str, ...]:
     """Say which run is in front if that is news, and return what is known now."""
     ahead = in_front_of(source, run_id)
     if ahead is None:

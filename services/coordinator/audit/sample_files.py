@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import csv
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from paceline.data.table_packages import need_table_packages
 from paceline.errors import InvalidInput, NotFound
 from paceline.files.whole_file import written_whole
-from services.coordinator.audit.sample_sources import SampleSource
+from paceline.records import Records, missing_samples
+from paceline.spec.reading import spec_of_run
 
 Row = dict[str, Any]
 FORMATS = (".parquet", ".jsonl", ".csv")
@@ -43,6 +46,9 @@ COMPLETION_COLUMNS = {
 EPISODE_COLUMNS = {"messages": "string", "ending": "string"}
 """Further columns of a run with an environment."""
 
+KINDS = {int: "integer", float: "real", str: "text", list: "array", dict: "object"}
+"""Kinds of JSON values."""
+
 PAIR_COLUMNS = {
     "group_id": "int64",
     "step": "int64",
@@ -55,14 +61,14 @@ PAIR_COLUMNS = {
 
 
 def export_samples(
-    source: SampleSource, destination: Path, *, pairs: tuple[float, float] | None = None
+    records: Records, run_id: str, destination: Path, *, pairs: tuple[float, float] | None = None
 ) -> int:
     """Write every completion that the run has trained on as a row of `destination`; return the number of rows.
 
     With `pairs` (a, b): a row for each group whose best completion has a total reward of at least a and whose worst one
-    has at most b, as prompt, chosen and rejected. Rows are in the order of training; memory holds one step. The file
-    appears whole under its name or not at all. Raises NotFound: nothing was trained, samples were not kept, no such
-    folder, no pair. Raises InvalidInput for another extension.
+    has at most b, as prompt, chosen and rejected. Rows are in the order of training; memory holds one step, and the folder of
+    `destination` a temporary file with all groups. The file appears whole under its name or not at all. Raises NotFound: nothing was
+    trained, samples were not kept or cannot be read, no such folder, no pair. Raises InvalidInput for another extension.
     """
     form = destination.suffix.lower()
     if form not in FORMATS:
@@ -71,17 +77,20 @@ def export_samples(
         )
     if not destination.parent.is_dir():
         raise NotFound(f"no folder {destination.parent}; make it first")
-    run_id, steps = source.run_id, source.steps()
-    if not steps:
-        raise NotFound(f"run {run_id} has trained no batch yet, so there is nothing to export")
-    spec, columns = source.spec(), dict(PAIR_COLUMNS if pairs else COMPLETION_COLUMNS)
+    if form == ".parquet":
+        need_table_packages("a Parquet file")
+    spec = spec_of_run(run_id, records.spec_yaml(run_id))[0]
+    columns = dict(PAIR_COLUMNS if pairs else COMPLETION_COLUMNS)
     if not pairs and spec.environment.is_used:
         columns |= EPISODE_COLUMNS
-    data_columns = {name: _type_of(kinds - {"null"}) for name, kinds in source.column_kinds().items()}
-    columns |= {name: kind for name, kind in data_columns.items() if name not in columns}
     make = (lambda group: _pair(group, *pairs)) if pairs else _completion_rows
-    tables = (_rows_of_step(source, step, columns, make) for step in steps)
-    with written_whole(destination) as partial:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", dir=destination.parent) as file,
+        written_whole(destination) as partial,
+    ):
+        groups = TrainedGroups(records, run_id, file)
+        columns |= {name: kind for name, kind in groups.columns().items() if name not in columns}
+        tables = (_rows_of_step(step, columns, make) for step in groups.steps())
         match form:
             case ".jsonl":
                 number = _write_jsonl(partial, tables)
@@ -89,7 +98,7 @@ def export_samples(
                 number = _write_csv(partial, tables, columns)
             case _:
                 functions = [reward.label for reward in spec.rewards]
-                number = _write_parquet(partial, tables, columns, _message_keys(source), functions)
+                number = _write_parquet(partial, tables, columns, groups.message_keys(), functions)
         if pairs and not number:
             raise NotFound(
                 f"no group of run {run_id} has a best completion of at least {pairs[0]:g} and a worst one of at most "
@@ -98,14 +107,70 @@ def export_samples(
     return number
 
 
+class TrainedGroups:
+    """The trained groups of a run. The columns of a file depend on all of them, so they are read once, into a temporary file."""
+
+    def __init__(self, records: Records, run_id: str, file: IO[str]):
+        """Raises NotFound."""
+        self._file = file
+        self._kinds: dict[str, set[str]] = {}
+        """Kinds of the values of the data set's columns."""
+        self._prompt_kinds: set[str] = set()
+        self._message_keys: set[str] = set()
+        trained = {batch.step for batch in records.batches(run_id) if batch.trained}
+        if not trained:
+            raise NotFound(f"run {run_id} has trained no batch yet, so there is nothing to export")
+        for group in records.sample_groups(run_id, full=True):
+            if group.step not in trained:
+                continue
+            if not group.json:
+                raise missing_samples(records, run_id, group.step)
+            self._file.write(f"{group.json}\n")
+            self._note(json.loads(group.json))
+
+    def steps(self) -> Iterator[list[Row]]:
+        """Yield the groups of each step, in order."""
+        self._file.seek(0)
+        for _, groups in groupby(map(json.loads, self._file), lambda group: group["step"]):
+            yield list(groups)
+
+    def columns(self) -> dict[str, str]:
+        """Return the columns of the data set with their types, in alphabetical order."""
+        return {name: _type_of(kinds - {"null"}) for name, kinds in sorted(self._kinds.items())}
+
+    def message_keys(self) -> list[str] | None:
+        """Return the keys of the messages where every prompt is a chat; None where any is a text."""
+        keys = ["role", "content", *sorted(self._message_keys - {"role", "content"})]
+        return keys if self._prompt_kinds == {"array"} else None
+
+    def _note(self, group: Row) -> None:
+        for name, value in group["columns"].items():
+            self._kinds.setdefault(name, set()).add(_kind(value))
+        self._prompt_kinds.add(_kind(group["prompt"]))
+        if isinstance(group["prompt"], list):
+            self._message_keys.update(key for message in group["prompt"] for key in message)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else KINDS[type(value)]
+
+
+def _type_of(kinds: set[str]) -> str:
+    if kinds == {"integer"}:
+        return "int64"
+    if kinds and kinds <= {"integer", "real"}:
+        return "double"
+    return "bool" if kinds and kinds <= {"true", "false"} else "string"
+
+
 # Rows
 
 
-def _rows_of_step(
-    source: SampleSource, step: int, columns: dict[str, str], make: Callable[[Row], list[Row]]
-) -> list[Row]:
+def _rows_of_step(groups: list[Row], columns: dict[str, str], make: Callable[[Row], list[Row]]) -> list[Row]:
     rows = []
-    for group in source.groups(step):
+    for group in groups:
         own = {name: value for name, value in group["columns"].items() if name in columns}
         rows += [own | row for row in make(group)]
     return [{name: row.get(name) for name in columns} for row in rows]
@@ -168,20 +233,6 @@ def _pair(group: Row, at_least: float, at_most: float) -> list[Row]:
     ]
 
 
-def _type_of(kinds: set[str]) -> str:
-    if kinds == {"integer"}:
-        return "int64"
-    if kinds and kinds <= {"integer", "real"}:
-        return "double"
-    return "bool" if kinds and kinds <= {"true", "false"} else "string"
-
-
-def _message_keys(source: SampleSource) -> list[str] | None:
-    """Return the keys of the messages where every prompt of the run is a chat; None where any is a text."""
-    kinds, keys = source.prompt_kinds()
-    return ["role", "content", *sorted(keys - {"role", "content"})] if kinds == {"array"} else None
-
-
 # Files
 
 
@@ -213,7 +264,6 @@ def _write_parquet(
     functions: list[str],
 ) -> int:
     """Write a row group for each step."""
-    need_table_packages("a Parquet file")
     import pyarrow as pa
     import pyarrow.parquet
 

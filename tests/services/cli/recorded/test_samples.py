@@ -16,7 +16,9 @@ from trained_ledger import COMPLETION_LENGTHS, RUN_ID, Writer
 
 from paceline.data.example_rows import read_preference
 from paceline.data.prompts import open_prompts
+from paceline.spec.reading import spec_to_yaml
 from paceline.spec.sections.data import DataSection
+from services.coordinator.audit.reading.reader import records_in
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
 
@@ -42,6 +44,14 @@ def chat_writer(tmp_path: Path) -> Iterator[Writer]:
         yield writer
     finally:
         writer.ledger.close()
+
+
+def keep_none(writer: Writer) -> None:
+    """Let the run's spec keep no samples."""
+    logger = writer.spec.logger.model_copy(update={"keep_samples": False})
+    text = spec_to_yaml(writer.spec.model_copy(update={"logger": logger}))
+    with writer.ledger.transaction():
+        writer.ledger.db.execute("UPDATE runs SET spec_yaml = ?", (text,))
 
 
 def test_samples_show_texts_rewards_and_versions(writer: Writer, tmp_path: Path) -> None:
@@ -99,6 +109,9 @@ def test_samples_that_are_not_there_say_why(writer: Writer, tmp_path: Path) -> N
     with writer.ledger.transaction():
         writer.ledger.db.execute("DELETE FROM payloads")
     result = paceline("samples", RUN_ID, "--directory", runs)
+    assert result.stderr.startswith("Error: the samples of step 0 cannot be read; `paceline ledger verify")
+    keep_none(writer)
+    result = paceline("samples", RUN_ID, "--directory", runs)
     assert (
         result.stderr == "Error: the samples of step 0 were not kept: the run has logger.keep_samples false\n"
     )
@@ -130,6 +143,7 @@ def test_samples_that_cannot_be_exported_leave_no_file(writer: Writer, tmp_path:
     assert result.stderr == f"Error: no folder {tmp_path / 'no'}; make it first\n"
     with writer.ledger.transaction():
         writer.ledger.db.execute("DELETE FROM payloads")
+    keep_none(writer)
     result = paceline("samples", "export", RUN_ID, out, "--directory", runs)
     assert "were not kept" in result.stderr
     with writer.ledger.transaction():
@@ -229,9 +243,8 @@ def test_best_and_worst_completions(writer: Writer, tmp_path: Path) -> None:
 
 def test_few_groups_are_shown_unless_all_are_wanted(writer: Writer) -> None:
     from services.cli.recorded.samples import _lines
-    from services.coordinator.audit.samples import samples_of_step
 
-    (group,) = samples_of_step(writer.ledger, RUN_ID, 0)
+    (group,) = records_in(writer.ledger).groups(RUN_ID, 0)
     assert len(list(_lines([group], 1, False))) == 1
     *_, last = _lines([group], 3, False)
     assert last.startswith("── 1 of 3 groups; --limit 0 shows all")

@@ -1,10 +1,10 @@
-"""Commands on records that ask a coordinator: they say what those say that read its files."""
+"""Commands on records: those that ask a coordinator say what those say that read its files."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow.parquet
@@ -53,6 +53,13 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
             cluster.stop()
 
 
+@pytest.fixture(params=["remote", "here"])
+def ask(asked: Asked, request: pytest.FixtureRequest) -> Callable[..., Result]:
+    """Run a command, each way."""
+    found: Callable[..., Result] = getattr(asked, request.param)
+    return found
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -72,17 +79,52 @@ def test_a_coordinator_says_what_the_files_say(asked: Asked, command: tuple[str,
     assert remote.stdout == here.stdout
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
-def test_exports_are_the_same(asked: Asked, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("samples", "nosuch"),
+        ("samples", RUN_ID, "--step", "7"),
+        ("samples", RUN_ID, "--eval"),
+        ("samples", RUN_ID, "--eval", "--version", "3"),
+        ("samples", RUN_ID, "--text", "nowhere"),
+        ("samples", "export", "nosuch", "out.jsonl"),
+        ("samples", "export", RUN_ID, "out.jsonl", "--pairs", "--best", "9"),
+        ("metrics", "nosuch"),
+        ("metrics", RUN_ID, "rewrd"),
+        ("report", "nosuch"),
+        ("plot", "nosuch"),
+        ("export", RUN_ID),
+        ("export", "nosuch"),
+        ("ledger", "verify", "nosuch"),
+    ],
+)
+def test_a_coordinator_refuses_what_the_files_refuse(asked: Asked, command: tuple[str, ...]) -> None:
+    remote, here = asked.remote(*command), asked.here(*command)
+    assert remote.exit_code == here.exit_code == 1
+    assert remote.stderr.startswith("Error: ")
+    assert remote.stderr == here.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("samples", "out.jsonl"),
+        ("samples", "out.csv"),
+        ("samples", "out.parquet"),
+        ("traces", "out.jsonl"),
+        ("traces", "out.parquet"),
+    ],
+)
+def test_exports_are_the_same(asked: Asked, tmp_path: Path, kind: str, name: str) -> None:
     for run, folder in ((asked.remote, "remote"), (asked.here, "here")):
         (tmp_path / folder).mkdir()
-        result = run("samples", "export", RUN_ID, tmp_path / folder / name)
+        result = run(kind, "export", RUN_ID, tmp_path / folder / name)
         assert result.exit_code == 0, result.output
     assert (tmp_path / "remote" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
 
 
-def test_verify_runs_at_the_coordinator(asked: Asked) -> None:
-    result = asked.remote("ledger", "verify")
+def test_verify_runs_at_the_coordinator(asked: Asked, ask: Callable[..., Result]) -> None:
+    result = ask("ledger", "verify")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("sums-1: all records agree\n")
     refused = asked.remote("ledger", "verify", "--repair")
@@ -90,31 +132,31 @@ def test_verify_runs_at_the_coordinator(asked: Asked) -> None:
     assert "run it on the coordinator's host" in refused.stderr
 
 
-def test_tables_go_to_parquet(asked: Asked, tmp_path: Path) -> None:
+def test_tables_go_to_parquet(ask: Callable[..., Result], tmp_path: Path) -> None:
     metrics, samples = tmp_path / "metrics.parquet", tmp_path / "samples.parquet"
-    assert asked.remote("metrics", RUN_ID, "--parquet", metrics).exit_code == 0
+    assert ask("metrics", RUN_ID, "--parquet", metrics).exit_code == 0
     assert pyarrow.parquet.read_table(metrics).to_pydict() == {"step": [0], "reward": [0.625], "loss": [0.5]}
-    result = asked.remote("samples", RUN_ID, "--parquet", samples)
+    result = ask("samples", RUN_ID, "--parquet", samples)
     assert result.exit_code == 0, result.output
     table = pyarrow.parquet.read_table(samples).to_pydict()
     assert table["completion"] == ["2", "three"]
     assert table["reward/exact_match"] == [1.0, 0.0]
-    assert next(csv.DictReader(asked.remote("metrics", RUN_ID, "--csv").stdout.splitlines()))["loss"] == "0.5"
+    assert next(csv.DictReader(ask("metrics", RUN_ID, "--csv").stdout.splitlines()))["loss"] == "0.5"
 
 
-def test_hostile_text_is_written_out(asked: Asked) -> None:
-    text = asked.remote("samples", RUN_ID).stdout
+def test_hostile_text_is_written_out(ask: Callable[..., Result]) -> None:
+    text = ask("samples", RUN_ID).stdout
     assert "<script>alert(1)</script>\\x1b[31m\\u202egnp.exe" in text
     assert "\x1b" not in text
-    (group,) = (json.loads(line) for line in asked.remote("samples", RUN_ID, "--json").stdout.splitlines())
+    (group,) = (json.loads(line) for line in ask("samples", RUN_ID, "--json").stdout.splitlines())
     assert group["prompt"] == HOSTILE
 
 
-def test_unknown_runs_and_steps_are_named(asked: Asked) -> None:
-    assert "no run 'nosuch'; the newest are: sums-1" in asked.remote("samples", "nosuch").stderr
-    assert "no run 'nosuch'" in asked.remote("metrics", "nosuch").stderr
-    assert "no sample that passes" in asked.remote("samples", RUN_ID, "--text", "nowhere").stderr
-    assert "has no complete checkpoint yet" in asked.remote("export", RUN_ID).stderr
+def test_unknown_runs_and_steps_are_named(ask: Callable[..., Result]) -> None:
+    assert "no run 'nosuch'; the newest are: sums-1" in ask("samples", "nosuch").stderr
+    assert "no run 'nosuch'" in ask("metrics", "nosuch").stderr
+    assert "no sample that passes" in ask("samples", RUN_ID, "--text", "nowhere").stderr
+    assert "has no complete checkpoint yet" in ask("export", RUN_ID).stderr
 
 
 def test_columns_are_read_by_data_frames(asked: Asked) -> None:
@@ -123,6 +165,8 @@ def test_columns_are_read_by_data_frames(asked: Asked) -> None:
     with Client(asked.address) as client:
         metrics = pandas.DataFrame(client.metrics(RUN_ID))
         samples = pandas.DataFrame(client.samples(RUN_ID))
+        assert [event.kind for event in client.events(RUN_ID, quiet_s=0.01)][-1:] == ["step"]
+        assert client.events(RUN_ID, kind="evaluation", quiet_s=0.01) == []
     assert metrics["reward"].tolist() == [0.625]
     assert samples["num_tokens"].tolist() == [2, 3]
     assert samples.groupby("group_id")["final_reward"].mean().tolist() == [0.625]

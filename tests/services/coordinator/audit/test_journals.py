@@ -12,8 +12,8 @@ from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, World
 from ledger_files import both_forms, opened
 
 from paceline.groups import Version
+from services.coordinator.audit.reading.reader import records_in
 from services.coordinator.audit.repair import repair
-from services.coordinator.audit.samples import samples_of_step
 from services.coordinator.audit.verify import verify
 from services.coordinator.ledger.backup import back_up
 from services.coordinator.ledger.ledger import Ledger
@@ -67,7 +67,7 @@ def test_an_honest_journal_has_no_problems(make_world: MakeWorld) -> None:
         "live": 12,
         "wasted": 0,
     }
-    (group, other) = samples_of_step(world.ledger, world.run_id, 0)
+    (group, other) = records_in(world.ledger).groups(world.run_id, 0)
     assert [(life["sample"], life["reason"], life["tokens"]) for life in group["restarts"]] == [
         (0, "restarted", 3),
         (1, "environment_failed", 0),

@@ -22,7 +22,7 @@ from exchange_drivers import (
 from paceline.errors import NotFound
 from paceline.groups import Version
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.audit.samples import samples_of_evaluation
+from services.coordinator.audit.reading.reader import records_in
 from services.coordinator.audit.verify import verify
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.batches import damaged_groups
@@ -130,14 +130,15 @@ def test_completions_of_an_evaluation_are_read_back(make_world: MakeWorld) -> No
     rollout, reward = Rollout(world), Reward(world)
     for step in range(3):
         evaluate(world, rollout, reward, step)
-    newest = samples_of_evaluation(world.ledger, world.run_id)
+    records = records_in(world.ledger)
+    newest = list(records.groups(world.run_id, newest_evaluation=True))
     assert [(group["step"], len(group["completions"])) for group in newest] == [(2, 1)] * 3
     assert newest[0]["completions"][0]["rewards"] == {"exact_match": 1.0}
-    assert samples_of_evaluation(world.ledger, world.run_id, 0)[0]["step"] == 0
+    assert next(records.groups(world.run_id, evaluated_version=0))["step"] == 0
     with pytest.raises(NotFound, match=r"samples of version 1 were not kept .* kept are those of 0, 2"):
-        samples_of_evaluation(world.ledger, world.run_id, 1)
+        list(records.groups(world.run_id, evaluated_version=1))
     with pytest.raises(NotFound, match="no evaluation of version 7; evaluated are 0, 1, 2"):
-        samples_of_evaluation(world.ledger, world.run_id, 7)
+        list(records.groups(world.run_id, evaluated_version=7))
 
 
 def test_kept_completions_are_verified(make_world: MakeWorld) -> None:

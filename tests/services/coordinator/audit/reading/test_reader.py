@@ -191,12 +191,15 @@ def test_filters_choose_completions(reader: RecordsReader, filters: dict[str, An
     assert columns.get("completion", []) == texts
 
 
-def test_full_groups_are_those_of_the_audit(reader: RecordsReader) -> None:
-    from services.coordinator.audit.samples import samples_of_step
-
-    assert list(records(reader).groups(RUN_ID, 0)) == samples_of_step(reader.ledger, RUN_ID, 0)
-    with pytest.raises(NotFound, match="step 7 of run sums-1 has no batch"):
+def test_full_groups_are_whole(reader: RecordsReader) -> None:
+    (group,) = records(reader).groups(RUN_ID, 0)
+    assert (group["group_id"], group["step"], group["columns"]) == (0, 0, {"answer": "2"})
+    assert [len(each["logprobs"]) for each in group["completions"]] == list(COMPLETION_LENGTHS)
+    assert group["completions"][1]["rewards"] == {"exact_match": 0.0, "length": None}
+    with pytest.raises(NotFound, match="step 7 of run sums-1 has no batch; its batches are of steps 0 to 0"):
         list(records(reader).groups(RUN_ID, 7))
+    with pytest.raises(NotFound, match="no sample of step 0 of run sums-1 passes"):
+        list(records(reader).groups(RUN_ID, 0, min_reward=9.0))
     with pytest.raises(NotFound, match="has no group 99"):
         reader.ListSamples(pb.ListSamplesRequest(run_id=RUN_ID, group_id=99))
     with pytest.raises(InvalidInput, match="state is 'done', must be one of admitted"):

@@ -81,7 +81,7 @@ def test_the_default_directory_is_read_only_when_nobody_named_a_coordinator(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(directory.parent)
-    monkeypatch.setattr("services.cli.recorded.offline._answers", lambda client: False)
+    monkeypatch.setattr("services.cli.recorded.source._answers", lambda client: False)
     monkeypatch.delenv("PACELINE_COORDINATOR", raising=False)
     result = CliRunner().invoke(main, ["runs"])
     assert result.exit_code == 0, result.output
