@@ -124,7 +124,7 @@ CREATE TABLE batches (
     trained INTEGER NOT NULL DEFAULT 0,
     metrics_json TEXT NOT NULL DEFAULT '{}',   -- known when the batch is fixed: reward, ages, waits
     revision INTEGER NOT NULL DEFAULT 0,       -- how often it was fixed anew, each time under a further link of the chain
-    with_scores INTEGER NOT NULL DEFAULT 0,    -- whether the digest is over rewards and reference too
+    with_scores INTEGER NOT NULL DEFAULT 0,    -- 1: the digest is over rewards and reference too
     seal INTEGER,
     PRIMARY KEY (run_id, step)
 ) WITHOUT ROWID;
