@@ -116,7 +116,7 @@ def _service(name: str, role: Role, profile: str) -> dict[str, Any]:
             "context": "..",
             "dockerfile": "deploy/docker/Dockerfile",
             "target": target,
-            "tags": [f"paceline-{target}:0.1.0"],
+            "tags": [f"paceline-{target}:0.2.0.dev0"],
         },
         "init": True,
         "restart": "no" if is_command else "unless-stopped",

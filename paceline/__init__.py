@@ -8,7 +8,7 @@ the services (docs/python.md).
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _PLACES = {
     "Client": "paceline.client",

@@ -37,8 +37,8 @@ PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "FAILED_PRECONDITION
 """Statuses after which a transfer goes on."""
 
 
-def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s: float = PATIENCE_S) -> bool:
-    """Send the files that the coordinator lacks, then the manifest; return False for a coordinator without bundles.
+def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s: float = PATIENCE_S) -> None:
+    """Send the files that the coordinator lacks, then the manifest.
 
     Raises SpecError when a file was changed meanwhile; InvalidInput, with the coordinator's reason, when it refuses one;
     Busy when it has no room for it; Unavailable when the coordinator does not answer for `wait_s`, or later for `patience_s`.
@@ -50,15 +50,13 @@ def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s:
         try:
             missing = _missing(channel, bundle)
             if not missing:
-                return True
+                return
             came = sum(offset for _, offset in missing) - 2**40 * len(missing)
             if came != progress:
                 progress, progress_s = came, time.monotonic()
                 backoff.reset()
             _put(channel, bundle, missing)
         except grpc.RpcError as error:
-            if error.code().name == "UNIMPLEMENTED":
-                return False
             silent_s = time.monotonic() - progress_s
             if error.code().name not in PASSING or silent_s >= (patience_s if progress else wait_s):
                 raise _translated(error, "send the run's files") from None

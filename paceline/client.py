@@ -102,7 +102,7 @@ class Client(WorkerCalls):
         InvalidInput (SpecError for faults that the client itself finds) for a misspelt or contradictory spec, or bad data.
         """
         from paceline.models.auto_settings import checked_plan
-        from paceline.spec.reading import load_spec, portable_yaml
+        from paceline.spec.reading import load_spec, spec_to_yaml
         from protos.paceline.v1.run_pb2 import SubmitRequest
 
         if isinstance(spec, str | Path):
@@ -111,7 +111,7 @@ class Client(WorkerCalls):
             raise InvalidInput("overrides go with a spec's file; change a RunSpec with model_copy instead")
         spec = checked_plan(spec)
         bundle = self._bundle_of(spec, wait_s)
-        request = SubmitRequest(spec_yaml=portable_yaml(spec), submission=uuid.uuid4().hex, bundle=bundle)
+        request = SubmitRequest(spec_yaml=spec_to_yaml(spec), submission=uuid.uuid4().hex, bundle=bundle)
         return self._call(lambda: self._submit(request), wait_s=wait_s).run
 
     def _submit(self, request: SubmitRequest) -> SubmitResponse:
@@ -147,14 +147,15 @@ class Client(WorkerCalls):
             return self._send_bundle(collect(spec, prepared=prepared.files), wait_s)
 
     def _send_bundle(self, bundle: Bundle, wait_s: float | None = None) -> str:
-        """Send a run's files; return the digest that names them, empty for none and for a coordinator without bundles."""
+        """Send a run's files; return the digest that names them, empty for none."""
         from paceline.bundle_transfer import send
 
         for warning in bundle.warnings:
             log.warning("%s", warning)
         wait_s = self._wait_s if wait_s is None else wait_s
-        if not bundle.manifest.files or not send(self._channel, bundle, wait_s, self._reconnect_s):
+        if not bundle.manifest.files:
             return ""
+        send(self._channel, bundle, wait_s, self._reconnect_s)
         return bundle.manifest.digest
 
     def get(self, run_id: str) -> Run:

@@ -88,9 +88,9 @@ class CompletionArrays(NamedTuple):
     lengths: IntArray
     logprobs: FloatArray
     spans: np.ndarray
-    rows: RowArrays | None = None
-    truncated: BoolArray | None = None
-    """[C] true for a completion that was cut off at its token limit; None in frames of older workers."""
+    rows: RowArrays | None
+    truncated: BoolArray
+    """[C] true for a completion that was cut off at its token limit."""
 
     @classmethod
     def of(cls, payload: Buffer) -> CompletionArrays:
@@ -103,7 +103,7 @@ class CompletionArrays(NamedTuple):
             named_array(arrays, "logprobs", "f4", 1),
             named_array(arrays, "spans", "i8", 2),
             RowArrays.of(arrays),
-            named_array(arrays, "truncated", "b1", 1) if "truncated" in arrays else None,
+            named_array(arrays, "truncated", "b1", 1),
         )
 
 
@@ -216,10 +216,9 @@ def decode_group(
     what that says of the tokens. Finish reasons are `length` or `stop`. Raises WireError."""
     arrays = CompletionArrays.of(payload)
     count = len(arrays.lengths)
-    cut_off = np.zeros(count, bool) if arrays.truncated is None else arrays.truncated
-    if len(cut_off) != count:
-        raise WireError(f"truncated has {len(cut_off)} values for {count} completions")
-    reasons = ["length" if cut else "stop" for cut in cut_off.tolist()]
+    if len(arrays.truncated) != count:
+        raise WireError(f"truncated has {len(arrays.truncated)} values for {count} completions")
+    reasons = ["length" if cut else "stop" for cut in arrays.truncated.tolist()]
     prompt_ids, completions = decode_completions(payload, reasons, [""] * count)
     rows = split_rows(arrays, completions)
     if reference is not None:

@@ -96,7 +96,7 @@ ENV PATH=/opt/paceline/bin:/usr/local/bin:/usr/bin LANG=C.UTF-8 PYTHONUNBUFFERED
     XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
 USER 10001
 WORKDIR /tmp
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0.dev0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version=${VERSION} \
       org.opencontainers.image.revision=${REVISION} \
@@ -108,7 +108,7 @@ ENV PATH=/opt/paceline/bin:/usr/local/bin:/usr/bin LANG=C.UTF-8 PYTHONUNBUFFERED
     XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
 USER 10001
 WORKDIR /tmp
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0.dev0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version=${VERSION} \
       org.opencontainers.image.revision=${REVISION} \
@@ -126,7 +126,7 @@ ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTW
     XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
 USER 10001
 WORKDIR /tmp
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0.dev0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version=${VERSION} \
       org.opencontainers.image.revision=${REVISION} \
@@ -146,7 +146,7 @@ ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 PYTHONDONTW
     XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton
 USER 10001
 WORKDIR /tmp
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0.dev0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.version=${VERSION} \
       org.opencontainers.image.revision=${REVISION} \

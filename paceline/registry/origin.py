@@ -1,7 +1,7 @@
 """The run that exported model files, as the files' own manifest says it.
 
 Promise: the manifest is one of the exported files, so a registered folder's statement and signature cover what it says. Folders that
-were exported by an earlier version, were converted or come from elsewhere have no origin.
+were converted or come from elsewhere have no origin.
 """
 
 from __future__ import annotations

@@ -24,14 +24,7 @@ from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.explaining.faults import explain, unknown_key
 from paceline.spec.foreign.names import look_up
 from paceline.spec.foreign.whole_files import hint_by_suffix, import_hint
-from paceline.spec.keys import ITEM
-from paceline.spec.sections.base import STORED
-from paceline.spec.sections.bundle import BundleSection
 from paceline.spec.sections.environment import EnvironmentSection
-from paceline.spec.sections.evaluation import EvaluationSection
-from paceline.spec.sections.offline_grpo import OfflineGrpoSection
-from paceline.spec.sections.policy import ParallelSection
-from paceline.spec.sections.preparation import PreparationSection
 
 MAX_PATH = 1024
 MODEL_FIELDS = (
@@ -49,45 +42,6 @@ PATH_FIELDS = (
 )
 OUTPUT_FIELDS = (("checkpointing", "checkpoint_dir"), ("weights", "store"))
 """Folders that a run makes; relative ones are relative to the directory in which the spec is loaded."""
-
-
-NEWER_KEYS: dict[str, Any] = {
-    "data.train_config": None,
-    "data.validation_config": None,
-    "data.preference_key": None,
-    "data.preset": None,
-    "data.train_weights": None,
-    "data.prompt_template": None,
-    "data.choices": None,
-    "data.source_key": None,
-    "data.streaming": False,
-    "data.streaming_block_rows": 10_000,
-    "data.preparation": PreparationSection().model_dump(mode="json"),
-    "bundle": BundleSection().model_dump(mode="json"),
-    "environment": EnvironmentSection().model_dump(mode="json"),
-    "evaluation": EvaluationSection().model_dump(mode="json"),
-    "policy.parallel": ParallelSection().model_dump(mode="json"),
-    "offline_grpo": OfflineGrpoSection().model_dump(mode="json"),
-    "priority": 0,
-    "max_hours": None,
-    "rewards.N.weight_schedule": [],
-    "rewards.N.gate_min": None,
-    "policy.deterministic": False,
-    "policy.optimizer.offload": False,
-    "value.optimizer.offload": False,
-    "weights.allow_plaintext_network": False,
-    "logger.profile_period": 0,
-    "logger.keep_token_stats": 2,
-    "logger.verify_share": 0.002,
-    "logger.trackers": [],
-    "logger.default_rules": True,
-    "logger.rules": [],
-    "logger.webhooks": [],
-    "cluster.gpu_gb": None,
-    "cluster.environment_workers": None,
-}
-"""Keys that services of the version before do not know, with the defaults that stand for their absence; N is any item of a
-list. docs/compatibility.md has the rule."""
 
 
 def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunSpec:
@@ -138,12 +92,11 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     return tree
 
 
-def parse_spec(tree: dict[str, Any], base: Path | None = None, *, stored: bool = False) -> RunSpec:
-    """Return the spec in `tree`; relative paths that exist under `base` become absolute. A `stored` one was accepted
-    earlier and may hold values that are refused by now. Raises SpecError."""
+def parse_spec(tree: dict[str, Any], base: Path | None = None) -> RunSpec:
+    """Return the spec in `tree`; relative paths that exist under `base` become absolute. Raises SpecError."""
     tree = _with_absolute_paths(tree, base) if base else tree
     try:
-        return RunSpec.model_validate(tree, context=STORED if stored else None)
+        return RunSpec.model_validate(tree)
     except ValidationError as error:
         raise SpecError(explain(error, tree.get("algorithm", "grpo"))) from None
 
@@ -169,9 +122,9 @@ def _check_paths(spec: RunSpec) -> None:
 
 
 def spec_from_yaml(text: str) -> RunSpec:
-    """Return the spec in YAML `text` of a run that was accepted, perhaps by an earlier version: as the ledger holds
-    it and as it travels to the workers. Raises SpecError."""
-    return parse_spec(_tree_of(text), stored=True)
+    """Return the spec in YAML `text` of a run that was accepted, as the ledger holds it and as it travels to
+    the workers. Raises SpecError."""
+    return parse_spec(_tree_of(text))
 
 
 def _tree_of(text: str) -> dict[str, Any]:
@@ -203,9 +156,7 @@ def spec_from_ledger(text: str) -> tuple[RunSpec, list[str]]:
         if not unknown:
             raise
     keys = ", ".join(unknown)
-    return parse_spec(tree, stored=True), [
-        f"this version does not know {keys} of the run's spec and goes on without"
-    ]
+    return parse_spec(tree), [f"this version does not know {keys} of the run's spec and goes on without"]
 
 
 def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
@@ -223,7 +174,7 @@ def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
 def _remove_unknown(tree: dict[str, Any]) -> list[str]:
     """Remove from `tree` the keys that no field has; return them, dotted."""
     try:
-        RunSpec.model_validate(tree, context=STORED)
+        RunSpec.model_validate(tree)
     except ValidationError as error:
         removed = []
         for item in error.errors():
@@ -242,27 +193,9 @@ def _remove_unknown(tree: dict[str, Any]) -> list[str]:
 
 def spec_to_yaml(spec: RunSpec) -> str:
     """Return the resolved spec, defaults included."""
-    return _dumped(spec.model_dump(mode="json"))
-
-
-def portable_yaml(spec: RunSpec) -> str:
-    """Return the resolved spec for services of other versions: without NEWER_KEYS that have their defaults."""
-    tree = spec.model_dump(mode="json")
-    for dotted, default in NEWER_KEYS.items():
-        *sections, key = dotted.split(".")
-        nodes: list[Any] = [tree]
-        for section in sections:
-            nodes = [item for node in nodes for item in (node if section == ITEM else [node[section]])]
-        for node in nodes:
-            if isinstance(node, dict) and node.get(key) == default:
-                del node[key]
-    return _dumped(tree)
-
-
-def _dumped(tree: dict[str, Any]) -> str:
     # libyaml's where it exists: the plain one takes seconds for a megabyte and blocks other threads meanwhile.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    text: str = yaml.dump(tree, Dumper=dumper, sort_keys=False)
+    text: str = yaml.dump(spec.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
     return text
 
 

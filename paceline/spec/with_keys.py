@@ -7,7 +7,6 @@ from typing import Any
 
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
-from paceline.spec.sections.base import STORED
 
 
 def with_keys(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
@@ -16,7 +15,7 @@ def with_keys(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
     for dotted, value in values.items():
         changed = _with_key(changed, dotted.split("."), value)
     try:
-        RunSpec.model_validate(changed.model_dump(), context=STORED)
+        RunSpec.model_validate(changed.model_dump())
     except ValueError as error:
         raise InvalidInput(str(error)) from error
     return changed

@@ -68,7 +68,7 @@ class HostAgentConnection:
 
 def goes_by_host(spec: RunSpec) -> bool:
     """Return whether the run's weights are brought by hosts' agents, where there are any."""
-    return spec.weights.channel == "collective" and spec.weights.backend in ("auto", "nccl")
+    return spec.weights.channel == "collective" and spec.weights.backend == "auto"
 
 
 def _set_zone(_context: click.Context, _option: click.Parameter, zone: str) -> None:

@@ -19,7 +19,6 @@ from services.coordinator.members.caller_certificate import check_certificate
 from services.coordinator.members.introduction import check_hello, check_key
 from services.coordinator.members.registry import Member
 from services.coordinator.reporting.run_messages import page, run_message
-from services.coordinator.text_limits import fitting_event
 
 HEARTBEAT_INTERVAL_S = 1.0
 HELLO_WAIT_S = 30.0
@@ -66,7 +65,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
             await self._coordinator.ledger.sync_off_loop()  # sent events must survive a power cut
             for event in events:
                 after = event["sequence"]
-                text = fitting_event(event["json"])
+                text = event["json"]
                 yield run_pb2.WatchResponse(sequence=after, kind=event["kind"], json=text)
             if ended and not events:
                 return

@@ -76,14 +76,3 @@ def event_json(content: Mapping[str, Any]) -> str:
         return text
     plain = {name: value for name, value in short.items() if isinstance(value, int | float | bool)}
     return json.dumps(plain | {"left_out": sorted(short.keys() - plain.keys())})
-
-
-def fitting_event(text: str) -> str:
-    """Return a stored event; without its texts if an earlier version has stored one that is too large for a watcher."""
-    if len(text) <= MAX_EVENT_BYTES:
-        return text
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return json.dumps({"left_out_bytes": len(text)})
-    return event_json(content if isinstance(content, dict) else {"content": content})

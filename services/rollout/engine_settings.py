@@ -46,7 +46,7 @@ def with_engine_settings(spec: RunSpec, settings: Sequence[str]) -> RunSpec:
         if generation["backend"] == "native" and not any(setting.startswith(OF_VLLM) for setting in settings):
             for name in OF_VLLM:
                 generation.pop(name, None)
-        return parse_spec(tree, stored=True)
+        return parse_spec(tree)
     except SpecError as error:
         raise InvalidInput(f"--engine {' '.join(settings)} does not fit the run: {error}") from None
 

@@ -55,8 +55,6 @@ MAX_UNEXPECTED = 4
 """Unforeseen errors in a row that count as faults of their groups; with more of them the worker itself is at fault."""
 PROBE_S = 30.0
 MAX_ERROR_CHARS = 2000
-TOO_LONG = "prompt_too_long"
-"""Reason of a lease that is returned because its prompt leaves no room for a completion."""
 
 CAPACITY_S = 0.5
 """Seconds between two checks of the engine's capacity while there is no room."""
@@ -335,7 +333,7 @@ class RolloutRun:
             with span("generate", lease.traceparent, group_id=lease.group_id, attempt=lease.attempt):
                 prompt_ids, completions = await self._sample(lease, prefix)
         except InvalidInput as error:
-            reason = TOO_LONG if isinstance(error, PromptTooLong) else "bad_prompt"
+            reason = "prompt_too_long" if isinstance(error, PromptTooLong) else "bad_prompt"
             await self._return_lease(lease, error=str(error), reason=reason)
         except PacelineError:
             raise
@@ -410,7 +408,7 @@ class RolloutRun:
         reason: str = "bad_prompt",
     ) -> None:
         """Return a lease, with what was generated or with an error. With the reason `bad_prompt` or `prompt_too_long` no
-        other attempt would succeed; with an empty one another may. An older coordinator knows `bad_prompt` alone."""
+        other attempt would succeed; with an empty one another may."""
         returned = pb.LeaseReturn(
             group_id=lease.group_id,
             attempt=lease.attempt,
@@ -421,9 +419,7 @@ class RolloutRun:
         )
         payloads = [encode_completions(prompt_ids, completions)] if prompt_ids is not None else []
         request = pb.ExchangeRequest(run_id=self.run_id, lease_return=returned)
-        reply, _ = await self._membership.request(request, payloads)
-        if reply.status == pb.REPLY_STATUS_INVALID and error and reason == TOO_LONG:
-            await self._return_lease(lease, error=error)
+        await self._membership.request(request, payloads)
 
     def _take(self, lease: pb.Lease) -> None:
         self._running_by_group[lease.group_id] = lease.num_generations

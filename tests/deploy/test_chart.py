@@ -460,7 +460,7 @@ def test_the_page_is_off_until_asked_for_and_let_to_clients_alone() -> None:
     template = of_kind(manifests, "Deployment")["paceline-dashboard"]["spec"]["template"]
     assert matches(service["selector"], template["metadata"]["labels"])
     (container,) = template["spec"]["containers"]
-    assert container["image"] == "paceline-dashboard:0.1.0"
+    assert container["image"] == "paceline-dashboard:0.2.0.dev0"
     assert "--ready-file" in container["args"]  # it prints keys without one
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/", "port": 7080}
@@ -488,7 +488,7 @@ def test_what_all_workers_have_does_not_reach_the_page(monkeypatch: pytest.Monke
     (container,) = template["spec"]["containers"]
     options = COMMANDS["dashboard"].make_context("dashboard", list(container["args"])).params
     assert options["coordinator"] == "other:7070"
-    assert container["image"] == "paceline-dashboard:0.1.0"
+    assert container["image"] == "paceline-dashboard:0.2.0.dev0"
     assert set(container["resources"]["limits"]) == {"memory"}
     assert restricted_faults(template["spec"]) == []
     assert "shm" not in {volume["name"] for volume in template["spec"]["volumes"]}

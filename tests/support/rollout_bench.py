@@ -62,7 +62,6 @@ class Exchange:
         self.leases: asyncio.Queue[tuple[list[pb.Lease], list[bytes]] | None] = asyncio.Queue()
         """None stands for a refusal."""
         self.returned: asyncio.Queue[pb.LeaseReturn | pb.GroupResult] = asyncio.Queue()
-        self.known_reasons = {"", "bad_prompt", "prompt_too_long", "invalid_result"}
 
     async def request(self, request: pb.ExchangeRequest, payloads: Any = ()) -> Any:
         match request.WhichOneof("body"):
@@ -74,8 +73,6 @@ class Exchange:
                 return pb.ExchangeReply(status=pb.REPLY_STATUS_OK, lease=pb.LeaseReply(leases=leases)), frames
             case "lease_return":
                 self.returned.put_nowait(request.lease_return)
-                if request.lease_return.data_error_reason not in self.known_reasons:
-                    return pb.ExchangeReply(status=pb.REPLY_STATUS_INVALID), []
             case "group":
                 self.returned.put_nowait(request.group)
         return pb.ExchangeReply(status=pb.REPLY_STATUS_COMMITTED), []

@@ -11,10 +11,6 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
-STORED = {"stored": True}
-"""Validation context of a spec that an earlier version may have accepted: values that are refused today pass, and
-the module that uses them states what it does instead."""
-
 
 class Section(BaseModel):
     """A part of the spec: frozen, no unknown keys, the docstring under each field is its description."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from paceline.spec.sections.vllm import VllmSection, check_vllm_kwargs
@@ -243,16 +243,7 @@ def _checkpointing_of(value: Any) -> Any:
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
-def _stored_checkpointing(value: str) -> str | bool:
-    """Return the value as versions up to 0.1 read it, where they have it."""
-    return {"full": True, "none": False}.get(value, value)
-
-
-Checkpointing = Annotated[
-    Literal["auto", "none", "selective", "full"],
-    BeforeValidator(_checkpointing_of),
-    PlainSerializer(_stored_checkpointing),
-]
+Checkpointing = Annotated[Literal["auto", "none", "selective", "full"], BeforeValidator(_checkpointing_of)]
 
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]

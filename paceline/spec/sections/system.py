@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.spec.sections.alerts import WebhookSection, parsed_rule
-from paceline.spec.sections.base import STORED, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from paceline.spec.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 RuleText = Annotated[str, Field(max_length=300)]
 
 
-def _checked_folder(name: str, folder: str | None, info: ValidationInfo) -> str | None:
-    """Return a folder that all services find. A stored spec, of an earlier version, may have another."""
-    if not folder or info.context == STORED or "://" in folder or folder.startswith("/"):
+def _checked_folder(name: str, folder: str | None) -> str | None:
+    """Return a folder that all services find."""
+    if not folder or "://" in folder or folder.startswith("/"):
         return folder
     raise ValueError(
         f"{name} {folder!r} is relative, and the services may run in different directories; give an absolute path or a URL"
@@ -31,9 +31,9 @@ class WeightsSection(Section):
     a spec's file is relative to the directory in which the command runs."""
     anchor_interval: PositiveInt = 50
     """Versions between two that are stored in full; one comes earlier when the deltas since the last outweigh it."""
-    backend: Literal["auto", "gloo", "nccl", "shared"] = "auto"
+    backend: Literal["auto", "gloo", "shared"] = "auto"
     """auto: by the agents of hosts, from host to host; to workers without one by shared (memory of the host, which
-    both map) where a learner with GPUs and its workers are on one host, else by gloo (TCP); a worker that `shared` does not reach gets its weights by gloo. `nccl` cannot be chosen."""
+    both map) where a learner with GPUs and its workers are on one host, else by gloo (TCP); a worker that `shared` does not reach gets its weights by gloo."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
@@ -45,16 +45,6 @@ class WeightsSection(Section):
     """Allow weights in the clear between hosts with certificates (`--tls-dir`): links by gloo, a learner on several hosts, an object
     store without TLS. The agents of hosts use TLS in any case."""
 
-    @field_validator("backend")
-    @classmethod
-    def _check_backend(cls, backend: str, info: ValidationInfo) -> str:
-        if backend == "nccl" and info.context != STORED:
-            raise ValueError(
-                "'nccl' cannot be chosen: a worker's weights are received by a process that holds no GPU, so an NCCL link "
-                "never forms; leave it out (auto), or use 'shared' on one host and 'gloo' between hosts"
-            )
-        return backend
-
     @model_validator(mode="after")
     def _check(self) -> WeightsSection:
         if self.channel == "delta" and self.backend != "auto":
@@ -65,8 +55,8 @@ class WeightsSection(Section):
 
     @field_validator("store")
     @classmethod
-    def _check_store(cls, store: str | None, info: ValidationInfo) -> str | None:
-        return _checked_folder("store", store, info)
+    def _check_store(cls, store: str | None) -> str | None:
+        return _checked_folder("store", store)
 
 
 class CheckpointingSection(Section):
@@ -92,8 +82,8 @@ class CheckpointingSection(Section):
 
     @field_validator("checkpoint_dir")
     @classmethod
-    def _check_folder(cls, checkpoint_dir: str | None, info: ValidationInfo) -> str | None:
-        return _checked_folder("checkpoint_dir", checkpoint_dir, info)
+    def _check_folder(cls, checkpoint_dir: str | None) -> str | None:
+        return _checked_folder("checkpoint_dir", checkpoint_dir)
 
 
 class TrackerSection(Section):

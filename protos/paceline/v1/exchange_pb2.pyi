@@ -643,8 +643,8 @@ Global___EpisodeEnd: _TypeAlias = EpisodeEnd  # noqa: Y015
 @_typing.final
 class GroupResult(_message.Message):
     """A generated group. Payload: prompt_ids [P] i32, token_ids [ΣT] i32, lengths [C] i32, logprobs [ΣT] f32,
-    spans [S, 5] i64 (completion, session, step, start, end), truncated [C] bool (cut off at its token limit; frames of older
-    workers lack it); followed by a frame with a serialized Texts.
+    spans [S, 5] i64 (completion, session, step, start, end), truncated [C] bool (cut off at its token limit);
+    followed by a frame with a serialized Texts.
 
     Of a run with an environment a group has R rows instead of C completions, in the order of their samples; a sample may have
     several rows, or none when it was given up. Then prompt_ids [ΣP] holds the prompts of all rows, and the payload has these
@@ -685,9 +685,7 @@ Global___GroupResult: _TypeAlias = GroupResult  # noqa: Y015
 
 @_typing.final
 class Texts(_message.Message):
-    """Texts of a group: a payload frame that is stored and passed on unchanged. Ledgers of older formats store a whole
-    GroupResult instead, which had these two fields.
-    """
+    """Texts of a group: a payload frame that is stored and passed on unchanged."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -704,9 +702,7 @@ class Texts(_message.Message):
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleText]:
-        """Of a run with an environment: each sample. `texts` and `finish_reasons` are then of the rows. (The numbers below 7 are
-        fields of the GroupResult of older formats.)
-        """
+        """Of a run with an environment: each sample. `texts` and `finish_reasons` are then of the rows."""
 
     def __init__(
         self,

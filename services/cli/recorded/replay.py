@@ -120,7 +120,7 @@ def overridden(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
                 f"{override!r} would change the batches, which are on record; only training can change"
             )
         apply_override(tree, override)
-    return parse_spec(tree, stored=True)
+    return parse_spec(tree)
 
 
 def _command(ranks: int) -> list[str]:

@@ -8,7 +8,7 @@ import re
 from paceline.errors import InvalidInput
 from paceline.registry.origin import Origin, check_origin
 from paceline.registry.statement import Lineage
-from paceline.spec.reading import portable_yaml, spec_of_run
+from paceline.spec.reading import spec_of_run, spec_to_yaml
 from services.cli.recorded.source import Source
 
 EXPORT_OF_STEP = re.compile(r"step-(\d{1,9})")
@@ -62,7 +62,7 @@ def lineage_of(
 
 
 def _spec_digests(run_id: str, spec_yaml: str) -> set[str]:
-    """Return the digests that an export of the run may name: of the spec on record, and of the text that workers of another version
-    were given."""
-    given = portable_yaml(spec_of_run(run_id, spec_yaml)[0])
+    """Return the digests that an export of the run may name: of the spec on record, and of the text that workers
+    were given in its place because this version does not know a key of it."""
+    given = spec_to_yaml(spec_of_run(run_id, spec_yaml)[0])
     return {hashlib.sha256(text.encode()).hexdigest() for text in (spec_yaml, given)}

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 NOT_RECORDED = (AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted)
 """Errors after which the version is certainly not on record. After others it may be, so its files stay."""
 NAMELESS = (
-    "these files name no run, because an earlier version exported them, or they were converted since; only --run and --step say "
-    "where they come from"
+    "these files name no run, because they were converted since, or come from elsewhere; only --run and --step say where they "
+    "come from"
 )
 
 

@@ -105,8 +105,9 @@ def export(record: Record, report: VerifyReport) -> None:
 
 
 def _compare_origin(record: Record, report: VerifyReport, subject: str, origin: Origin | None) -> None:
-    """Compare what an export says of its run; one of an earlier version says nothing."""
+    """Compare what an export says of its run."""
     if origin is None:
+        report.problem(subject, "its files name no run")
         return
     report.compare(subject, "its files say run {}, this one is {}", origin.run_id, record.run_id)
     chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}

@@ -158,7 +158,7 @@ def _compare_scores(
     report: VerifyReport, subject: str, row: sqlite3.Row | None, references: list[FloatArray]
 ) -> None:
     """Compare rewards and reference of a group with the digest that its batch and its receipts have."""
-    if row is None or row["rewards"] is None or not row["scores_digest"]:
+    if row is None or row["rewards"] is None:
         return
     digest = scores_digest(np.frombuffer(row["rewards"], "<f4"), references)
     text = "its rewards and reference give the digest {}, on record is {}"
@@ -185,8 +185,8 @@ def _compare_with_batch(
         scores_digests = json.loads(row["scores_digests"])
         other = [
             group_id
-            for (group_id, _), digest in zip(consumed, scores_digests, strict=False)
-            if digest and scores.get(group_id) and digest != scores[group_id]
+            for (group_id, _), digest in zip(consumed, scores_digests, strict=True)
+            if digest != scores.get(group_id)
         ]
         if other:
             report.problem(

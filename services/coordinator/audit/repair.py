@@ -150,7 +150,7 @@ def _with_spec_of_folder(path: Path, damaged: DamagedRow) -> DamagedRow:
 
 
 def _spec_file(path: Path, damaged: DamagedRow) -> Path:
-    return Path(resolved(path.parent, damaged.values["directory"], damaged.values["run_id"]), "spec.yaml")
+    return Path(resolved(path.parent, damaged.values["directory"]), "spec.yaml")
 
 
 def _has_spec(damaged: DamagedRow) -> bool:

@@ -193,7 +193,7 @@ def _batches(record: Record, report: VerifyReport) -> None:
         )
         order = [g["rank_order"] for g in groups]
         report.compare(subject, "its groups have the order {}, not {}", order, list(range(len(groups))))
-        digest = batch_digest(groups, with_scores=bool(batch["with_scores"]))
+        digest = batch_digest(groups)
         report.compare(subject, "its groups give the digest {}, its batch has {}", digest, batch["digest"])
         chain = extend_chain(_replaced(record, report, chain, batch), step, digest)
         report.compare(

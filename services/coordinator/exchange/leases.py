@@ -280,8 +280,6 @@ def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> lis
 
 def was_given(row: sqlite3.Row, attempt: int, member_id: str) -> bool:
     """Return whether the worker was given this attempt at the group, however long ago."""
-    if attempt == row["attempt"] and row["member_id"] == member_id:
-        return True  # as in a ledger of an older format, which had no record of holders
     return held_attempt(row["holders"], attempt) == member_id
 
 

@@ -9,15 +9,11 @@ import sqlite3
 from collections.abc import Sequence
 
 
-def batch_digest(groups: Sequence[sqlite3.Row], *, with_scores: bool) -> str:
-    """Return SHA-256 over a batch's groups in their order: id and digest of each, and `with_scores` also the digest of
-    its scores.
-
-    `groups` are rows of the table `groups`. Batches that were fixed before ledgers had digests of scores are without
-    them.
+def batch_digest(groups: Sequence[sqlite3.Row]) -> str:
+    """Return SHA-256 over a batch's groups in their order: id, digest and digest of the scores of each. `groups` are rows of
+    the table `groups`.
     """
-    columns = ("group_id", "digest", "scores_digest") if with_scores else ("group_id", "digest")
-    content = [[group[column] for column in columns] for group in groups]
+    content = [[group["group_id"], group["digest"], group["scores_digest"]] for group in groups]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -29,13 +29,7 @@ from services.coordinator.ledger import database, restored_backup
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.integrity.file_damage import check_open_runs, is_damage
 from services.coordinator.ledger.integrity.report import REMEDY as RESTORE
-from services.coordinator.ledger.schema import (
-    READABLE,
-    SCHEMA,
-    SCHEMA_VERSION,
-    SEALED_FROM,
-    UPGRADES,
-)
+from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 from services.coordinator.ledger.segments import PayloadStore
 
 ValueT = TypeVar("ValueT")
@@ -258,18 +252,8 @@ class LedgerFile:
 
     def _open_schema(self, read_only: bool) -> None:
         version = self.db.execute("PRAGMA user_version").fetchone()[0]
-        readable = (SCHEMA_VERSION, *READABLE) if read_only else (0, SCHEMA_VERSION, *UPGRADES)
-        if version not in readable:
-            remedy = "start its coordinator once" if version in UPGRADES else "use the Paceline that wrote it"
-            raise Conflict(
-                f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"
-            )
+        self._check_format(version, read_only)
         if read_only:
-            if version != SCHEMA_VERSION:  # a reader takes the tables that it lacks for empty
-                lacks = "".join(UPGRADES[each] for each in range(version, SCHEMA_VERSION))
-                self.db.executescript(
-                    lacks.replace("CREATE TABLE ", "CREATE TEMP TABLE ").replace("INDEX ", "INDEX temp.")
-                )
             return
         self.db.execute("PRAGMA journal_mode = WAL")
         # `sync` syncs the log before an answer leaves. SQLite itself syncs it before it is overwritten, and the file
@@ -277,14 +261,26 @@ class LedgerFile:
         self.db.execute("PRAGMA synchronous = NORMAL")
         if version in UPGRADES:
             self._copy_before_upgrade(version)
-        is_unsealed = 0 < version < SEALED_FROM
         while version != SCHEMA_VERSION:
             script, version = (UPGRADES[version], version + 1) if version else (SCHEMA, SCHEMA_VERSION)
-            script += row_checksums.seal_all() if version == SCHEMA_VERSION and is_unsealed else ""
             self.db.executescript(f"BEGIN; {script} PRAGMA user_version = {version}; COMMIT;")
         # A statement that fires a trigger keeps the earlier content of its pages. In files of a shared folder for temporary
         # files, that doubles the cost of a group. Set after an upgrade, because its statements change every page.
         self.db.execute("PRAGMA temp_store = MEMORY")
+
+    def _check_format(self, version: int, read_only: bool) -> None:
+        """Raises Conflict for a format that this opening cannot read."""
+        if version == SCHEMA_VERSION or (not read_only and (version == 0 or version in UPGRADES)):
+            return
+        if version > SCHEMA_VERSION:
+            remedy = "a newer Paceline wrote it: use that one, or restore a backup of before"
+        elif version in UPGRADES:
+            remedy = "start its coordinator once, which upgrades it"
+        else:
+            remedy = "use the Paceline that wrote it"
+        raise Conflict(
+            f"the ledger {self.path} has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"
+        )
 
     def _copy_before_upgrade(self, version: int) -> None:
         """Copy the tables as they are, beside the ledger: an older Paceline can go on from the copy (the segments are
@@ -333,7 +329,7 @@ def lock_ledger(path: Path) -> list[IO[bytes]]:
     holds it.
 
     The lock that counts is on the ledger itself, on a byte before those that SQLite locks, and belongs to the open
-    file: SQLite neither meets it nor loses it. Coordinators of older versions only look at the file beside it.
+    file: SQLite neither meets it nor loses it. The one on the file beside it stays where a backup takes the ledger's place.
     """
     beside = path.with_name(path.name + ".lock").open("ab")
     ledger = path.open("ab")

@@ -107,10 +107,6 @@ class Ledger(LedgerFile):
         """Return the number of runs that were ever submitted."""
         return int(self.db.execute("SELECT COUNT(*) AS n FROM runs").fetchone()["n"])
 
-    def runs_without_num_steps(self) -> list[sqlite3.Row]:
-        """Return id and spec of the runs that an earlier version recorded without their number of steps and warnings."""
-        return self.db.execute("SELECT run_id, spec_yaml FROM runs WHERE max_num_steps = 0").fetchall()
-
     def active_run(self) -> sqlite3.Row | None:
         """Return the run that trains, else the one that is paused, if any."""
         return self._first(
@@ -176,7 +172,7 @@ class Ledger(LedgerFile):
 
     def run_directory(self, run_id: str) -> Path:
         """Return the folder of a run. Raises NotFound."""
-        return Path(resolved(self.path.parent, self.run(run_id)["directory"], run_id))
+        return Path(resolved(self.path.parent, self.run(run_id)["directory"]))
 
     def run_store(self, run_id: str) -> str:
         """Return the folder or URL of a run's large files: checkpoints, exports, weights. Raises NotFound."""
@@ -184,7 +180,7 @@ class Ledger(LedgerFile):
 
     def export_path(self, run_id: str) -> str:
         """Return the folder of a run's final export; empty while there is none. Raises NotFound."""
-        return resolved(self.path.parent, self.run(run_id)["export_path"], run_id)
+        return resolved(self.path.parent, self.run(run_id)["export_path"])
 
     def run_of_submission(self, submission: str) -> str | None:
         """Return the run that was queued under this name of a submission; the name is in the run's first event."""

@@ -39,7 +39,7 @@ def is_backup(ledger: Path, key: StorageKey | None = None) -> bool:
     with ledger.open("rb") as file:
         header = file.read(100)
     is_marked = header[PLACE : PLACE + 4] == MARK.to_bytes(4, "big")
-    # One of an older version has no mark. A coordinator's ledger always has a log, a copy never.
+    # A copy by another program has no mark. A coordinator's ledger always has a log, a copy never.
     return is_marked or (header[JOURNAL : JOURNAL + 1] == b"\1" and Path(f"{ledger}-wal").exists())
 
 

@@ -1,190 +1,15 @@
 """The ledger's tables: one SQLite file in WAL mode. The bulk of the groups is in segments beside it (segments.py)."""
 
-EPISODES = """
-CREATE TABLE episodes (                        -- finished turns of open groups with an environment
-    run_id TEXT NOT NULL,
-    group_id INTEGER NOT NULL,
-    sample INTEGER NOT NULL,                   -- index in the group
-    life INTEGER NOT NULL,                     -- of the sample, from 1
-    turn INTEGER NOT NULL,                     -- index in its life
-    last INTEGER NOT NULL,                     -- whether the sample is finished with it
-    left_out TEXT NOT NULL,                    -- JSON list, of the last: turns that are no part of the sample's rows
-    row_index INTEGER NOT NULL,                -- row of the sample that it extends
-    num_rows INTEGER NOT NULL,                 -- rows of the sample after it
-    row_tokens INTEGER NOT NULL,               -- length of its row after it
-    tokens INTEGER NOT NULL,                   -- sampled tokens
-    oldest_step INTEGER NOT NULL,              -- oldest version among them
-    digest TEXT NOT NULL,                      -- over the sampled tokens, their log-probabilities and versions
-    context_digest TEXT NOT NULL,              -- over the tokens that were read before
-    header BLOB NOT NULL DEFAULT x'',          -- TurnNote; and, as in payloads, where it is
-    arrays BLOB NOT NULL DEFAULT x'',
-    segment INTEGER,
-    start INTEGER,
-    header_size INTEGER,
-    header_crc INTEGER,
-    arrays_size INTEGER,
-    arrays_crc INTEGER,
-    seal INTEGER,
-    PRIMARY KEY (run_id, group_id, sample, life, turn)
-);
-CREATE INDEX segment_episodes ON episodes (segment) WHERE segment IS NOT NULL;
-CREATE TABLE restarts (                        -- lives of samples whose tokens were not trained, whole or in part
-    run_id TEXT NOT NULL,
-    group_id INTEGER NOT NULL,
-    sample INTEGER NOT NULL,
-    life INTEGER NOT NULL,
-    reason TEXT NOT NULL,                      -- restarted, environment_failed; left_out: by train_call, of a life that was trained
-    error TEXT NOT NULL,
-    turns INTEGER NOT NULL,                    -- that it had, or that were left out
-    tokens INTEGER NOT NULL,                   -- sampled tokens of these turns
-    given_up INTEGER NOT NULL,                 -- whether no further life begins
-    counts INTEGER NOT NULL,                   -- whether it counts against environment.max_failures
-    seal INTEGER,
-    PRIMARY KEY (run_id, group_id, sample, life)
-) WITHOUT ROWID;
-"""
-"""Tables of runs with an environment, new in format 8."""
-
-AUDIT_HEADS = """
-CREATE TABLE audit_heads (                     -- newest record of each file of the audit log, outside the chain of batches
-    file INTEGER PRIMARY KEY,                  -- number of the file
-    sequence INTEGER NOT NULL,                 -- of the record
-    hash TEXT NOT NULL,                        -- of the record, which is over all records before it too
-    seal INTEGER
-);
-"""
-"""Table of the audit log, new in format 9."""
-
-MODELS = """
-CREATE TABLE models (                          -- versions of registered models; their files are elsewhere
-    name TEXT NOT NULL,
-    version INTEGER NOT NULL,                  -- from 1
-    run_id TEXT NOT NULL,                      -- run that trained it; empty for a model from elsewhere
-    session INTEGER NOT NULL,                  -- version of its weights
-    step INTEGER NOT NULL,
-    chain TEXT NOT NULL,                       -- over the run's batches until then
-    path TEXT NOT NULL,                        -- folder or URL of its files
-    export_sha256 TEXT NOT NULL,               -- over names and SHA-256 of the exported files
-    statement_sha256 TEXT NOT NULL,            -- of its in-toto statement
-    spec_sha256 TEXT NOT NULL,
-    data TEXT NOT NULL,                        -- fingerprint of the run's data set
-    code TEXT NOT NULL,                        -- digest of the run's bundle, or of its reward functions as JSON
-    parent TEXT NOT NULL,                      -- name:version; empty without one
-    evaluations TEXT NOT NULL,                 -- JSON list of results without samples
-    verdicts TEXT NOT NULL,                    -- JSON list of the gate's verdicts
-    stage TEXT NOT NULL,                       -- registered passed promoted rolled_back
-    registered_by TEXT NOT NULL,
-    registered_s REAL NOT NULL,                -- wall clock, for people only
-    seal INTEGER,
-    PRIMARY KEY (name, version)
-) WITHOUT ROWID;
-CREATE TABLE model_changes (                   -- promotions and rollbacks of registered models
-    name TEXT NOT NULL,
-    sequence INTEGER NOT NULL,                 -- from 1
-    kind TEXT NOT NULL,                        -- promote rollback
-    alias TEXT NOT NULL,
-    version INTEGER NOT NULL,                  -- that has the alias since
-    previous INTEGER NOT NULL,                 -- that had it before; 0 for none
-    reason TEXT NOT NULL,                      -- of a promotion past a gate, or of a rollback
-    caller TEXT NOT NULL,
-    changed_s REAL NOT NULL,
-    seal INTEGER,
-    PRIMARY KEY (name, sequence)
-) WITHOUT ROWID;
-"""
-"""Tables of registered models, new in format 9."""
-
 SCHEMA_VERSION = 9
-"""Version of the format. It grows with every change of the tables, so that a ledger of another format is refused at
-once, not found out in a run."""
+"""Version of the format; 9 is that of Paceline 0.1.0. It grows with every change of the tables, so that a ledger of another
+format is refused at once, not found out in a run."""
 
-UPGRADES = {
-    2: """
-ALTER TABLE payloads ADD COLUMN segment INTEGER;
-ALTER TABLE payloads ADD COLUMN start INTEGER;
-ALTER TABLE payloads ADD COLUMN header_size INTEGER;
-ALTER TABLE payloads ADD COLUMN header_crc INTEGER;
-ALTER TABLE payloads ADD COLUMN arrays_size INTEGER;
-ALTER TABLE payloads ADD COLUMN arrays_crc INTEGER;
-CREATE INDEX segment_payloads ON payloads (segment) WHERE segment IS NOT NULL;
-DROP INDEX open_groups;
-CREATE INDEX groups_by_state ON groups (run_id, class, state, slot, group_id);
-CREATE INDEX held_tasks ON groups (scorer_id) WHERE state = 'generated';
-CREATE INDEX free_tasks ON groups (run_id, score_failures, slot, group_id)
-    WHERE state = 'generated' AND scorer_id IS NULL;
-""",
-    3: "ALTER TABLE groups ADD COLUMN generation_failures INTEGER NOT NULL DEFAULT 0;",
-    4: "",  # the tables are the same; digests of new groups are XXH3-128, which it could not check
-    5: """
-CREATE TABLE prompts (
-    run_id TEXT NOT NULL,
-    group_id INTEGER NOT NULL,
-    prompt_json TEXT NOT NULL,
-    columns_json TEXT NOT NULL,
-    PRIMARY KEY (run_id, group_id)
-);
-INSERT INTO prompts SELECT run_id, group_id, prompt_json, columns_json FROM groups;
-ALTER TABLE groups DROP COLUMN prompt_json;
-ALTER TABLE groups DROP COLUMN columns_json;
-ALTER TABLE groups ADD COLUMN holders TEXT NOT NULL DEFAULT '';
-ALTER TABLE groups ADD COLUMN scorers TEXT NOT NULL DEFAULT '';
-ALTER TABLE groups ADD COLUMN scores_digest TEXT NOT NULL DEFAULT '';
-ALTER TABLE runs ADD COLUMN max_num_steps INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE runs ADD COLUMN warnings_json TEXT NOT NULL DEFAULT '[]';
-ALTER TABLE runs ADD COLUMN vocab_size INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE batches ADD COLUMN revision INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE batches ADD COLUMN with_scores INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE receipts ADD COLUMN scores_digests TEXT NOT NULL DEFAULT '[]';
-ALTER TABLE checkpoints ADD COLUMN damaged TEXT NOT NULL DEFAULT '';
-CREATE TABLE replaced_batches (
-    run_id TEXT NOT NULL,
-    step INTEGER NOT NULL,
-    revision INTEGER NOT NULL,
-    digest TEXT NOT NULL,
-    chain TEXT NOT NULL,
-    group_ids TEXT NOT NULL,
-    dropped_ids TEXT NOT NULL,
-    reason TEXT NOT NULL,
-    PRIMARY KEY (run_id, step, revision)
-) WITHOUT ROWID;
-CREATE TABLE session_faults (
-    run_id TEXT NOT NULL,
-    session INTEGER NOT NULL,
-    step INTEGER NOT NULL,
-    kind TEXT NOT NULL,
-    message TEXT NOT NULL,
-    PRIMARY KEY (run_id, session)
-) WITHOUT ROWID;
-""",
-    6: """
-ALTER TABLE meta ADD COLUMN seal INTEGER;
-ALTER TABLE runs ADD COLUMN seal INTEGER;
-ALTER TABLE groups ADD COLUMN seal INTEGER;
-ALTER TABLE prompts ADD COLUMN seal INTEGER;
-ALTER TABLE counters ADD COLUMN seal INTEGER;
-ALTER TABLE batches ADD COLUMN seal INTEGER;
-ALTER TABLE replaced_batches ADD COLUMN seal INTEGER;
-ALTER TABLE session_faults ADD COLUMN seal INTEGER;
-ALTER TABLE receipts ADD COLUMN seal INTEGER;
-ALTER TABLE checkpoints ADD COLUMN seal INTEGER;
-ALTER TABLE evaluations ADD COLUMN seal INTEGER;
-ALTER TABLE events ADD COLUMN seal INTEGER;
-""",
-    7: EPISODES,
-    8: AUDIT_HEADS + MODELS,
-}
-"""Scripts that raise a ledger of an older format to the next one. A coordinator runs them when it opens the ledger,
-after it made a copy. After the last one the rows of a format before SEALED_FROM are sealed
-(`services/coordinator/ledger/integrity/row_checksums.py`)."""
+UPGRADES: dict[int, str] = {}
+"""Scripts by the format that they raise to the next one, from that of 0.1.0 on. A coordinator runs them when it opens a ledger,
+after it made a copy; `tests/services/coordinator/ledger/test_ledger.py` has the pattern. A script adds tables, or columns to
+tables without seals: new seals would hide damage of the rows that are there."""
 
-SEALED_FROM = 7
-"""First format whose rows have checksums. They stay as they are at an upgrade, because new ones would hide damage."""
-
-READABLE = (7, 8)
-"""Older formats that a reader can read without an upgrade: they lack whole tables, which are empty to it."""
-
-SCHEMA = (
-    """
+SCHEMA = """
 -- The column `seal` is a checksum of the row's other columns (ledger/integrity/row_checksums.py), NULL where there is none yet.
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL, seal INTEGER) WITHOUT ROWID;
 
@@ -299,7 +124,7 @@ CREATE TABLE batches (
     trained INTEGER NOT NULL DEFAULT 0,
     metrics_json TEXT NOT NULL DEFAULT '{}',   -- known when the batch is fixed: reward, ages, waits
     revision INTEGER NOT NULL DEFAULT 0,       -- how often it was fixed anew, each time under a further link of the chain
-    with_scores INTEGER NOT NULL DEFAULT 0,    -- whether the digest is over rewards and reference too
+    with_scores INTEGER NOT NULL DEFAULT 0,    -- 1: the digest is over rewards and reference too
     seal INTEGER,
     PRIMARY KEY (run_id, step)
 ) WITHOUT ROWID;
@@ -374,8 +199,89 @@ CREATE TABLE events (
     seal INTEGER,
     PRIMARY KEY (run_id, sequence)
 ) WITHOUT ROWID;
+
+CREATE TABLE episodes (                        -- finished turns of open groups with an environment
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    sample INTEGER NOT NULL,                   -- index in the group
+    life INTEGER NOT NULL,                     -- of the sample, from 1
+    turn INTEGER NOT NULL,                     -- index in its life
+    last INTEGER NOT NULL,                     -- whether the sample is finished with it
+    left_out TEXT NOT NULL,                    -- JSON list, of the last: turns that are no part of the sample's rows
+    row_index INTEGER NOT NULL,                -- row of the sample that it extends
+    num_rows INTEGER NOT NULL,                 -- rows of the sample after it
+    row_tokens INTEGER NOT NULL,               -- length of its row after it
+    tokens INTEGER NOT NULL,                   -- sampled tokens
+    oldest_step INTEGER NOT NULL,              -- oldest version among them
+    digest TEXT NOT NULL,                      -- over the sampled tokens, their log-probabilities and versions
+    context_digest TEXT NOT NULL,              -- over the tokens that were read before
+    header BLOB NOT NULL DEFAULT x'',          -- TurnNote; and, as in payloads, where it is
+    arrays BLOB NOT NULL DEFAULT x'',
+    segment INTEGER,
+    start INTEGER,
+    header_size INTEGER,
+    header_crc INTEGER,
+    arrays_size INTEGER,
+    arrays_crc INTEGER,
+    seal INTEGER,
+    PRIMARY KEY (run_id, group_id, sample, life, turn)
+);
+CREATE INDEX segment_episodes ON episodes (segment) WHERE segment IS NOT NULL;
+CREATE TABLE restarts (                        -- lives of samples whose tokens were not trained, whole or in part
+    run_id TEXT NOT NULL,
+    group_id INTEGER NOT NULL,
+    sample INTEGER NOT NULL,
+    life INTEGER NOT NULL,
+    reason TEXT NOT NULL,                      -- restarted, environment_failed; left_out: by train_call, of a life that was trained
+    error TEXT NOT NULL,
+    turns INTEGER NOT NULL,                    -- that it had, or that were left out
+    tokens INTEGER NOT NULL,                   -- sampled tokens of these turns
+    given_up INTEGER NOT NULL,                 -- whether no further life begins
+    counts INTEGER NOT NULL,                   -- whether it counts against environment.max_failures
+    seal INTEGER,
+    PRIMARY KEY (run_id, group_id, sample, life)
+) WITHOUT ROWID;
+
+CREATE TABLE audit_heads (                     -- newest record of each file of the audit log, outside the chain of batches
+    file INTEGER PRIMARY KEY,                  -- number of the file
+    sequence INTEGER NOT NULL,                 -- of the record
+    hash TEXT NOT NULL,                        -- of the record, which is over all records before it too
+    seal INTEGER
+);
+
+CREATE TABLE models (                          -- versions of registered models; their files are elsewhere
+    name TEXT NOT NULL,
+    version INTEGER NOT NULL,                  -- from 1
+    run_id TEXT NOT NULL,                      -- run that trained it; empty for a model from elsewhere
+    session INTEGER NOT NULL,                  -- version of its weights
+    step INTEGER NOT NULL,
+    chain TEXT NOT NULL,                       -- over the run's batches until then
+    path TEXT NOT NULL,                        -- folder or URL of its files
+    export_sha256 TEXT NOT NULL,               -- over names and SHA-256 of the exported files
+    statement_sha256 TEXT NOT NULL,            -- of its in-toto statement
+    spec_sha256 TEXT NOT NULL,
+    data TEXT NOT NULL,                        -- fingerprint of the run's data set
+    code TEXT NOT NULL,                        -- digest of the run's bundle, or of its reward functions as JSON
+    parent TEXT NOT NULL,                      -- name:version; empty without one
+    evaluations TEXT NOT NULL,                 -- JSON list of results without samples
+    verdicts TEXT NOT NULL,                    -- JSON list of the gate's verdicts
+    stage TEXT NOT NULL,                       -- registered passed promoted rolled_back
+    registered_by TEXT NOT NULL,
+    registered_s REAL NOT NULL,                -- wall clock, for people only
+    seal INTEGER,
+    PRIMARY KEY (name, version)
+) WITHOUT ROWID;
+CREATE TABLE model_changes (                   -- promotions and rollbacks of registered models
+    name TEXT NOT NULL,
+    sequence INTEGER NOT NULL,                 -- from 1
+    kind TEXT NOT NULL,                        -- promote rollback
+    alias TEXT NOT NULL,
+    version INTEGER NOT NULL,                  -- that has the alias since
+    previous INTEGER NOT NULL,                 -- that had it before; 0 for none
+    reason TEXT NOT NULL,                      -- of a promotion past a gate, or of a rollback
+    caller TEXT NOT NULL,
+    changed_s REAL NOT NULL,
+    seal INTEGER,
+    PRIMARY KEY (name, sequence)
+) WITHOUT ROWID;
 """
-    + EPISODES
-    + AUDIT_HEADS
-    + MODELS
-)

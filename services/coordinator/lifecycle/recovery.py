@@ -5,14 +5,10 @@ Nothing here keeps a run from going on: a summary that a kill prevented is writt
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import sqlite3
 
-from paceline.errors import SpecError
 from paceline.rate_limited_log import unforeseen
-from paceline.spec.reading import spec_from_ledger
 from services.coordinator.ledger.ledger import ACTIVE_STATES
 from services.coordinator.lifecycle.context import RunContext
 
@@ -27,7 +23,6 @@ async def recover(context: RunContext) -> None:
     active = context.ledger.active_run()
     if active is not None and active["state"] == "paused" and context.ledger.is_retried(active["run_id"]):
         context.delays.retried = active["run_id"]
-    await _fill_in(context)
 
 
 async def warn_of_backup(context: RunContext) -> None:
@@ -51,22 +46,3 @@ def _summarize(context: RunContext, run_id: str) -> None:
         Exception
     ) as error:  # a damaged row of this run may raise anything; it keeps no other run from going on
         unforeseen.note(f"the summary of run {run_id}", error)
-
-
-async def _fill_in(context: RunContext) -> None:
-    """Add steps and warnings of runs that an earlier version has recorded without them."""
-    ledger = context.ledger
-    for row in ledger.runs_without_num_steps():
-        steps, warnings = await asyncio.to_thread(_steps_and_warnings, row["spec_yaml"])
-        with ledger.transaction(synced=False):
-            columns = {"max_num_steps": steps, "warnings_json": json.dumps(warnings)}
-            ledger.update_run(row["run_id"], **columns)
-
-
-def _steps_and_warnings(spec_yaml: str) -> tuple[int, list[str]]:
-    """Return steps and warnings of a stored spec; none if this version cannot parse it."""
-    try:
-        spec, unknown_keys = spec_from_ledger(spec_yaml)
-    except SpecError:
-        return 0, []
-    return spec.max_num_steps, [*spec.warnings, *unknown_keys]

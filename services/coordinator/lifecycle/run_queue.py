@@ -19,7 +19,7 @@ from paceline.models.auto_settings import is_open, planned
 from paceline.models.memory_plan import Room
 from paceline.models.shape import read_shape
 from paceline.spec import RunSpec
-from paceline.spec.reading import portable_yaml, submitted_spec
+from paceline.spec.reading import spec_to_yaml, submitted_spec
 from services.common.access.caller import Caller, current_caller
 from services.coordinator.exchange.uploads.group_checks import refuse_large_groups
 from services.coordinator.ledger.ledger import Ledger
@@ -91,13 +91,13 @@ class RunQueue:
         self._check_room(caller)
         if found := references(spec, self._ledger):
             spec = await asyncio.to_thread(with_locations, spec, found)
-            text = await asyncio.to_thread(portable_yaml, spec)
+            text = await asyncio.to_thread(spec_to_yaml, spec)
         await asyncio.to_thread(self._bundles.check, spec, bundle)
         said: list[str] = []
         if is_open(spec):
             shape = await asyncio.to_thread(read_shape, spec.policy.model_name)
             spec, said = planned(spec, shape, Room())
-            text = await asyncio.to_thread(portable_yaml, spec)
+            text = await asyncio.to_thread(spec_to_yaml, spec)
         data, warnings = await self._openings.open(
             submission or uuid.uuid4().hex, partial(self._checked_data, spec, bundle)
         )
@@ -107,7 +107,7 @@ class RunQueue:
             said.append(report)
         if spec.max_num_epochs is not None:
             spec = spec.with_steps_of_epochs(data.num_rows)
-            text = await asyncio.to_thread(portable_yaml, spec)
+            text = await asyncio.to_thread(spec_to_yaml, spec)
             said.append(
                 f"{spec.max_num_steps} steps; max_num_epochs is {spec.max_num_epochs:g}, the data has {data.num_rows} rows"
             )
@@ -215,4 +215,4 @@ class RunQueue:
 def _read_submitted(spec_yaml: str) -> tuple[RunSpec, str]:
     """Return a spec and its resolved text. Raises SpecError."""
     spec = submitted_spec(spec_yaml)
-    return spec, portable_yaml(spec)
+    return spec, spec_to_yaml(spec)

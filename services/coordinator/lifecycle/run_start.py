@@ -14,7 +14,7 @@ import time
 
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import DataError, PacelineError, SpecError
-from paceline.spec.reading import portable_yaml, spec_of_run
+from paceline.spec.reading import spec_of_run, spec_to_yaml
 from services.coordinator.exchange import evaluation
 from services.coordinator.exchange.state import ActiveRun
 from services.coordinator.exchange.uploads.prompt_check import PromptCheck
@@ -68,7 +68,7 @@ class RunStarter:
             await self._postpone(row, error)
             return
         self._backoff.reset()
-        worker_yaml = portable_yaml(spec) if warnings else row["spec_yaml"]
+        worker_yaml = spec_to_yaml(spec) if warnings else row["spec_yaml"]
         warnings += changed_data_warnings(self._ledger.data_fingerprint(run_id), spec, data.prompts)
         run = ActiveRun(run_id, spec, data.prompts, data.validation, worker_yaml)
         if await self._activate(run, warnings):

@@ -131,7 +131,7 @@ class Meter:
             if takes_work(member, run):
                 name = member.member_id
                 self._ready_s[name] = self._ready_s.get(name, 0.0) + elapsed_s
-                # A worker of the version before does not say how much of its room is taken.
+                # A worker that has not reported yet does not say how much of its room is taken.
                 occupied = min(max(member.gauges.get("occupied", 1.0), 0.0), 1.0)
                 self._occupied_s[name] = self._occupied_s.get(name, 0.0) + elapsed_s * occupied
 

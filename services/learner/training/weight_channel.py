@@ -232,12 +232,6 @@ class _WeightChannelFactory:
 
     def _backend(self) -> str:
         backend = self._weights.backend
-        if backend == "nccl":
-            backend = "auto"
-            self._warn(
-                "weights.backend is 'nccl', which this version no longer has; weights go as with 'auto'. Remove it from "
-                "the spec of later runs"
-            )
         if backend != "auto":
             return backend
         # Only workers of this host reach a learner on loopback, and `cluster` describes the processes of one host.

@@ -6,21 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pydantic import ValidationError
 
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
-from paceline.spec.keys import ITEM, keys
 from paceline.spec.reading import (
-    NEWER_KEYS,
     load_spec,
     parse_spec,
-    portable_yaml,
     spec_from_yaml,
     spec_of_run,
     spec_to_yaml,
-    submitted_spec,
 )
 
 TREE: dict[str, Any] = {
@@ -237,7 +232,6 @@ def test_folders_that_a_run_makes_start_at_the_working_directory(
             SpecError, match=f"{key} 'results/x' is relative, and the services may run in different"
         ):
             parse_spec(tree)
-        assert getattr(getattr(parse_spec(tree, stored=True), section), key) == "results/x"
 
 
 BILLION = "\n".join(
@@ -317,17 +311,6 @@ def test_ways_of_dividing_a_model_that_do_not_exist_are_refused_by_name(spec_pat
         load_spec(spec_path, [f"policy.parallel.{key}=2"])
 
 
-def test_nccl_links_are_refused_with_what_to_use_and_pass_where_they_were_accepted(spec_path: Path) -> None:
-    message = refusal(spec_path, "weights.backend=nccl")
-    assert message.startswith("weights.backend: 'nccl' cannot be chosen: ")
-    assert "leave it out (auto), or use 'shared' on one host and 'gloo' between hosts" in message
-    chosen = load_spec(spec_path, ["policy.generation.backend=native"])
-    stored = spec_to_yaml(chosen).replace("backend: auto", "backend: nccl")
-    with pytest.raises(SpecError, match="'nccl' cannot be chosen"):
-        submitted_spec(stored)
-    assert spec_from_yaml(stored).weights.backend == "nccl"
-
-
 def test_a_stored_spec_of_another_version_names_its_run_and_what_helps() -> None:
     text = spec_to_yaml(parse_spec(TREE))
     spec, warnings = spec_of_run("sums-1", text + "telepathy: {range: 3}\n")
@@ -369,34 +352,3 @@ def test_a_schedule_that_does_not_fit_the_epochs_is_refused_with_their_steps(spe
     spec = load_spec(spec_path, ["grpo.max_num_epochs=1", "grpo.num_prompts_per_step=4", *wsd])
     with pytest.raises(SpecError, match=r"max_num_epochs 1 over 16 rows are 4 steps: .*would have no peak"):
         spec.with_steps_of_epochs(16)
-
-
-def test_keys_that_the_version_before_does_not_know_stay_at_home(spec_path: Path) -> None:
-    before = set((Path(__file__).parent / "keys_of_version_before.txt").read_text().split())
-    newer = [path for path in keys() if path not in before]
-    listed = set(NEWER_KEYS)
-    forgotten = [
-        path for path in newer if not any(path == one or path.startswith(f"{one}.") for one in listed)
-    ]
-    assert forgotten == [], "list them in NEWER_KEYS"
-    travelling = yaml.safe_load(portable_yaml(load_spec(spec_path)))
-    for path in listed:
-        section: Any = travelling
-        *parts, key = path.split(".")
-        for part in parts:
-            section = section[0] if part == ITEM else section[part]
-        assert key not in section, f"NEWER_KEYS has another default of {path} than the section"
-
-
-def test_a_spec_travels_without_newer_keys_that_have_their_defaults(spec_path: Path) -> None:
-    spec = load_spec(spec_path)
-    text = portable_yaml(spec)
-    assert "bundle" not in text
-    assert "train_config" not in text
-    assert "gate_min" not in text
-    assert "weight_schedule" not in text
-    assert spec_from_yaml(text) == spec
-    changed = load_spec(
-        spec_path, ["bundle.max_mb=7", "data.train_config=main", "rewards.0.weight_schedule=[[0, 2.0]]"]
-    )
-    assert spec_from_yaml(portable_yaml(changed)) == changed

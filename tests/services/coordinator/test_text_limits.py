@@ -13,7 +13,6 @@ from services.coordinator.text_limits import (
     cut,
     event_json,
     finite_gauges,
-    fitting_event,
     one_line,
     seconds,
 )
@@ -57,11 +56,3 @@ def test_the_text_of_a_status_fits_into_a_trailer() -> None:
     for text in ("a" * 100_000, "é" * 100_000, "%\n" * 100_000):
         size = sum(1 if " " <= c <= "~" and c != "%" else 3 * len(c.encode()) for c in details_of(text))
         assert size <= 4096
-
-
-def test_an_event_that_an_earlier_version_stored_too_large_is_told_without_its_texts() -> None:
-    assert fitting_event('{"a": 1}') == '{"a": 1}'
-    told = json.loads(fitting_event(json.dumps({"step": 3, "message": "x" * (80 << 20)})))
-    assert told["step"] == 3
-    assert len(told["message"]) < 5000
-    assert "left_out_bytes" in fitting_event("x" * (1 << 20))

@@ -74,14 +74,6 @@ async def test_a_prompt_that_is_too_long_goes_back_as_such(bench: Bench) -> None
     assert (back.data_error_reason, back.data_error[:26]) == ("prompt_too_long", "the prompt has 3001 tokens")
 
 
-async def test_an_older_coordinator_gets_a_reason_that_it_knows(bench: Bench) -> None:
-    bench.engine.fault = lambda request: check_prompt_length(3001, 512)
-    bench.exchange.known_reasons = {"bad_prompt"}
-    bench.exchange.give(lease(0))
-    reasons = [(await bench.exchange.next()).data_error_reason for _ in range(2)]
-    assert reasons == ["prompt_too_long", "bad_prompt"]
-
-
 async def test_prompts_are_tried_again_once_the_template_was_corrected(bench: Bench) -> None:
     class Corrected:
         reloads = calls = 0

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from paceline.errors import InvalidInput
 from protos.paceline.v1 import records_pb2 as pb
 from services.coordinator.audit.reading import page_tokens
-from services.coordinator.text_limits import fitting_event
 
 if TYPE_CHECKING:
     from services.coordinator.ledger.ledger import Ledger
@@ -41,7 +40,7 @@ def list_events(ledger: Ledger, request: pb.ListEventsRequest) -> pb.ListEventsR
     response, size_bytes, is_whole = pb.ListEventsResponse(), 0, True
     found = []
     for row in rows:
-        text = fitting_event(row["json"])
+        text = row["json"]
         found.append((row["sequence"], row["kind"], text))
         size_bytes += len(text)
         if size_bytes > MAX_BYTES:

@@ -121,7 +121,7 @@ def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
     for row, group in zip(part, receipt.groups, strict=True):
         if group.digest != row["digest"]:
             return f"trained group {group.group_id} with the digest {group.digest!r}, not {row['digest']!r}"
-        if row["scores_digest"] and group.scores_digest != row["scores_digest"]:
+        if group.scores_digest != row["scores_digest"]:
             return (
                 f"trained group {group.group_id} with scores of the digest {group.scores_digest!r}, "
                 f"not {row['scores_digest']!r}"

@@ -48,14 +48,12 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
         return False
     replaced = exchange.ledger.batches.last_replaced(run.run_id, step)
     revision, chain = (replaced["revision"] + 1, replaced["chain"]) if replaced else (0, row["chain"])
-    # Groups that an older Paceline scored have none.
-    with_scores = all(group["scores_digest"] for group in chosen)
-    digest = batch_digest(chosen, with_scores=with_scores)
+    digest = batch_digest(chosen)
     wait_s = now_s - exchange.first_requested_s.get(step, now_s)
     metrics = batch_metrics(run.spec, chosen, step, sources_of(exchange, run, chosen)) | {
         "learner_wait_s": wait_s
     }
-    batch = NewBatch(digest, extend_chain(chain, step, digest), metrics, revision, with_scores)
+    batch = NewBatch(digest, extend_chain(chain, step, digest), metrics, revision)
     exchange.ledger.batches.add(run.run_id, step, batch)
     exchange.groups.batch(run.run_id, step, [group["group_id"] for group in chosen])
     exchange.slots_changed()

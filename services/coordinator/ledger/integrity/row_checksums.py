@@ -58,7 +58,7 @@ class Table(NamedTuple):
 
     name: str
     columns: tuple[str, ...]
-    """Sealed columns, ordered by name: tables that were upgraded have them in another order."""
+    """Sealed columns, ordered by name, because an upgrade appends columns."""
     key: tuple[str, ...]
     """Columns of its primary key."""
 
@@ -126,17 +126,6 @@ def keep(db: sqlite3.Connection) -> None:
                 f"CREATE TEMP TRIGGER seal_{name}_{event[:6].lower()} AFTER {event} ON main.{name} {when}"
                 f" BEGIN UPDATE {name} SET seal = {value} WHERE {of_key}; END"
             )
-
-
-def seal_all() -> str:
-    """Return SQL that seals every row."""
-    statements = []
-    for name, condition in SEALED.items():
-        where = f" WHERE {condition.format(row=name)}" if condition else ""
-        statements.append(
-            f"UPDATE {name} SET seal = row_checksum({', '.join(tables()[name].columns)}){where};"
-        )
-    return "\n".join(statements)
 
 
 def find_change(table: Table, values: tuple[Any, ...], seal: int) -> Change | None:

@@ -18,8 +18,6 @@ class NewBatch(NamedTuple):
     metrics: Mapping[str, float]
     revision: int
     """Number of batches of the step that it replaces."""
-    with_scores: bool
-    """True when the digest covers rewards and reference."""
 
 
 class Batches:
@@ -39,7 +37,7 @@ class Batches:
         """Record the batch of a step that has none."""
         self._db.execute(
             "INSERT INTO batches (run_id, step, digest, chain, metrics_json, revision, with_scores)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            " VALUES (?, ?, ?, ?, ?, ?, 1)",
             (
                 run_id,
                 step,
@@ -47,7 +45,6 @@ class Batches:
                 batch.chain,
                 json.dumps(batch.metrics),
                 batch.revision,
-                batch.with_scores,
             ),
         )
 

@@ -102,5 +102,5 @@ class Checkpoints:
 
     def from_row(self, row: sqlite3.Row) -> Checkpoint:
         """Return the checkpoint of a row of the table, with its path as of now."""
-        path = resolved(self._folder, row["path"], row["run_id"])
+        path = resolved(self._folder, row["path"])
         return Checkpoint(row["session"], row["step"], path, row["sha256"], row["chain"], row["damaged"])

@@ -148,6 +148,6 @@ class RegisteredModels:
     def from_row(self, row: sqlite3.Row) -> ModelVersion:
         """Return the version of a row of the table, with its path as of now."""
         values = {field: row[field] for field in ModelVersion._fields}
-        values["path"] = resolved(self._folder, row["path"], "")
+        values["path"] = resolved(self._folder, row["path"])
         values |= {field: json.loads(row[field]) for field in ("evaluations", "verdicts")}
         return ModelVersion(**values)

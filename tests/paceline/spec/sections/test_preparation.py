@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.spec import DataSection
-from paceline.spec.reading import parse_spec, portable_yaml
+from paceline.spec.reading import parse_spec
 from paceline.spec.sections.preparation import PreparationSection
 
 
@@ -36,10 +36,6 @@ def test_the_function_is_relative_to_the_specs_folder(tmp_path: Path) -> None:
     }
     spec = parse_spec(tree, base=tmp_path)
     assert spec.data.preparation.function == f"{tmp_path.resolve()}/own.py:clean"
-    tree["data"]["preparation"] = {}
-    assert "preparation" not in portable_yaml(parse_spec(tree, base=tmp_path)), (
-        "older services do not know it"
-    )
 
 
 def test_prepared_files_take_the_place_of_data_sets() -> None:

@@ -10,7 +10,7 @@ from trained_ledger import RUN_ID
 
 from paceline.errors import Conflict, InvalidInput
 from paceline.registry.origin import Origin
-from paceline.spec.reading import portable_yaml, spec_from_yaml
+from paceline.spec.reading import spec_from_yaml, spec_to_yaml
 from services.cli.recorded.source import ledger_source
 from services.cli.registry.lineage import lineage_of
 
@@ -33,7 +33,7 @@ def test_the_files_own_word_gives_step_and_session_and_the_records_have_to_agree
             session=1,
             step=1,
             chain=plain.chain,
-            spec_sha256=hashlib.sha256(portable_yaml(spec_from_yaml(spec)).encode()).hexdigest(),
+            spec_sha256=hashlib.sha256(spec_to_yaml(spec_from_yaml(spec)).encode()).hexdigest(),
         )
         found = lineage_of(source, RUN_ID, None, "exports/step-7", origin)[0]
         assert (found.step, found.session, found.named_by_files, plain.named_by_files) == (1, 1, True, False)

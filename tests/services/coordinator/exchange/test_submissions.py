@@ -41,15 +41,6 @@ def test_a_holder_speaks_for_its_own_attempt_alone(world: World, attempt: int) -
     assert second.finish(again) == DUPLICATE
 
 
-def test_the_holder_of_a_ledger_without_a_record_is_the_one_that_has_the_lease(world: World) -> None:
-    rollout, other = Rollout(world), Rollout(world, "other")
-    (lease,) = rollout.lease()
-    with world.ledger.transaction():
-        world.ledger.db.execute("UPDATE groups SET holders = '' WHERE group_id = ?", (lease.group_id,))
-    assert other.finish(lease) == STALE
-    assert rollout.finish(lease) == COMMITTED
-
-
 @pytest.mark.parametrize("error", ["", "no such prompt"])
 def test_a_lease_is_handed_back_by_its_holder_alone(world: World, error: str) -> None:
     holder, other = Rollout(world, "holder"), Rollout(world, "other")

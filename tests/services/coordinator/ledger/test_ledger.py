@@ -15,145 +15,12 @@ from ledger_files import both_forms, opened
 from paceline.errors import Conflict, LedgerFault, NotFound
 from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT
 from protos.paceline.v1.worker_pb2 import CheckpointReport
-from services.coordinator.ledger.integrity.file_check import check_file
-from services.coordinator.ledger.integrity.report import VerifyReport
+from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION
+from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 from services.coordinator.ledger.tables.audit_heads import AuditHead
 
 pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
-
-FORMAT_2 = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-
-CREATE TABLE runs (
-    run_id TEXT PRIMARY KEY,
-    sequence INTEGER NOT NULL,
-    spec_yaml TEXT NOT NULL,
-    state TEXT NOT NULL,
-    message TEXT NOT NULL DEFAULT '',
-    directory TEXT NOT NULL,
-    submitted_s REAL NOT NULL,
-    cursor INTEGER NOT NULL DEFAULT 0,
-    next_slot INTEGER NOT NULL DEFAULT 0,
-    session INTEGER NOT NULL DEFAULT 0,
-    next_batch INTEGER NOT NULL DEFAULT 0,
-    next_step INTEGER NOT NULL DEFAULT 0,
-    published_step INTEGER NOT NULL DEFAULT -1,
-    chain TEXT NOT NULL DEFAULT '',
-    dropped_in_a_row INTEGER NOT NULL DEFAULT 0,
-    export_path TEXT NOT NULL DEFAULT ''
-);
-
-CREATE TABLE groups (
-    run_id TEXT NOT NULL,
-    group_id INTEGER NOT NULL,
-    class TEXT NOT NULL,
-    state TEXT NOT NULL,
-    slot INTEGER NOT NULL,
-    prompt_json TEXT NOT NULL,
-    columns_json TEXT NOT NULL,
-    attempt INTEGER NOT NULL DEFAULT 0,
-    member_id TEXT,
-    lease_step INTEGER,
-    score_attempt INTEGER NOT NULL DEFAULT 0,
-    score_failures INTEGER NOT NULL DEFAULT 0,
-    scorer_id TEXT,
-    tokens INTEGER NOT NULL DEFAULT 0,
-    sequence_tokens INTEGER NOT NULL DEFAULT 0,
-    oldest_step INTEGER,
-    digest TEXT,
-    rewards BLOB,
-    functions TEXT,
-    reward REAL,
-    step INTEGER,
-    rank_order INTEGER,
-    reason TEXT,
-    PRIMARY KEY (run_id, group_id)
-) WITHOUT ROWID;
-CREATE INDEX open_groups ON groups (run_id, class, state, slot, group_id)
-    WHERE state NOT IN ('trained', 'dropped');
-CREATE INDEX held_groups ON groups (member_id) WHERE state = 'leased';
-CREATE INDEX step_groups ON groups (run_id, step, rank_order) WHERE step IS NOT NULL;
-
-CREATE TABLE payloads (
-    run_id TEXT NOT NULL,
-    group_id INTEGER NOT NULL,
-    kind TEXT NOT NULL,
-    header BLOB NOT NULL,
-    arrays BLOB NOT NULL,
-    PRIMARY KEY (run_id, group_id, kind)
-);
-
-CREATE TABLE counters (
-    run_id TEXT NOT NULL,
-    name TEXT NOT NULL,
-    value INTEGER NOT NULL,
-    PRIMARY KEY (run_id, name)
-) WITHOUT ROWID;
-
-CREATE TABLE free_slots (run_id TEXT NOT NULL, slot INTEGER NOT NULL, PRIMARY KEY (run_id, slot)) WITHOUT ROWID;
-
-CREATE TABLE deaths (
-    run_id TEXT NOT NULL,
-    group_id INTEGER NOT NULL,
-    member_id TEXT NOT NULL,
-    PRIMARY KEY (run_id, group_id, member_id)
-) WITHOUT ROWID;
-
-CREATE TABLE batches (
-    run_id TEXT NOT NULL,
-    step INTEGER NOT NULL,
-    digest TEXT NOT NULL,
-    chain TEXT NOT NULL,
-    trained INTEGER NOT NULL DEFAULT 0,
-    metrics_json TEXT NOT NULL DEFAULT '{}',
-    PRIMARY KEY (run_id, step)
-) WITHOUT ROWID;
-
-CREATE TABLE receipts (
-    run_id TEXT NOT NULL,
-    session INTEGER NOT NULL,
-    step INTEGER NOT NULL,
-    rank INTEGER NOT NULL,
-    world_size INTEGER NOT NULL,
-    group_ids TEXT NOT NULL,
-    digests TEXT NOT NULL,
-    tokens INTEGER NOT NULL,
-    PRIMARY KEY (run_id, session, step, rank)
-) WITHOUT ROWID;
-
-CREATE TABLE checkpoints (
-    run_id TEXT NOT NULL,
-    session INTEGER NOT NULL,
-    step INTEGER NOT NULL,
-    path TEXT NOT NULL,
-    sha256 TEXT NOT NULL,
-    chain TEXT NOT NULL,
-    removed INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (run_id, session, step)
-) WITHOUT ROWID;
-
-CREATE TABLE evaluations (
-    run_id TEXT NOT NULL,
-    step INTEGER NOT NULL,
-    member_id TEXT,
-    pinned_session INTEGER,
-    pinned_step INTEGER,
-    done INTEGER NOT NULL DEFAULT 0,
-    result_json TEXT NOT NULL DEFAULT '{}',
-    PRIMARY KEY (run_id, step)
-) WITHOUT ROWID;
-
-CREATE TABLE events (
-    run_id TEXT NOT NULL,
-    sequence INTEGER NOT NULL,
-    kind TEXT NOT NULL,
-    json TEXT NOT NULL,
-    PRIMARY KEY (run_id, sequence)
-) WITHOUT ROWID;
-PRAGMA user_version = 2;
-"""
 
 
 def test_every_opening_is_a_new_term(tmp_path: Path) -> None:
@@ -218,8 +85,14 @@ def test_a_coordinator_whose_term_is_over_writes_nothing_more(tmp_path: Path) ->
     ledger.close()
 
 
-@pytest.mark.parametrize("version", [1, 77])
-def test_a_foreign_format_is_refused_and_left_as_it_is(tmp_path: Path, version: int) -> None:
+@pytest.mark.parametrize(
+    ("version", "remedy"),
+    [
+        (SCHEMA_VERSION - 1, "use the Paceline that wrote it"),
+        (SCHEMA_VERSION + 1, "a newer Paceline wrote it: use that one, or restore a backup of before"),
+    ],
+)
+def test_another_format_is_refused_and_left_as_it_is(tmp_path: Path, version: int, remedy: str) -> None:
     path = tmp_path / "ledger.sqlite"
     db = opened(path)
     db.execute(f"PRAGMA user_version = {version}")
@@ -228,7 +101,9 @@ def test_a_foreign_format_is_refused_and_left_as_it_is(tmp_path: Path, version: 
     db.close()
     before = path.read_bytes()
     for read_only in (False, True):
-        with pytest.raises(Conflict, match=f"has format {version}, this Paceline reads {SCHEMA_VERSION}"):
+        with pytest.raises(
+            Conflict, match=f"has format {version}, this Paceline reads {SCHEMA_VERSION}; {remedy}"
+        ):
             Ledger(path, read_only=read_only)
     assert path.read_bytes() == before
     db = opened(path)  # the lock was given back with the refusal
@@ -239,69 +114,38 @@ def test_a_foreign_format_is_refused_and_left_as_it_is(tmp_path: Path, version: 
     Ledger(path).close()
 
 
-def test_an_older_format_is_upgraded_by_a_coordinator_only(tmp_path: Path) -> None:
-    """The tables of format 2, as it wrote them, become those of a new ledger; what was in them is there."""
-    path = tmp_path / "ledger.sqlite"
-    db = opened(path)
-    db.executescript(FORMAT_2)
-    db.execute("INSERT INTO payloads VALUES ('a-1', 7, 'result', x'01', x'0203')")
-    db.execute(
-        "INSERT INTO groups (run_id, group_id, class, state, slot, prompt_json, columns_json)"
-        " VALUES ('a-1', 7, 'train', 'generated', 0, '\"p\"', '{}')"
-    )
-    db.commit()
-    db.close()
+def test_the_format_before_is_upgraded_by_a_coordinator_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pattern of an upgrade: a script that adds what the format before lacks. Damage of the rows is not hidden."""
+    path, before = tmp_path / "ledger.sqlite", SCHEMA_VERSION - 1
+    with closing(Ledger(path)) as ledger:
+        new = columns(ledger)
+        for name in ("a-1", "a-2"):
+            ledger.add_run(name, "name: a", "dir")
+            ledger.update_run(name, state="succeeded")
+    with closing(opened(path)) as db:
+        (script,) = db.execute("SELECT sql FROM sqlite_master WHERE name = 'audit_heads'").fetchone()
+        db.execute("DROP TABLE audit_heads")
+        db.execute(f"PRAGMA user_version = {before}")
+        db.execute("UPDATE runs SET spec_yaml = 'name: b' WHERE run_id = 'a-2'")
+        db.commit()
+    monkeypatch.setitem(UPGRADES, before, f"{script};")
     with pytest.raises(
-        Conflict, match=f"has format 2, this Paceline reads {SCHEMA_VERSION}; start its coordinator once"
+        Conflict, match=f"has format {before}, .*; start its coordinator once, which upgrades"
     ):
         Ledger(path, read_only=True)
-    ledger = Ledger(path)
-    assert ledger.payload("a-1", 7) == (b"\x01", b"\x02\x03")
-    assert tuple(
-        ledger.db.execute("SELECT run_id, group_id, prompt_json, columns_json FROM prompts").fetchone()
-    ) == ("a-1", 7, '"p"', "{}")
-    copy = opened(tmp_path / "ledger.sqlite.format-2")
-    assert copy.execute("PRAGMA user_version").fetchone() == (2,)
-    assert copy.execute("SELECT prompt_json FROM groups").fetchone() == ('"p"',)
-    copy.close()
-    new = Ledger(tmp_path / "new" / "ledger.sqlite")
-    assert columns(ledger) == columns(new)
-    ledger.close()
-    new.close()
-    Ledger(path, read_only=True).close()
-
-
-NEW_IN_9 = ("audit_heads", "models", "model_changes")
-
-
-@pytest.mark.parametrize(("version", "lacks"), [(7, ("episodes", "restarts", *NEW_IN_9)), (8, NEW_IN_9)])
-def test_a_reader_takes_the_tables_that_an_older_format_lacks_for_empty(
-    tmp_path: Path, version: int, lacks: tuple[str, ...]
-) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with closing(Ledger(path)) as ledger, ledger.transaction():
-        ledger.add_run("a-1", "name: a", "dir")
-        ledger.db.execute("INSERT INTO restarts VALUES ('a-1', 0, 0, 1, 'restarted', '', 2, 9, 0, 1, NULL)")
-    with closing(opened(path)) as db:
-        for table in lacks:
-            db.execute(f"DROP TABLE {table}")
-        db.execute(f"PRAGMA user_version = {version}")
-    before = path.read_bytes()
-    with closing(Ledger(path, read_only=True)) as reader:
-        report = VerifyReport()
-        check_file(reader.db, report)
-        assert report.problems == []
-        assert reader.episodes.of_group("a-1", 0) == []
-        assert len(reader.episodes.ended("a-1", 0)) == (0 if "restarts" in lacks else 1)
-        assert reader.audit_heads.all() == {}
-        assert reader.models.after("", 0, 10) == []
-    assert path.read_bytes() == before
     with closing(Ledger(path)) as ledger:
         assert ledger.db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
-        assert [row["run_id"] for row in ledger.runs()] == ["a-1"]
+        assert columns(ledger) == new
         with ledger.transaction():
             ledger.audit_heads.put(1, AuditHead(3, "aa"))
-    assert (tmp_path / f"ledger.sqlite.format-{version}").exists()
+        rows = ledger.db.execute("SELECT * FROM runs ORDER BY run_id").fetchall()
+        assert [row_checksums.of("runs", row) == row["seal"] for row in rows] == [True, False]
+    with closing(opened(tmp_path / f"ledger.sqlite.format-{before}")) as copy:
+        assert copy.execute("PRAGMA user_version").fetchone() == (before,)
+        assert copy.execute("SELECT COUNT(*) FROM runs").fetchone() == (2,)
+    Ledger(path, read_only=True).close()
 
 
 def test_the_audit_heads_are_the_newest_of_each_file_in_order(tmp_path: Path) -> None:

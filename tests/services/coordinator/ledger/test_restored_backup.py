@@ -78,7 +78,7 @@ def test_a_backup_is_taken_for_one_only_once(path: Path) -> None:
     again.close()
 
 
-def test_one_of_an_older_version_has_no_mark_and_its_neighbours_log_is_not_read(path: Path) -> None:
+def test_a_copy_by_another_program_has_no_mark_and_its_neighbours_log_is_not_read(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[restored_backup.PLACE : restored_backup.PLACE + 4] = bytes(4)
     path.write_bytes(content)

@@ -100,17 +100,6 @@ def test_auto_picks_only_what_can_form(
     assert warnings == [NO_AGENT]
 
 
-def test_a_run_accepted_with_nccl_goes_on_as_with_auto_and_says_so(open_channel: Open) -> None:
-    rank = Rank("cpu", "127.0.0.1")
-    channel, warnings = open_channel("weights: {backend: nccl}\n", rank)
-    assert offered(channel, rank).backend == "gloo"
-    assert warnings == [
-        NO_AGENT,
-        "weights.backend is 'nccl', which this version no longer has; weights go as with 'auto'. Remove it from the spec "
-        "of later runs",
-    ]
-
-
 def test_a_member_that_cannot_map_memory_is_reached_by_tcp_and_that_is_said(open_channel: Open) -> None:
     rank = Rank("cuda", "127.0.0.1")
     channel, warnings = open_channel("cluster: {}\n", rank)

@@ -120,7 +120,7 @@ async def test_a_batch_with_a_group_that_cannot_be_read_is_fixed_anew(
     assert Learner(world, session=session).train(0) == [[0, 1]]
     (batch,) = world.ledger.db.execute("SELECT * FROM batches").fetchall()
     assert batch["revision"] == 1
-    digest = batch_digest([world.group(0), world.group(1)], with_scores=True)
+    digest = batch_digest([world.group(0), world.group(1)])
     assert batch["chain"] == extend_chain(replaced["chain"], 0, digest)
 
 

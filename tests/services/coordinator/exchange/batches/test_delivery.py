@@ -23,7 +23,7 @@ from exchange_drivers import (
 
 from paceline.wire import decode_group
 from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from services.coordinator.ledger.batch_chain import extend_chain
 from services.coordinator.ledger.tables.audit_heads import AuditHead
 
 
@@ -320,17 +320,6 @@ def test_digests_of_batches_cover_what_was_said_of_the_groups(world: World) -> N
     (receipt,) = world.ledger.db.execute("SELECT * FROM receipts").fetchall()
     assert json.loads(receipt["scores_digests"]) == digests
     assert [row["scorers"] for row in rows] == ["reward", "reward"]
-
-
-def test_groups_that_an_older_version_scored_make_a_batch_without_digests_of_scores(world: World) -> None:
-    rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
-    fill(rollout, reward, 2)
-    with world.ledger.transaction():
-        world.ledger.db.execute("UPDATE groups SET scores_digest = '' WHERE group_id = 1")
-    assert learner.train(0) == [[0, 1]]
-    (batch,) = world.ledger.db.execute("SELECT * FROM batches").fetchall()
-    assert batch["with_scores"] == 0
-    assert batch["digest"] == batch_digest([world.group(0), world.group(1)], with_scores=False)
 
 
 def test_ranks_and_steps_that_cannot_be(world: World) -> None:

@@ -32,7 +32,7 @@ def test_the_next_scored_group_takes_the_place_at_once(world: World) -> None:
     (batch,) = world.ledger.db.execute("SELECT * FROM batches").fetchall()
     assert (replaced["reason"], json.loads(replaced["dropped_ids"])) == ("by_request", [1])
     assert replaced["chain"] == extend_chain("", 0, replaced["digest"])
-    digest = batch_digest([world.group(0), world.group(2)], with_scores=True)
+    digest = batch_digest([world.group(0), world.group(2)])
     assert batch["chain"] == extend_chain(replaced["chain"], 0, digest)
     assert "groups [1] of step 0 were dropped by request; the batch is fixed anew" in str(
         world.kinds("warning")

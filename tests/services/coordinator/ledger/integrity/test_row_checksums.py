@@ -13,7 +13,6 @@ from ledger_files import opened
 
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.schema import SCHEMA_VERSION
 
 ROW = ("text", "größer", b"\x00\xff", 0, 1, -7, 1 << 40, 2.5, None, "")
 
@@ -102,49 +101,6 @@ def test_a_group_is_sealed_when_it_has_ended(make_world: MakeWorld) -> None:
     sealed = [(given, seal) for given, seal in stored(world.ledger.db, "groups") if seal is not None]
     assert len(sealed) == len(first) + 1
     assert all(given == seal for given, seal in sealed)
-
-
-NEW_SINCE_7 = ("episodes", "restarts", "audit_heads", "models", "model_changes")
-"""Tables of later formats."""
-
-
-def test_an_upgrade_seals_what_it_finds(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with contextlib.closing(Ledger(path)) as ledger:
-        ledger.add_run("a-1", "{}", "dir")
-        ledger.add_event("a-1", "state", {})
-        for name, condition in row_checksums.SEALED.items():
-            if not condition:
-                ledger.db.execute(f"DROP TRIGGER seal_{name}_insert")
-                ledger.db.execute(f"DROP TRIGGER seal_{name}_update")
-            if name in NEW_SINCE_7:
-                ledger.db.execute(f"DROP TABLE {name}")
-            else:
-                ledger.db.execute(f"ALTER TABLE {name} DROP COLUMN seal")
-        ledger.db.execute("PRAGMA user_version = 6")
-    with contextlib.closing(Ledger(path)) as ledger:
-        assert ledger.db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
-        for name in ("runs", "events"):
-            ((given, seal),) = stored(ledger.db, name)
-            assert given == seal
-
-
-def test_an_upgrade_of_sealed_rows_hides_no_damage(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    with contextlib.closing(Ledger(path)) as ledger:
-        ledger.add_run("a-1", "{}", "dir")
-        ledger.update_run("a-1", state="succeeded")
-        for name in NEW_SINCE_7:
-            for event in ("insert", "update"):
-                ledger.db.execute(f"DROP TRIGGER seal_{name}_{event}")
-            ledger.db.execute(f"DROP TABLE {name}")
-        ledger.db.execute("PRAGMA user_version = 7")
-    with contextlib.closing(opened(path)) as db:
-        db.execute("UPDATE runs SET spec_yaml = '{ }'")
-        db.commit()
-    with contextlib.closing(Ledger(path)) as ledger:
-        ((given, seal),) = stored(ledger.db, "runs")
-        assert given != seal
 
 
 def test_every_table_is_sealed_but_those_that_others_cover() -> None:
