@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -101,6 +102,20 @@ def given_key(monkeypatch: pytest.MonkeyPatch) -> StorageKey:
     key = storage_key()
     assert key is not None
     return key
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A headless browser; what needs one is skipped where playwright or Chromium is missing."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None or importlib.util.find_spec("playwright") is None:
+        pytest.skip("pages are not tested: install chromium (apt-get install chromium) and playwright")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -56,8 +56,6 @@ COVERED_BY = {
     "services/common/access/worker_callers.py": "test_rights.py",
     "services/coordinator/access_servicer.py": "tests/services/common/access/test_rights.py",
     "paceline/spec/sections/offline_grpo.py": "tests/learner/objectives/test_offline_grpo.py",
-    "services/cli/recorded/curve_file.py": "test_report.py",
-    "services/cli/recorded/report_sections.py": "test_report.py",
     "services/tracking/cursor.py": "test_follower.py",
     "services/tracking/entries.py": "test_follower.py",
     "services/tracking/opening.py": "test_follower.py",

@@ -80,7 +80,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "Write what a run has sampled as traces, make preference pairs of traces, or compare two models.",
         ),
         "metrics": ("services.cli.recorded.metrics:metrics", "Show or export the metrics of a run."),
-        "plot": ("services.cli.recorded.plot:plot", "Write the curves of runs as an HTML page, SVG or PNG."),
+        "plot": ("services.cli.recorded.plot:plot", "Write the curves of runs as an HTML page."),
         "report": (
             "services.cli.recorded.report:report",
             "Write one HTML file about a run: outcome, curves, samples, books, spec.",

@@ -38,9 +38,12 @@ export class ChartGroup {
   }
 
   /**
-   * Return a figure. `lines` are {label, xs, ys, low, high}; lines with low and high have a band. `markers` are {x, label, colour}.
+   * Return a figure. `lines` are {label, xs, ys, low, high, colour, dots, fade, names}; lines with low and high have a band, those
+   * with dots are points alone, fade is from 0 to 1, and names are of the points. `markers` are {x, label, colour}. `x` names the
+   * horizontal axis, whose places may have a name each (`places`) or be logarithmic (`log`).
    */
-  figure(title, lines, { meaning = "", markers = [], height = 170, times = false } = {}) {
+  figure(title, lines, { legend = true, ...options } = {}) {
+    const { meaning = "" } = options;
     const known = lines.filter((line) => line.ys.some((y) => y !== null));
     const box = el("div", { class: "plot" });
     const last = (line) => { for (let i = line.ys.length - 1; i >= 0; i--) if (line.ys[i] !== null) return line.ys[i]; return null; };
@@ -50,20 +53,20 @@ export class ChartGroup {
     }).join("; ");
     const figure = el("figure", {},
       el("figcaption", { title: meaning }, el("b", {}, title),
-        el("span", { class: "legend" }, known.map((line, i) => el("span", { class: `key c${(line.colour ?? i) % 8 + 1}` }, known.length > 1 || line.label !== title ? `${line.label} ` : "", el("b", {}, number(last(line))))))),
+        legend && el("span", { class: "legend" }, known.map((line, i) => el("span", { class: `key c${(line.colour ?? i) % 8 + 1}` }, known.length > 1 || line.label !== title ? `${line.label} ` : "", el("b", {}, number(last(line))))))),
       known.length ? box : el("p", { class: "hint" }, "no value yet"));
     if (!known.length) return figure;
     box.setAttribute("role", "img");
-    box.setAttribute("aria-label", `${title}. ${summary}`);
-    queueMicrotask(() => requestAnimationFrame(() => box.isConnected && this.#draw(box, known, markers, height, times)));
+    box.setAttribute("aria-label", `${title}. ${legend ? summary : meaning}`);
+    queueMicrotask(() => requestAnimationFrame(() => box.isConnected && this.#draw(box, known, options)));
     return figure;
   }
 
-  #draw(box, lines, markers, height, times) {
-    const data = joined(lines), colours = lines.map((line, i) => css(COLOURS[(line.colour ?? i) % 8]));
+  #draw(box, lines, { markers = [], height = 170, times = false, x = "step", places = null, log = false }) {
+    const data = joined(lines), colours = lines.map((line, i) => css(COLOURS[(line.colour ?? i) % 8]) + opacity(line));
     const series = [{}], bands = [];
     lines.forEach((line, i) => {
-      series.push({ label: line.label, stroke: colours[i], width: 1.6, spanGaps: true, points: { show: lines[0].xs.length < 3, size: 6 } });
+      series.push({ label: line.label, stroke: colours[i], width: 1.6, spanGaps: true, points: { show: line.dots || line.xs.length < 3, size: 6 }, ...(line.dots && { paths: () => null }) });
     });
     lines.forEach((line, i) => {
       if (!line.low) return;
@@ -75,12 +78,12 @@ export class ChartGroup {
     const format = (_, values) => values.map((v) => (v === null ? "" : Math.abs(v) >= 1e4 || (v && Math.abs(v) < 1e-3) ? v.toExponential(0) : String(Number(v.toPrecision(4)))));
     const chart = new uPlot({
       width: box.clientWidth, height, series, bands, legend: { show: false },
-      scales: { x: { time: times } },
-      axes: [{ ...axis, size: times ? 42 : 28, values: times ? undefined : format }, { ...axis, size: 52, values: format }],
+      scales: { x: { time: times, distr: log ? 3 : 1, ...(places && { range: [-0.4, places.length - 0.6] }) } },
+      axes: [{ ...axis, size: times || places ? 42 : 28, values: times ? undefined : format, ...(places && named(places)) }, { ...axis, size: 52, values: format }],
       cursor: { sync: { key: this.sync.key }, drag: { x: true, y: false }, focus: { prox: 24 } },
       hooks: {
         setSelect: [(u) => { if (u.select.width > 4) { this.zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); u.setSelect({ width: 0, height: 0 }, false); } }],
-        setCursor: [(u) => tip(u, box, lines, times)],
+        setCursor: [(u) => tip(u, box, lines, times, x, places)],
         draw: [(u) => drawMarkers(u, markers)],
       },
     }, data, box);
@@ -89,6 +92,17 @@ export class ChartGroup {
     this.observer.observe(box);
     if (this.range) chart.setScale("x", { min: this.range[0], max: this.range[1] });
   }
+}
+
+/** Return how opaque a line is, as the end of its colour. */
+function opacity(line) {
+  return line.fade ? Math.round(255 * (1 - line.fade)).toString(16).padStart(2, "0") : "";
+}
+
+/** Return the part of an axis whose places 0, 1, … have names; of many, every other one is a line lower. */
+function named(places) {
+  const lower = (i) => (places.length > 2 && i % 2 ? "\n" : "");
+  return { splits: () => places.map((_, i) => i), values: (_, splits) => splits.map((i) => lower(i) + places[i]) };
 }
 
 /** Return the columns of lines over all their positions. */
@@ -101,14 +115,15 @@ function joined(lines) {
   return data;
 }
 
-function tip(u, box, lines, times) {
+function tip(u, box, lines, times, xName, places) {
   const at = u.cursor.idx;
   let note = box.querySelector(".tip");
   if (at === null || at === undefined || u.cursor.left < 0) { note?.remove(); return; }
   if (!note) { note = el("div", { class: "tip" }); box.append(note); }
   const x = u.data[0][at];
-  note.replaceChildren(el("b", {}, times ? new Date(x * 1000).toLocaleString() : `step ${number(x)}`),
-    ...lines.map((line, i) => el("span", {}, ` ${lines.length > 1 ? line.label + " " : ""}${number(u.data[i + 1][at])}`)));
+  const label = (line) => (line.names ? `${line.names[line.xs.indexOf(x)]} ` : lines.length > 1 ? `${line.label} ` : "");
+  note.replaceChildren(el("b", {}, times ? new Date(x * 1000).toLocaleString() : places?.[x] ?? `${xName} ${number(x)}`),
+    ...lines.map((line, i) => line.names && u.data[i + 1][at] === null ? "" : el("span", {}, ` ${label(line)}${number(u.data[i + 1][at])}`)));
 }
 
 function drawMarkers(u, markers) {

@@ -4,10 +4,8 @@ cancelled, hostile text, accessibility, the content security policy. Skipped whe
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +20,6 @@ from protos.paceline.v1 import worker_pb2
 from services.coordinator.reporting.token_files import path_of
 from services.local.cluster import LocalCluster
 from services.local.page_link import start_page
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and HAS_PLAYWRIGHT),
-    reason="the page is not tested: install chromium (apt-get install chromium) and playwright",
-)
 
 HOSTILE = (
     '<img src=x onerror="document.title=1"><script>document.title="owned"</script>'
@@ -131,16 +122,6 @@ class _Said:
     def __call__(self, line: str) -> None:
         self._lines.append(line)
         self.is_there.set()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(params=[(1280, "light"), (390, "dark")], ids=["wide-light", "phone-dark"])
