@@ -116,14 +116,8 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     """The limits of one server; the innermost interceptor, so that the caller is known."""
 
     def __init__(
-        self,
-        limits: Mapping[str, Limit] = LIMITS,
-        usual: Limit = USUAL,
-        rates: Rates | None = None,
-        accepted: Callable[[str], None] = lambda peer: None,
+        self, limits: Mapping[str, Limit] = LIMITS, usual: Limit = USUAL, rates: Rates | None = None
     ):
-        """`accepted` is called with the peer of each call whose caller is known."""
-        self._accepted = accepted
         self._limits, self._usual = limits, usual
         self._rates = Rates() if rates is None else rates
         self._under_way: Counter[Key] = Counter()
@@ -158,8 +152,6 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         """Return a context in which a call counts as under way; abort a call beyond its limit."""
         limit = self._limits.get(method, self._usual)
         caller = current_caller()
-        if caller is not None:
-            self._accepted(context.peer())
         key = caller.name if caller is not None else host_of(context.peer()), method
         refusal, wait_s = self._refusal(key, limit)
         if refusal:

@@ -9,19 +9,6 @@ MAX_CACHED = 8192
 """Names of peers whose parts are kept."""
 MAX_HOST = 64
 
-Peer = tuple[str, int]
-"""Address and port of the other side."""
-
-
-@lru_cache(MAX_CACHED)
-def peer_of(name: str) -> Peer:
-    """Return address and port by a peer's name; no address for another kind, such as `unix:/tmp/socket`, and port 0."""
-    kind, _, rest = unquote(name).partition(":")
-    address, _, port = rest.rpartition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return "", 0
-    return plain(address.strip("[]")), int(port) if port.isascii() and port.isdigit() else 0
-
 
 def address_of(name: str) -> str:
     """Return host:port by a peer's name; the name of another kind as it is."""
@@ -29,11 +16,10 @@ def address_of(name: str) -> str:
     return address if colon and kind in ("ipv4", "ipv6") else name
 
 
+@lru_cache(MAX_CACHED)
 def host_of(name: str) -> str:
-    """Return the host by a peer's name; the beginning of the name of another kind."""
-    return peer_of(name)[0] or name[:MAX_HOST]
-
-
-def plain(address: str) -> str:
-    """Return an address without scope, and that of IPv4 in its own form: a socket may take both kinds."""
-    return address.partition("%")[0].removeprefix("::ffff:")
+    """Return the host by a peer's name, without scope, and that of IPv4 in its own form, because a socket may take both kinds; the
+    beginning of the name of another kind, such as `unix:/tmp/socket`."""
+    kind, _, rest = unquote(name).partition(":")
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0].removeprefix("::ffff:")
+    return host if host and kind in ("ipv4", "ipv6") else name[:MAX_HOST]

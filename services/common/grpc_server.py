@@ -19,17 +19,14 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from paceline.errors import Busy, Conflict, PacelineError
-from paceline.rate_limited_log import RateLimitedLog, SeldomFilter, unforeseen
+from paceline.rate_limited_log import SeldomFilter, unforeseen
 from paceline.retry_hint import to_metadata
 from paceline.tls.folder import TlsFolder, tls_folder
 from services.common.call_limits import CallLimits
 from services.common.error_status import status_of
-from services.common.handshakes import SWEEP_S, Handshakes
 from services.common.insecure import insecurity
-from services.common.open_connections import OpenConnections
 from services.common.outermost_interceptor import OutermostInterceptor
 from services.common.reminder import remind
-from services.common.stranger_connections import CHECK_S, StrangerConnections
 from services.common.tls import server_credentials
 from services.common.token_guard import TokenGuard
 from services.common.zmq_keepalive import in_brackets
@@ -44,17 +41,15 @@ MAX_DETAILS_BYTES = 4096
 HANDSHAKE_S = 10.0
 """Seconds in which a new connection has to be through its handshakes, those of TLS and HTTP/2."""
 
-HANDSHAKES_LOG_S = 60.0
-"""Shortest seconds between two log lines about connections of one host that ended before a call."""
-
-IDLE_S = 600.0
-"""Seconds after which a connection without a call is closed. A channel opens the next one when it needs it."""
+IDLE_S = 60.0
+"""Seconds after which a connection without a call is closed, so that strangers cannot hold all connections of a port by opening them.
+A channel opens the next one when it needs it."""
 
 MAX_STREAMS = 4096
 """Calls under way on one connection; a channel keeps further ones back."""
 
 MAX_CONNECTIONS = 4096
-"""Connections of a server that names no other number; a further one is closed at once."""
+"""Connections to each port of a server that names no other number; a further one is closed at once."""
 
 STOP_GRACE_S = 1.0
 """Seconds that calls under way have when the service ends."""
@@ -87,10 +82,7 @@ SERVER_OPTIONS = [
 GRPC_LOG = "grpc._cython.cygrpc"
 """Logger of gRPC's traceback for each request that cannot be decoded."""
 
-log = logging.getLogger(__name__)
 seldom = SeldomFilter()
-strangers_log = RateLimitedLog(log)
-handshakes_log = RateLimitedLog(log, HANDSHAKES_LOG_S)
 CallT = TypeVar("CallT", bound=Callable[..., Awaitable[Any]])
 StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
 
@@ -165,34 +157,23 @@ class GrpcServer:
         *,
         mutual: bool = False,
         people_port: int | None = None,
-        on_refused_handshake: Callable[[str, int], None] = lambda address, count: None,
     ):
-        """`guard` checks every call first, `CallLimits` come second; beyond `max_connections` a new connection is closed at once.
-        Under TLS `mutual` takes clients with a certificate alone, and `people_port` is a second port for those without one.
-        `on_refused_handshake` gets the peer's address, empty where it is unknown, and the number of its connections that ended
-        before a call; the event loop calls it.
+        """`guard` checks every call first, `CallLimits` come second; beyond `max_connections` to a port a new connection is closed
+        at once. Under TLS `mutual` takes clients with a certificate alone, and `people_port` is a second port for those without one.
 
         Raises Conflict when a port is taken, InvalidInput for certificates that cannot be used.
         """
         logging.getLogger(GRPC_LOG).addFilter(seldom)
         # The guard is outside of the limits, which count by the caller that it has found.
-        self._strangers = StrangerConnections()
-        limits = CallLimits(accepted=self._strangers.accepted)
-        folder, connections = tls_folder(), OpenConnections()
-        self._handshakes = Handshakes(lambda: connections.to(self._ports), HANDSHAKE_S) if folder else None
-        self._on_refused_handshake = on_refused_handshake
-        outermost = (
-            OutermostInterceptor(self._handshakes.called) if self._handshakes else OutermostInterceptor()
-        )
-        interceptors: list[Any] = [outermost, *([guard] if guard else []), limits]
-        self._has_guard = guard is not None
+        interceptors: list[Any] = [OutermostInterceptor(), *([guard] if guard else []), CallLimits()]
         limit = ("grpc.max_allowed_incoming_connections", max_connections)
         self._server = grpc.aio.server(interceptors=interceptors, options=[*SERVER_OPTIONS, limit])
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         self.host = host
-        self._tasks: list[asyncio.Task[None]] = []
+        self._reminding: asyncio.Task[None] | None = None
+        folder = tls_folder()
         self.port = self._listen(port, folder, mutual)
         self.people_port = None if people_port is None else self._listen(people_port, folder, False)
 
@@ -203,10 +184,9 @@ class GrpcServer:
             raise _taken(self.host, port)
         address = f"{in_brackets(self.host)}:{port}"
         try:
-            if folder is None or self._handshakes is None:
+            if folder is None:
                 return self._server.add_insecure_port(address)
-            credentials = server_credentials(folder, mutual=mutual, began=self._handshakes.began)
-            return self._server.add_secure_port(address, credentials)
+            return self._server.add_secure_port(address, server_credentials(folder, mutual=mutual))
         except RuntimeError:
             raise _taken(self.host, port) from None
 
@@ -221,11 +201,7 @@ class GrpcServer:
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
-        self._tasks = [asyncio.create_task(remind(insecurity(self.host)))]
-        if self._has_guard:  # without one nobody is known
-            self._tasks.append(asyncio.create_task(self._end_strangers()))
-        if self._handshakes is not None:
-            self._tasks.append(asyncio.create_task(self._tell_handshakes(self._handshakes)))
+        self._reminding = asyncio.create_task(remind(insecurity(self.host)))
 
     async def set_serving(self, name: str, serving: bool) -> None:
         """Set the health of one service, which says whether it can work. The health of the process stays as it is."""
@@ -241,34 +217,10 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Set the health to NOT_SERVING; calls under way have `grace_s` seconds to end."""
-        for task in self._tasks:
-            task.cancel()
+        if self._reminding is not None:
+            self._reminding.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
-
-    @property
-    def _ports(self) -> set[int]:
-        return {self.port, self.people_port or self.port}
-
-    async def _tell_handshakes(self, handshakes: Handshakes) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            for address, count in (await asyncio.to_thread(handshakes.sweep)).items():
-                handshakes_log.warning(
-                    f"handshake {address.rpartition(':')[0]}",
-                    "a connection from %s ended before a call: its handshake was refused (the line of gRPC before this one says "
-                    "why), or it left",
-                    address or f"{count} peers that were gone at once",
-                )
-                self._on_refused_handshake(address, count)
-
-    async def _end_strangers(self) -> None:
-        while True:
-            await asyncio.sleep(CHECK_S)
-            if ended := await asyncio.to_thread(self._strangers.check, self._ports):
-                strangers_log.warning(
-                    "ended", "ended %d connections on which nobody made an accepted call", ended
-                )
 
 
 def _taken(host: str, port: int) -> Conflict:

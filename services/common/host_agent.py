@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
 
 import click
 
@@ -24,18 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class HostAgentConnection:
-    """The connection of one process. `host` is the address that an agent listens on, `advertised` that at which others reach it.
-    `on_refusals` gets the strangers that the agent refused, from a thread; None takes none."""
+    """The connection of one process. `host` is the address that an agent listens on, `advertised` that at which others reach it."""
 
-    def __init__(
-        self,
-        coordinator: str,
-        host: str,
-        advertised: str,
-        on_refusals: Callable[[worker_pb2.Refusals], None] | None = None,
-    ) -> None:
+    def __init__(self, coordinator: str, host: str, advertised: str) -> None:
         self._coordinator, self._host, self._advertised = coordinator, host, advertised
-        self._on_refusals = on_refusals
         self._client: AgentClient | None = None
 
     @property
@@ -48,7 +39,7 @@ class HostAgentConnection:
         if self._client is None:
             name = socket_name(self._coordinator, self._host)
             zone = os.environ.get(ZONE_VARIABLE, "")
-            self._client = AgentClient(name, self._host, self._advertised, zone, self._on_refusals)
+            self._client = AgentClient(name, self._host, self._advertised, zone)
             self._client.start()
         return self._client
 

@@ -70,7 +70,7 @@ async def member_metrics(
         set_up_metrics(role, scraped=True)
         membership.on_beat = MemberMetrics(role, lambda: membership.has_stream).note
     callers = WorkerCallers(membership.coordinator)
-    async with metrics_endpoint(host, port, callers, membership.refusals.note_call) as used:
+    async with metrics_endpoint(host, port, callers) as used:
         yield used
 
 

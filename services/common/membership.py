@@ -43,7 +43,6 @@ from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 from protos.paceline.v1 import exchange_pb2 as pb
 from protos.paceline.v1 import worker_pb2, worker_pb2_grpc
 from services.common.grpc_server import CHANNEL_OPTIONS
-from services.common.worker_refusals import WorkerRefusals
 from services.common.zmq_keepalive import use_ipv6, watch
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
@@ -116,8 +115,6 @@ class Membership:
         its state."""
         self.coordinator = checked_address(coordinator)
         """Address of the coordinator."""
-        self.refusals = WorkerRefusals()
-        """Strangers that this worker's ports have refused; they go out with heartbeats."""
         self._hello = hello
         self._on_directive = on_directive
         self._gauges = gauges
@@ -300,26 +297,9 @@ class Membership:
                     if self._connected.is_set():
                         beat = worker_pb2.Heartbeat(gauges=self._safe_gauges(), draining=self.draining)
                         await call.write(worker_pb2.ConnectRequest(heartbeat=beat))
-                        await self._report_refusals(call)
                 else:
-                    if self._unwritten.HasField("leave"):
-                        await self._report_refusals(call, last=True)
                     await call.write(self._unwritten)
                     self._unwritten = None
-
-    async def _report_refusals(self, call: Stream, *, last: bool = False) -> None:
-        """Send a message of refusals, if some are due; with `last` all there are. It follows a heartbeat, because any report counts as a
-        sign of life, and strangers must not give it."""
-        while (refusals := self.refusals.take(last=last)) is not None:
-            is_written = False
-            try:
-                await call.write(worker_pb2.ConnectRequest(refusals=refusals))
-                is_written = True
-            finally:
-                if not is_written:
-                    self.refusals.put_back(refusals)
-            if not last:
-                return
 
     def _safe_gauges(self) -> dict[str, float]:
         """Return the worker's gauges, its memory, its GPUs and its number of unforeseen errors; that number alone if the gauges fail,

@@ -1,4 +1,4 @@
-"""The outermost interceptor of a server: it tells who calls, and frees what an aborted call holds.
+"""The outermost interceptor of a server: it frees what an aborted call holds.
 
 gRPC keeps the exception of an aborted call in the state of the call. The exception's traceback, and that of the error before it, hold
 frames that hold the call's context, which holds that state: a cycle of some 60 objects and 10 kB for each refused call, which waits
@@ -18,10 +18,6 @@ import grpc
 class OutermostInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
     """The interceptor; it has to be the first."""
 
-    def __init__(self, called: Callable[[str], None] = lambda peer: None):
-        """`called` is called with gRPC's name of the peer of each call, whatever becomes of it."""
-        self._called = called
-
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
@@ -35,7 +31,6 @@ class OutermostInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 
         # The frames of these two are in the traceback again, so they drop what refers to the call.
         async def answer(request: Any, context: Any) -> Any:
-            self._called(context.peer())
             answered = call(request, context)
             del request, context
             try:
@@ -45,7 +40,6 @@ class OutermostInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
                 raise
 
         async def answer_stream(request: Any, context: Any) -> Any:
-            self._called(context.peer())
             responses = call(request, context)
             del request, context
             try:

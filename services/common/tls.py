@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import ssl
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -17,12 +16,9 @@ MAX_CACHED = 4096
 """Client certificates whose names are kept."""
 
 
-def server_credentials(
-    folder: TlsFolder, *, mutual: bool, began: Callable[[], None] = lambda: None
-) -> grpc.ServerCredentials:
+def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
     """Return the credentials of a gRPC port. With `mutual` clients have to have a certificate of the authority; without, they are
-    not asked for one, because gRPC for Python knows no optional client certificate. `began` is called for each connection before
-    its handshake, on gRPC's threads. Raises InvalidInput."""
+    not asked for one, because gRPC for Python knows no optional client certificate. Raises InvalidInput."""
     given = _own(folder)
 
     def configuration() -> grpc.ServerCertificateConfiguration:
@@ -31,7 +27,6 @@ def server_credentials(
 
     def renewed() -> Any:  # the stubs do not know None, which says that nothing has changed
         nonlocal given
-        began()
         newest = _own(folder)
         if newest is given:
             return None

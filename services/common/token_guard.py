@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import grpc
 
 from paceline.errors import AccessDenied, InvalidInput, NotPermitted, PacelineError, Unavailable
+from paceline.rate_limited_log import RateLimitedLog
 from paceline.token import KEY
 from services.common.access.caller import Caller, CallerRole, set_caller
 from services.common.access.callers import Callers
 from services.common.access.rights import RPCS, Right
 from services.common.access.worker_callers import WorkerCallers
 from services.common.error_status import status_of
+from services.common.grpc_peers import address_of
 from services.common.tls import certificate_name
 
 OPEN = ("/grpc.health.", "/grpc.reflection.")
@@ -38,6 +41,7 @@ ENDS_OF_STREAMS = (
 """Statuses with which a stream ends without a refusal: its peer left or went away, or this service stops."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 @dataclass(frozen=True)
@@ -288,9 +292,17 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
                     stream.task.cancel()
 
 
-def worker_guard(coordinator: str = "", note: Callable[[Call], None] = lambda call: None) -> TokenGuard:
-    """Return the guard of a worker's services: the coordinator says who a caller is. `note` is that of `TokenGuard`."""
-    return TokenGuard(WorkerCallers(coordinator), note=note)
+def worker_guard(coordinator: str = "") -> TokenGuard:
+    """Return the guard of a worker's services: the coordinator says who a caller is, and the log has who was refused."""
+    return TokenGuard(WorkerCallers(coordinator), note=_log_refusal)
+
+
+def _log_refusal(call: Call) -> None:
+    """Write a line for a call that was refused because of who made it."""
+    if call.code in OF_GUARD:
+        seldom.warning(
+            "call", "refused a call of %s from %s: %s", call.method, address_of(call.peer), call.details
+        )
 
 
 def _check_role(method: str, right: Right | None, caller: Caller) -> None:

@@ -149,7 +149,7 @@ def main(
         functions_from=functions_from,
         ready_file=ready_file,
         metrics_port=metrics_port,
-        capacity=Capacity(raise_file_limit()),
+        capacity=Capacity(raise_file_limit(), has_people_port=people_port is not None),
         scaling_period_s=scaling_period_s,
         scaler_host=scaler_host,
         scaler_port=scaler_port,

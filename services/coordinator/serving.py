@@ -104,7 +104,6 @@ class CoordinatorService:
             self.capacity.max_connections,
             mutual=True,
             people_port=self.people_port,
-            on_refused_handshake=audit.note_handshake,
         )
         coordinator = Coordinator(
             ledger,
@@ -123,8 +122,6 @@ class CoordinatorService:
             callers.refusal,
         )
         coordinator.exchange.note_intruder = audit.note_intruder
-        coordinator.exchange.note_failed_handshake = audit.note_exchange_handshake
-        coordinator.note_refusals = audit.note_reported
         endpoint = f"tcp://{in_brackets(self.host)}:{coordinator.server.port}"
         records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
         access = AccessServicer(callers, audit.note_call)

@@ -70,13 +70,7 @@ def main(
         worker = EnvironmentWorker(
             coordinator, f"{name}-{uuid.uuid4().hex[:8]}", processes, functions_from=functions_from
         )
-        refusals = worker.membership.refusals
-        server = GrpcServer(
-            host,
-            port,
-            worker_guard(coordinator, refusals.note_call),
-            on_refused_handshake=refusals.note_handshake,
-        )
+        server = GrpcServer(host, port, worker_guard(coordinator))
         worker.address = f"{reachable}:{server.port}"
         worker.assigned.on_readiness = partial(server.set_serving, NAME)
         metrics = member_metrics("environment", worker.membership, host, metrics_port)

@@ -105,9 +105,7 @@ class LearnerRank:
             outbox_size=OUTBOX_SIZE,
             on_refused=self.orders.ask_checkpoint,
         )
-        self.agent = HostAgentConnection(
-            coordinator, self.weights_bind, self.weights_host, self.membership.refusals.add
-        )
+        self.agent = HostAgentConnection(coordinator, self.weights_bind, self.weights_host)
         """Connection to the agent that brings this host's weights to others."""
         self._outgoing = ReportQueue(self.background.call, self.membership.report)
 
@@ -329,13 +327,7 @@ def main(
 
 
 async def _serve(rank: LearnerRank, host: str, port: int, metrics_port: int | None = None) -> GrpcServer:
-    refusals = rank.membership.refusals
-    server = GrpcServer(
-        host,
-        port,
-        worker_guard(rank.membership.coordinator, refusals.note_call),
-        on_refused_handshake=refusals.note_handshake,
-    )
+    server = GrpcServer(host, port, worker_guard(rank.membership.coordinator))
     servicer = LearnerServicer(rank)
     server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
     await server.start()

@@ -78,13 +78,7 @@ def main(
             functions_from=functions_from,
             only=only,
         )
-        refusals = worker.membership.refusals
-        server = GrpcServer(
-            host,
-            port,
-            worker_guard(coordinator, refusals.note_call),
-            on_refused_handshake=refusals.note_handshake,
-        )
+        server = GrpcServer(host, port, worker_guard(coordinator))
         servicer = RewardServicer(worker)
         server.add(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, "paceline.v1.RewardService")
         worker.address = f"{reachable}:{server.port}"

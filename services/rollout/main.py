@@ -73,13 +73,7 @@ def main(
         )
         worker.engine_settings = engine_settings
         worker.cpu_chosen = device == "cpu"
-        refusals = worker.membership.refusals
-        server = GrpcServer(
-            host,
-            port,
-            worker_guard(coordinator, refusals.note_call),
-            on_refused_handshake=refusals.note_handshake,
-        )
+        server = GrpcServer(host, port, worker_guard(coordinator))
         servicer = RolloutServicer(worker)
         server.add(
             servicer, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"

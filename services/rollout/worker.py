@@ -50,11 +50,10 @@ class RolloutWorker:
         self.address = ""
         self.http_address = ""
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
-        refusals = self.membership.refusals
-        self.endpoint = Endpoint(lambda: self.served, coordinator=coordinator, note=refusals.note_call)
+        self.endpoint = Endpoint(lambda: self.served, coordinator=coordinator)
         self.drained = asyncio.Event()
         self._host = host
-        self.agent = HostAgentConnection(coordinator, bind or host, host, refusals.add)
+        self.agent = HostAgentConnection(coordinator, bind or host, host)
         """Connection to the agent that brings weights to this host."""
         self._device = device
         self.cpu_chosen = False

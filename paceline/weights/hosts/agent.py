@@ -24,12 +24,10 @@ from functools import partial
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
-from paceline.refusal_sums import HANDSHAKE, RefusalSums
 from paceline.weights.hosts.accepting import next_connection
 from paceline.weights.hosts.local_socket import LocalConnection
 from paceline.weights.hosts.manifest import HostManifest, piece_digest
 from paceline.weights.hosts.reading import SILENCE_S, STREAMS, Reading
-from paceline.weights.hosts.run_secrets import RefusedReader, RunSecrets
 from paceline.weights.hosts.sending import Sender
 from paceline.weights.hosts.store import HeldVersion, HostStore
 from paceline.weights.hosts.transport import Transport
@@ -41,8 +39,6 @@ PROGRESS_S = 0.5
 SEND_TIMEOUT_S = 5.0
 """Silence of a reader on another host after which it is left."""
 MAX_HASH_THREADS = 8
-READ = "agent/read"
-"""What a refused reader tried, for the audit log."""
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)
@@ -64,10 +60,7 @@ class Agent:
         self.store = HostStore()
         listener = transport.listen(host, port, SEND_TIMEOUT_S)
         self.port = listener.port
-        self.refusals = RefusalSums(pauses_s=(0.0,))
-        """Strangers on other hosts that were refused, until a client takes them."""
-        self._run_secrets = RunSecrets(self._note_stranger)
-        self.sender = Sender(self.store, listener, self._run_secrets, self._note_handshake)
+        self.sender = Sender(self.store, listener)
         self._transport, self._streams, self._silence_s = transport, streams, silence_s
         self._lock = threading.Lock()
         self._clients: set[_Client] = set()
@@ -130,7 +123,7 @@ class Agent:
             if newer:
                 if plan.run_id != self.store.run_id and self._reading is not None:
                     self._reading.close()
-                self._run_secrets.use(plan.run_id, plan.token)
+                self.sender.admit_readers_of(plan.run_id, plan.token)
                 self.store.use_run(plan.run_id)
                 self._plan, self.store.wanted = plan, version
                 if self._reading is not None and self._reading.version == version:
@@ -147,7 +140,7 @@ class Agent:
                 f"with host {layout.source}"
             )
         with self.store.changed:
-            self._run_secrets.use(layout.run_id, layout.token)
+            self.sender.admit_readers_of(layout.run_id, layout.token)
             self.store.use_run(layout.run_id)
         return manifest
 
@@ -247,7 +240,6 @@ class Agent:
         while not self._closed:
             self._news.wait(PROGRESS_S)
             self._news.clear()
-            self._tell_refusals()
             with self._lock:
                 followers = [client for client in self._clients if client.run_id]
             with self.store.changed:
@@ -263,24 +255,6 @@ class Agent:
                         client.tell_progress(reading.version, arriving)
                 except Unavailable:
                     pass  # its thread notices
-
-    def _note_handshake(self, address: str, why: str) -> None:
-        self.refusals.note(HANDSHAKE, "UNAUTHENTICATED", address, f"a reader of weights{why}")
-
-    def _note_stranger(self, reader: RefusedReader) -> None:
-        self.refusals.note(READ, "PERMISSION_DENIED", reader.address, reader.why)
-
-    def _tell_refusals(self) -> None:
-        """Give the strangers that were refused to one client, which passes them on to the coordinator."""
-        self._run_secrets.judge()
-        with self._lock:
-            client = next((client for client in self._clients if client.takes_refusals), None)
-        if client is None or (refusals := self.refusals.take()) is None:
-            return
-        try:
-            client.tell_refusals(refusals)
-        except Unavailable:  # its thread notices
-            self.refusals.put_back(refusals)
 
     def transfer_of(self, version: Version) -> worker_pb2.HostTransfer:
         """Return how a version came to this host."""
@@ -301,8 +275,6 @@ class _Client:
         self._agent = agent
         self.run_id = ""
         """Run whose versions it follows."""
-        self.takes_refusals = False
-        """True when it passes refusals on to the coordinator."""
         self._told: tuple[Version, int] | None = None
         self._layout: HostManifest | None = None
         self._source, self._local_ranks = 0, 1
@@ -340,9 +312,6 @@ class _Client:
         self._told = held.version, held.generation
         self._send(host_agent_pb2.AgentReply(held=message), held.segment.fd)
 
-    def tell_refusals(self, refusals: worker_pb2.Refusals) -> None:
-        self._send(host_agent_pb2.AgentReply(refusals=refusals))
-
     def tell_progress(self, version: Version, held: HeldVersion | None) -> None:
         verified_bytes = held.verified_bytes if held is not None else 0
         self._send(host_agent_pb2.AgentReply(held=self._held(version, verified_bytes)))
@@ -354,7 +323,6 @@ class _Client:
                     protocol=PROTOCOL, agent_id=self._agent.agent_id, port=self._agent.port
                 )
                 self._send(host_agent_pb2.AgentReply(identity=identity))
-                self.takes_refusals = request.client.takes_refusals
             case "alive":
                 self._send(host_agent_pb2.AgentReply(alive=request.alive))
             case "plan":

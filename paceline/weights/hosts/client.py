@@ -41,19 +41,11 @@ seldom = RateLimitedLog(log)
 
 class AgentClient:
     """Connection to the agent with the socket `name`. `host` is the address that the agent listens on for other hosts,
-    `advertised` the one at which they reach it. `on_refusals` gets the strangers that the agent refused; None takes none."""
+    `advertised` the one at which they reach it."""
 
-    def __init__(
-        self,
-        name: str,
-        host: str,
-        advertised: str,
-        zone: str = "",
-        on_refusals: Callable[[worker_pb2.Refusals], None] | None = None,
-    ) -> None:
+    def __init__(self, name: str, host: str, advertised: str, zone: str = "") -> None:
         self.name = name
         self._host, self._advertised, self._zone = host, advertised, zone
-        self._on_refusals = on_refusals
         self.on_connected: Callable[[], None] = lambda: None
         self.on_reply: Callable[[host_agent_pb2.AgentReply, int | None], None] = _close_fd
         self._connection: LocalConnection | None = None
@@ -141,7 +133,7 @@ class AgentClient:
 
     def _follow(self, connection: LocalConnection) -> None:
         self._connection = connection
-        hello = host_agent_pb2.AgentClient(protocol=1, takes_refusals=self._on_refusals is not None)
+        hello = host_agent_pb2.AgentClient(protocol=1)
         connection.send(host_agent_pb2.AgentRequest(client=hello))
         heard_s, number = time.monotonic(), 0
         while not self._closed:
@@ -163,9 +155,6 @@ class AgentClient:
                     self.on_connected()
                 case "alive":
                     pass
-                case "refusals":
-                    if self._on_refusals is not None:
-                        self._on_refusals(reply.refusals)
                 case _:
                     self.on_reply(reply, fd)
 

@@ -8,20 +8,19 @@ Threads: one accepts, one for each channel. They wait for the store's condition 
 
 from __future__ import annotations
 
+import hmac
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
 
 from paceline.errors import PacelineError
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.frames import Kind
-from paceline.weights.hosts.run_secrets import RunSecrets
 from paceline.weights.hosts.store import HeldVersion, HostStore
-from paceline.weights.hosts.transport import Channel, HandshakeRefused, Listener
+from paceline.weights.hosts.transport import Channel, Listener
 from protos.paceline.v1 import host_agent_pb2
 
 WAIT_S = 0.2
@@ -33,19 +32,12 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Sender:
-    """Serves the versions of `store` to agents that `run_secrets` admits, and notes there which it refused. `note_handshake` gets the
-    address and the reason of a refused handshake; it must not block."""
+    """Serves the versions of `store` to agents that prove to know the secret of the present run."""
 
-    def __init__(
-        self,
-        store: HostStore,
-        listener: Listener,
-        run_secrets: RunSecrets,
-        note_handshake: Callable[[str, str], None] = lambda address, why: None,
-    ) -> None:
-        self._store, self._listener, self._run_secrets = store, listener, run_secrets
-        self._note_handshake = note_handshake
-        self._closed = False
+    def __init__(self, store: HostStore, listener: Listener) -> None:
+        self._store, self._listener = store, listener
+        self._admitted: tuple[str, bytes] = "", b""
+        """The present run and its secret; before a plan comes nobody is admitted."""
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self.sent_bytes = 0
@@ -53,9 +45,12 @@ class Sender:
         self._thread = threading.Thread(target=self._accept, name="weights-accept", daemon=True)
         self._thread.start()
 
+    def admit_readers_of(self, run_id: str, secret: bytes) -> None:
+        """Let the readers of this run in from now on, and no others."""
+        self._admitted = run_id, secret
+
     def close(self) -> None:
         """Take no more readers, and end the present ones."""
-        self._closed = True
         self._listener.close()
         with self._lock:
             channels = list(self._channels)
@@ -76,7 +71,7 @@ class Sender:
             nonce = secrets.token_bytes(frames.NONCE_BYTES)
             channel.send(nonce)
             request = frames.receive_request(channel)
-            refusal = self._refusal(channel.peer, request, nonce)
+            refusal = self._refusal(request, nonce)
             if refusal:
                 seldom.warning("refused", "refused a reader at %s: %s", channel.peer, refusal)
                 frames.send_frame(channel, Kind.REFUSED, data=refusal.encode())
@@ -86,20 +81,18 @@ class Sender:
                 self._send_pieces(channel, request)
         except PacelineError as error:
             seldom.warning("reader", "a reader on another host is gone: %s", error)
-            if isinstance(error, HandshakeRefused) and not self._closed:
-                self._note_handshake(channel.peer, str(error).removeprefix(f"{channel.peer} is refused"))
         finally:
             channel.close()
             with self._lock:
                 self._channels.discard(channel)
 
-    def _refusal(self, peer: str, request: host_agent_pb2.ReadRequest, nonce: bytes) -> str:
+    def _refusal(self, request: host_agent_pb2.ReadRequest, nonce: bytes) -> str:
         if request.protocol != frames.PROTOCOL:
             return f"this agent speaks protocol {frames.PROTOCOL}, not {request.protocol}"
-        if not self._run_secrets.admits(request.run_id, nonce, request.proof):
-            why = f"no proof that its sender belongs to run {request.run_id[:80]!r}"
-            self._run_secrets.note_refused(peer, request.run_id, nonce, request.proof, why)
-            return why
+        run_id, secret = self._admitted
+        is_known = bool(secret) and request.run_id == run_id
+        if not is_known or not hmac.compare_digest(frames.proof(secret, nonce), request.proof):
+            return f"no proof that its sender belongs to run {request.run_id[:80]!r}"
         if not request.manifest and not 0 <= request.stream < request.streams <= MAX_STREAMS:
             return f"stream {request.stream} of {request.streams}; at most {MAX_STREAMS} are served"
         return ""

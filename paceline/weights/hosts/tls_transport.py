@@ -13,7 +13,7 @@ import ssl
 from paceline.errors import Unavailable
 from paceline.tls.folder import tls_folder
 from paceline.tls.peers import PeerTls, check_worker
-from paceline.weights.hosts.transport import HandshakeRefused, TcpChannel, TcpListener, TcpTransport
+from paceline.weights.hosts.transport import TcpChannel, TcpListener, TcpTransport
 
 
 class TlsTransport(TcpTransport):
@@ -57,17 +57,17 @@ class TlsChannel(TcpChannel):
         self._has_shaken_hands = False
 
     def shake_hands(self) -> None:
-        """Verify the other side, once. Raises HandshakeRefused."""
+        """Verify the other side, once. Raises Unavailable."""
         if self._has_shaken_hands:
             return
         try:
             self._socket.do_handshake()
         except (OSError, ValueError) as error:
-            raise HandshakeRefused(f"{self.peer} is refused, TLS: {error}") from error
+            raise Unavailable(f"{self.peer} is refused, TLS: {error}") from error
         try:
             check_worker(self._socket)
         except Unavailable as error:
-            raise HandshakeRefused(f"{self.peer} is refused: {error}") from None
+            raise Unavailable(f"{self.peer} is refused: {error}") from None
         self._has_shaken_hands = True
 
     def send(self, data: bytes | memoryview) -> None:

@@ -24,10 +24,6 @@ CHUNK_BYTES = 256 << 10
 BACKLOG = 512
 
 
-class HandshakeRefused(Unavailable):
-    """The other side did not show the certificate that it has to, or left before it did."""
-
-
 class Channel(Protocol):
     """A connection to another host. One thread sends, one receives."""
 

@@ -100,7 +100,6 @@ class AgentReply(_message.Message):
     BUFFER_FIELD_NUMBER: _builtins.int
     STAGED_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
-    REFUSALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def identity(self) -> Global___AgentIdentity:
         """Answer to `client`."""
@@ -125,10 +124,6 @@ class AgentReply(_message.Message):
     def refusal(self) -> Global___AgentRefusal:
         """A request cannot be carried out."""
 
-    @_builtins.property
-    def refusals(self) -> _worker_pb2.Refusals:
-        """Strangers on other hosts that this agent refused, for the coordinator. One client that takes them gets them."""
-
     def __init__(
         self,
         *,
@@ -138,13 +133,12 @@ class AgentReply(_message.Message):
         buffer: Global___StageBuffer | None = ...,
         staged: Global___Staged | None = ...,
         refusal: Global___AgentRefusal | None = ...,
-        refusals: _worker_pb2.Refusals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "buffer", b"buffer", "held", b"held", "identity", b"identity", "refusal", b"refusal", "refusals", b"refusals", "reply", b"reply", "staged", b"staged"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "buffer", b"buffer", "held", b"held", "identity", b"identity", "refusal", b"refusal", "reply", b"reply", "staged", b"staged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "buffer", b"buffer", "held", b"held", "identity", b"identity", "refusal", b"refusal", "refusals", b"refusals", "reply", b"reply", "staged", b"staged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "buffer", b"buffer", "held", b"held", "identity", b"identity", "refusal", b"refusal", "reply", b"reply", "staged", b"staged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["identity", "alive", "held", "buffer", "staged", "refusal", "refusals"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["identity", "alive", "held", "buffer", "staged", "refusal"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
@@ -157,20 +151,16 @@ class AgentClient(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
-    TAKES_REFUSALS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of this protocol."""
-    takes_refusals: _builtins.bool
-    """The client passes `refusals` on to the coordinator."""
     def __init__(
         self,
         *,
         protocol: _builtins.int = ...,
-        takes_refusals: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "takes_refusals", b"takes_refusals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -135,7 +135,6 @@ class ConnectRequest(_message.Message):
     HOST_VERSION_FIELD_NUMBER: _builtins.int
     HOST_AGENT_FIELD_NUMBER: _builtins.int
     TOKEN_STATISTICS_FIELD_NUMBER: _builtins.int
-    REFUSALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of every stream."""
@@ -188,12 +187,6 @@ class ConnectRequest(_message.Message):
     def token_statistics(self) -> Global___TokenStatistics:
         """From the learner: what it computed of the tokens of a few groups of a step, for people to look at."""
 
-    @_builtins.property
-    def refusals(self) -> Global___Refusals:
-        """Strangers whom the worker's own ports, or the agent of its host, refused; for the audit log. With a heartbeat, at most one a
-        second. A coordinator that does not know it ignores it.
-        """
-
     def __init__(
         self,
         *,
@@ -210,13 +203,12 @@ class ConnectRequest(_message.Message):
         host_version: Global___HostVersion | None = ...,
         host_agent: Global___HostAgent | None = ...,
         token_statistics: Global___TokenStatistics | None = ...,
-        refusals: Global___Refusals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "refusals", b"refusals", "report", b"report", "run_report", b"run_report", "staged", b"staged", "token_statistics", b"token_statistics", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "token_statistics", b"token_statistics", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "refusals", b"refusals", "report", b"report", "run_report", b"run_report", "staged", b"staged", "token_statistics", b"token_statistics", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "heartbeat", b"heartbeat", "hello", b"hello", "host_agent", b"host_agent", "host_version", b"host_version", "leave", b"leave", "publish", b"publish", "report", b"report", "run_report", b"run_report", "staged", b"staged", "token_statistics", b"token_statistics", "weight_ack", b"weight_ack", "weight_offer", b"weight_offer", "weight_progress", b"weight_progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave", "staged", "weight_progress", "host_version", "host_agent", "token_statistics", "refusals"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["hello", "heartbeat", "weight_offer", "weight_ack", "run_report", "checkpoint", "publish", "leave", "staged", "weight_progress", "host_version", "host_agent", "token_statistics"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -679,72 +671,6 @@ class Heartbeat(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
-
-@_typing.final
-class Refusals(_message.Message):
-    """Strangers that a worker, or the agent of its host, refused because of who they are."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REFUSALS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
-        """32 at most; further ones come in the next message."""
-
-    def __init__(
-        self,
-        *,
-        refusals: _abc.Iterable[Global___Refusal] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusals", b"refusals"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Refusals: _TypeAlias = Refusals  # noqa: Y015
-
-@_typing.final
-class Refusal(_message.Message):
-    """A refused call, request or connection, and how many equal ones it stands for."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WHAT_FIELD_NUMBER: _builtins.int
-    RESULT_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
-    WHO_FIELD_NUMBER: _builtins.int
-    WHY_FIELD_NUMBER: _builtins.int
-    COUNT_FIELD_NUMBER: _builtins.int
-    what: _builtins.str
-    """What was tried: `package.Service/Method`, `http/PATH`, `agent/read` (weights, from a host's agent) or `tls/handshake`."""
-    result: _builtins.str
-    """Name of a gRPC status: UNAUTHENTICATED or PERMISSION_DENIED."""
-    address: _builtins.str
-    """Address of the newest of them, host:port, or the host alone."""
-    who: _builtins.str
-    """Name of the caller, by its token; empty where it has no valid one."""
-    why: _builtins.str
-    """The reason."""
-    count: _builtins.int
-    """Number of equal ones; 0 counts as 1."""
-    def __init__(
-        self,
-        *,
-        what: _builtins.str = ...,
-        result: _builtins.str = ...,
-        address: _builtins.str = ...,
-        who: _builtins.str = ...,
-        why: _builtins.str = ...,
-        count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "count", b"count", "result", b"result", "what", b"what", "who", b"who", "why", b"why"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
 class Leave(_message.Message):

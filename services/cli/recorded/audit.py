@@ -49,8 +49,7 @@ def verify(directory: Path, as_json: bool) -> None:
 @directory_option
 @json_option
 def show(last: int, shows_all: bool, directory: Path, as_json: bool) -> None:
-    """Show the newest records, oldest first; `at MEMBER` names the worker that reported a refusal of its own ports. With --json one
-    JSON object a line, with all fields."""
+    """Show the newest records, oldest first. With --json one JSON object a line, with all fields."""
     from services.coordinator.audit_log.verification import records
 
     folder = directory / AUDIT_NAME
@@ -84,8 +83,6 @@ def _row(fields: Mapping[str, Any]) -> list[str]:
     )
     subject, address = fields.get("subject", ""), fields.get("address", "")
     what = str(fields["what"]).removeprefix("paceline.v1.")
-    if member := fields.get("reported_by", ""):
-        what = f"{what} at {member}"
     time = str(fields["time"])[:19]
     return [str(fields["sequence"]), time, who, address, what, subject, result, why]
 

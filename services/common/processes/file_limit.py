@@ -10,7 +10,7 @@ import logging
 import resource
 
 FILES_PER_MEMBER = 2
-"""A control stream and a connection to the exchange."""
+"""A control stream and a connection to the exchange. A second port for people may have as many connections as that for members."""
 
 RESERVED_FILES = 160
 """Files for the ledger, its segments, files of runs, libraries, and for clients that watch."""
@@ -43,11 +43,13 @@ def raise_file_limit() -> int:
 class Capacity:
     """Number of members that a coordinator with a limit of open files can serve."""
 
-    def __init__(self, max_files: int):
+    def __init__(self, max_files: int, *, has_people_port: bool = False):
         self._max_files = max_files
-        self.max_members = min(MAX_MEMBERS, max(1, (max_files - RESERVED_FILES) // FILES_PER_MEMBER))
+        files = FILES_PER_MEMBER + has_people_port
+        spare = max_files - RESERVED_FILES - has_people_port * RESERVED_FOR_CLIENTS
+        self.max_members = min(MAX_MEMBERS, max(1, spare // files))
         self.max_connections = self.max_members + RESERVED_FOR_CLIENTS
-        """Connections to the control plane."""
+        """Connections to each port of the control plane."""
         self._said = False
 
     def refusal(self, members: int) -> str:

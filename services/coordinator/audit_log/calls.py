@@ -11,15 +11,11 @@ from typing import Any
 
 import grpc
 
-from paceline.refusal_sums import MAX_AT_ONCE, MAX_COUNT, MAX_NAME, MAX_REASON
-from protos.paceline.v1 import worker_pb2
 from services.common.grpc_peers import address_of
 from services.common.token_guard import OF_GUARD, Call
 from services.coordinator.audit_log.record import Entry
-from services.coordinator.text_limits import one_line
 
 CONNECT = "paceline.v1.WorkerService/Connect"
-REPORTED = {status.name for status in OF_GUARD}
 SUBJECTS = ("member_id", "run_id", "name", "sha256")
 """Fields of requests that name what a call is about."""
 
@@ -50,23 +46,6 @@ def entry_of_request(kind: str, member_id: str, why: str, address: str) -> Entry
         subject=member_id,
         why=why,
     )
-
-
-def entries_of_report(member_id: str, reported: worker_pb2.Refusals) -> list[Entry]:
-    """Return the entries of refusals at a member's own ports, as the member reports them. Whatever it reports, each is a refusal and
-    names the member, their number and texts are bounded, and a text is one line."""
-    return [
-        Entry(
-            one_line(each.what, MAX_NAME),
-            each.result if each.result in REPORTED else grpc.StatusCode.UNKNOWN.name,
-            one_line(each.who, MAX_NAME),
-            address=one_line(each.address, MAX_NAME),
-            why=one_line(each.why, MAX_REASON),
-            count=max(1, min(each.count, MAX_COUNT)),
-            reported_by=member_id,
-        )
-        for each in reported.refusals[:MAX_AT_ONCE]
-    ]
 
 
 def _subject(message: Any) -> str:

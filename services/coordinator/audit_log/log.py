@@ -4,6 +4,8 @@ A record is written at once, without a wait for the disk. Every SYNC_S a thread 
 the ledger's table `audit_heads`, from where receipts carry it to the learner and into its checkpoints' manifests. So a power cut
 loses the last SYNC_S at most, and the ledger never knows a record that is not on the disk. A log that cannot be written ends the
 coordinator, as the ledger does: a change without a record is what the log is there to exclude.
+
+Nobody fills the disk, or pushes older records out, by calls that are refused: `RefusalLimits` bounds their records.
 """
 
 from __future__ import annotations
@@ -14,28 +16,81 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import grpc
-
+from paceline.address import FORM
 from paceline.errors import LedgerFault
 from paceline.files.names import AUDIT_NAME
-from paceline.refusal_sums import RefusalSums
-from protos.paceline.v1 import worker_pb2
 from services.common.token_guard import Call
-from services.coordinator.audit_log.calls import entries_of_report, entry_of_call, entry_of_request
+from services.coordinator.audit_log.calls import entry_of_call, entry_of_request
 from services.coordinator.audit_log.files import AuditFiles
 from services.coordinator.audit_log.record import OK, Entry
-from services.coordinator.audit_log.refusal_limits import FIRST_REPORTED, RefusalLimits
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.ledger.tables.audit_heads import AuditHead
 
 SYNC_S = 0.5
-WHY_NO_EXCHANGE_HANDSHAKE = (
-    "it did not speak as a member does, or repeated what another connection had sent, or the peer left"
-)
+WINDOW_S = 60.0
+FIRST = 10
+"""Records of one source of refusals in a window."""
+MOST = 60
+"""Records of all sources in a window."""
+MAX_SOURCES = 32
+OTHERS = "others"
+"""Source of refusals beyond MAX_SOURCES."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Counted:
+    recorded: int = 0
+    left_out: int = 0
+    newest: Entry | None = None
+
+
+class RefusalLimits:
+    """How many refusals are recorded one by one. A source (a caller's name, else the peer's host) has FIRST records in a window, all
+    sources together have MOST. Further refusals are counted, and one record a window and source stands for them; sources beyond
+    MAX_SOURCES share one. A pure state machine."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, _Counted] = {}
+        self._recorded = 0
+        self._end_s = 0.0
+
+    def admits(self, entry: Entry, now_s: float) -> bool:
+        """Return whether a refusal is recorded by itself; count it otherwise. Call `due` before."""
+        name = entry.who or _host_of(entry.address)
+        if name not in self._sources and len(self._sources) >= MAX_SOURCES:
+            name = OTHERS
+        counted = self._sources.setdefault(name, _Counted())
+        if not self._end_s:
+            self._end_s = now_s + WINDOW_S
+        if counted.recorded < FIRST and self._recorded < MOST:
+            counted.recorded += 1
+            self._recorded += 1
+            return True
+        counted.left_out += entry.count
+        counted.newest = entry
+        return False
+
+    def due(self, now_s: float, *, last: bool = False) -> list[Entry]:
+        """Return the records that stand for what was left out, once the window has ended; then the next one begins. `last`
+        ends it now."""
+        if not self._end_s or (now_s < self._end_s and not last):
+            return []
+        found = [
+            replace(
+                counted.newest,
+                count=counted.left_out,
+                why=f"{counted.left_out} more refusals of {name or 'an unknown peer'}; this is the newest: {counted.newest.why}",
+            )
+            for name, counted in self._sources.items()
+            if counted.newest is not None
+        ]
+        self._sources, self._recorded, self._end_s = {}, 0, 0.0
+        return found
 
 
 class AuditLog:
@@ -47,8 +102,7 @@ class AuditLog:
         self.folder: Path = ledger.path.parent / AUDIT_NAME
         self._lock = threading.Lock()
         self._files = AuditFiles(self.folder, ledger.audit_heads.newest(), clock)
-        self._limits, self._limits_of_reports = RefusalLimits(), RefusalLimits(FIRST_REPORTED)
-        self._handshakes = RefusalSums()
+        self._limits = RefusalLimits()
         self._fault: LedgerFault | None = None
         self._unsynced: dict[int, AuditHead] = {}
         """Newest record of each file that is not in the ledger yet."""
@@ -59,8 +113,9 @@ class AuditLog:
     def record(self, entry: Entry) -> None:
         """Append an entry; of refusals, those within the limits."""
         with self._lock:
-            self._append_due(now_s := time.monotonic())
-            self._append_admitted(entry, now_s)
+            self._append_all(self._limits.due(now_s := time.monotonic()))
+            if entry.result == OK or self._limits.admits(entry, now_s):
+                self._append_all([entry])
         if self._fault is not None:
             self._ledger.on_fault(self._fault)
 
@@ -72,21 +127,6 @@ class AuditLog:
         """Record a request to the exchange that was refused because of its sender. Any thread."""
         self.record(entry_of_request(kind, member_id, why, address))
 
-    def note_handshake(self, address: str, count: int = 1) -> None:
-        """Record connections from an address (empty: unknown) that ended before a call, at growing intervals. Any thread."""
-        self._handshakes.note_handshake(address, count)
-
-    def note_exchange_handshake(self) -> None:
-        """Record a connection to the exchange whose handshake failed, at growing intervals. Any thread."""
-        self._handshakes.note(
-            "exchange/handshake", grpc.StatusCode.UNAUTHENTICATED.name, "", WHY_NO_EXCHANGE_HANDSHAKE
-        )
-
-    def note_reported(self, member_id: str, reported: worker_pb2.Refusals) -> None:
-        """Record refusals that a member of this coordinator reports of its own ports."""
-        for entry in entries_of_report(member_id, reported):
-            self.record(entry)
-
     def note_change(self, what: str, name: str) -> None:
         """Record a change of tokens or certificates, which a command made on this host."""
         self.record(Entry(what, subject=name))
@@ -96,7 +136,7 @@ class AuditLog:
         while True:
             await asyncio.sleep(SYNC_S)
             with self._lock:
-                self._append_due(time.monotonic())
+                self._append_all(self._limits.due(time.monotonic()))
             if self._fault is not None:
                 raise self._fault
             heads = await asyncio.to_thread(self._sync)
@@ -107,28 +147,10 @@ class AuditLog:
     def close(self) -> None:
         """Record the end, bring everything to the disk and into the ledger, and close. Raises LedgerFault."""
         with self._lock:
-            self._append_due(time.monotonic(), last=True)
-            self._append_all([Entry("audit/stop")])
+            self._append_all([*self._limits.due(time.monotonic(), last=True), Entry("audit/stop")])
         if self._fault is None:
             self._put(self._sync(), synced=True)
         self._files.close()
-
-    def _append_due(self, now_s: float, *, last: bool = False) -> None:
-        """Append what was counted and whose time has come. Under the lock."""
-        both = self._limits, self._limits_of_reports
-        self._append_all([entry for limits in both for entry in limits.due(now_s)])
-        while (refusals := self._handshakes.take(last=last)) is not None:
-            for each in refusals.refusals:
-                entry = Entry(each.what, each.result, address=each.address, why=each.why, count=each.count)
-                self._append_admitted(entry, now_s)
-        if last:
-            self._append_all([entry for limits in both for entry in limits.due(now_s, last=True)])
-
-    def _append_admitted(self, entry: Entry, now_s: float) -> None:
-        """Append an entry; of refusals, those within the limits. Under the lock."""
-        limits = self._limits_of_reports if entry.reported_by else self._limits
-        if entry.result == OK or limits.admits(entry, now_s):
-            self._append_all([entry])
 
     def _append_all(self, entries: list[Entry]) -> None:
         """Append under the lock; after a fault nothing more, because a record may be there in part."""
@@ -166,3 +188,9 @@ class AuditLog:
         return LedgerFault(
             f"the audit log {self.folder} cannot be written: {error}; make room, or repair the disk, then start the coordinator again"
         )
+
+
+def _host_of(address: str) -> str:
+    """Return the host of host:port; other texts unchanged."""
+    found = FORM.fullmatch(address)
+    return found[1] if found else address

@@ -15,7 +15,7 @@ from typing import Any
 MAX_TEXT = 512
 """Characters of each text of a record."""
 MAX_LINE_BYTES = 64 << 10
-"""Bytes of a line: nine texts, each character escaped to 12 bytes at most, and the rest."""
+"""Bytes of a line: eight texts, each character escaped to 12 bytes at most, and the rest."""
 OK = "OK"
 """Result of a call that was carried out."""
 _HASH = b',"hash":"'
@@ -45,8 +45,6 @@ class Entry:
     """SHA-256 of the request's bytes; empty for one that was not read."""
     count: int = 1
     """Refusals that the record stands for."""
-    reported_by: str = ""
-    """Member whose port, or whose host's agent, refused: all other fields are its word. Empty for what the coordinator refused."""
 
 
 @dataclass(frozen=True)

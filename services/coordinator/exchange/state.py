@@ -162,8 +162,6 @@ class Exchange:
         self.note_intruder: Callable[[str, str, str, str], None] = lambda kind, member_id, why, address: None
         """Called for a request whose sender is not who it says, or sends what is for others to send: its kind, the member that
         it names, the reason and the peer's address, where it can be seen. For the audit log; from any thread."""
-        self.note_failed_handshake: Callable[[], None] = lambda: None
-        """Called for a connection whose CURVE handshake came to nothing; ZeroMQ does not say whose. For the audit log."""
 
         self.failure_counts = FailureCounts()
         self.drops_in_a_row = DropsInARow()

@@ -26,7 +26,6 @@ from paceline.errors import LedgerFault
 from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
 from paceline.tls.folder import tls_folder
-from protos.paceline.v1 import worker_pb2
 from services.common.access.caller import Caller
 from services.common.insecure import insecurity
 from services.coordinator.blobs.store import BlobStore
@@ -107,8 +106,6 @@ class Coordinator:
         self.watchers = Watchers(ledger, self.exchange, self.lock, self.run_log, self.server)
         self.context = RunContext(ledger, self.exchange, self.lock, self.run_log, self.server, self.watchers)
         self.stopping = False
-        self.note_refusals: Callable[[str, worker_pb2.Refusals], None] = lambda member_id, reported: None
-        """Records the strangers that a member's own ports refused."""
         self.pool = Pool(self, members)
         self._refusal = refusal
         self.states = RunStates(self.context, self.pool.assignments)

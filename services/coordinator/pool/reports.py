@@ -99,8 +99,6 @@ class Reports:
                 await self._on_publish(request.publish)
             case "token_statistics":
                 self._tokens.keep(request.token_statistics)
-            case "refusals":
-                self._runs.note_refusals(member.member_id, request.refusals)
 
     async def _on_weight_ack(self, member: Member, ack: worker_pb2.WeightAck) -> None:
         run = self._exchange.active

@@ -72,8 +72,5 @@ class RunEvents(Protocol):
     async def warn(self, messages: list[str]) -> None:
         """Add warnings to the events of the active run."""
 
-    def note_refusals(self, member_id: str, reported: worker_pb2.Refusals) -> None:
-        """Record the strangers that a member's own ports refused."""
-
     async def tell_watchers(self) -> None:
         """Wake watchers, because there are new events."""

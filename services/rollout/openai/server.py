@@ -30,7 +30,6 @@ from services.common.access.rights import COMPLETIONS
 from services.common.access.worker_callers import WorkerCallers
 from services.common.http_guard import HttpGuard
 from services.common.json_http import JsonListener, event_stream, send_event
-from services.common.token_guard import Call
 from services.rollout.gather import gather_or_cancel
 from services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
 from services.rollout.openai.gate import Gate
@@ -50,16 +49,15 @@ class Endpoint:
         make_gate: Callable[[int], Gate] = Gate,
         coordinator: str = "",
         recorder: Recorder | None = None,
-        note: Callable[[Call], None] = lambda call: None,
     ) -> None:
         """`make_gate` gives the gate for an engine that decodes so many sequences at a time. The `coordinator` knows the tokens of
         callers, where the port requires one; without it the process's own token alone counts. `recorder` keeps what is answered,
-        and takes feedback. `note` takes refused requests."""
+        and takes feedback."""
         self._source = source
         self._recorder = recorder
         self._make_gate = make_gate
         self._gate: tuple[Served, Gate] | None = None
-        guard = HttpGuard(WorkerCallers(coordinator), COMPLETIONS, seldom, note)
+        guard = HttpGuard(WorkerCallers(coordinator), COMPLETIONS, seldom)
         self._listener = JsonListener("the HTTP endpoint", "choose another --http-port", guard=guard)
         router = self._listener.app.router
         router.add_get("/v1/models", self._models)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
 import zmq
 import zmq.asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.errors import Conflict
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.paceline.v1 import exchange_pb2 as pb
+from services.common import grpc_server
 from services.common import membership as member
 from services.common.grpc_server import GrpcServer
 from services.common.membership import Membership
 
 DEADLINE_S = 60.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
 class Coordinator(worker_pb2_grpc.WorkerServiceServicer):
@@ -485,50 +489,21 @@ async def test_a_port_in_use_is_refused_without_a_line_of_grpc(capfd: pytest.Cap
     assert capfd.readouterr().err == ""
 
 
-async def next_refusals(coordinator: Coordinator) -> list[tuple[str, int]]:
-    """Return address and number of the refusals in the next report of some."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not (report := await coordinator.reports.get()).HasField("refusals"):
-            pass
-    return [(each.address, each.count) for each in report.refusals.refusals]
-
-
-async def test_refused_strangers_are_reported_also_those_of_the_time_without_coordinator(
-    coordinator: Coordinator, membership: Membership
-) -> None:
-    membership.refusals.note_handshake("10.0.0.1:5")
-    assert await next_refusals(coordinator) == [("10.0.0.1:5", 1)]
-    coordinator.break_stream()
-    membership.refusals.note_handshake("10.0.0.2:5", 3)
-    assert await next_refusals(coordinator) == [("10.0.0.2:5", 3)]
-
-
-async def test_a_worker_that_leaves_reports_first_whom_it_refused(
-    coordinator: Coordinator, membership: Membership
-) -> None:
-    for port in (5, 6):  # the second one would wait for a minute
-        membership.refusals.note_handshake(f"10.0.0.1:{port}")
-        if port == 5:
-            assert await next_refusals(coordinator) == [("10.0.0.1:5", 1)]
-    leaving = asyncio.create_task(membership.leave(0.0))
-    assert await next_refusals(coordinator) == [("10.0.0.1:6", 1)]
-    await coordinator.hear_report("leave")
-    await leaving
-
-
-async def test_refusals_that_a_broken_stream_does_not_take_are_kept() -> None:
-    class Broken:
-        async def write(self, request: object) -> None:
-            raise asyncio.InvalidStateError("the stream has ended")
-
-    async def ignore(_: worker_pb2.ConnectResponse) -> None:
-        return
-
-    made = Membership("127.0.0.1:1", worker_pb2.Hello, ignore)
-    made.refusals.note_handshake("10.0.0.1:5", 2)
-    with pytest.raises(asyncio.InvalidStateError):
-        await made._report_refusals(cast(Any, Broken()))
-    kept = made.refusals.take()
-    assert kept is not None
-    assert [each.count for each in kept.refusals] == [2]
-    made._context.term()
+async def test_connections_without_a_call_keep_nobody_out_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers take all connections of a port and say nothing; a client gets in once they have been idle for long enough."""
+    options = [*grpc_server.SERVER_OPTIONS, ("grpc.max_connection_idle_ms", 1_000)]
+    monkeypatch.setattr(grpc_server, "SERVER_OPTIONS", options)
+    server = GrpcServer("127.0.0.1", 0, max_connections=2)
+    async with server, asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as opened:
+        strangers = []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            opened.callback(writer.close)
+            writer.write(PREFACE)
+            strangers.append((reader, await reader.read(1)))
+        assert [bool(answered) for _, answered in strangers] == [True, True, False]
+        for reader, _ in strangers:
+            await reader.read()  # until it is closed
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            answer: Any = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -16,10 +16,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.client import Client
 from paceline.errors import PacelineError
+from paceline.rate_limited_log import RateLimitedLog
 from paceline.spec import ClusterSection
 from paceline.token import make_token, metadata, open_channel, read_token
 from paceline.wire import PROTOCOL
 from protos.paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.common import token_guard
 from services.common.access.caller import CallerRole
 from services.common.access.callers import TokenCallers
 from services.common.access.rights import Right
@@ -220,9 +222,12 @@ async def test_a_worker_that_gets_the_token_later_belongs_then(
         await asyncio.wait((belonging,))
 
 
-async def test_a_workers_own_service_wants_the_same_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_workers_own_service_wants_the_same_token_and_logs_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(
+        token_guard, "seldom", RateLimitedLog(logging.getLogger(token_guard.__name__), float("inf"))
+    )
     path = tmp_path / "token"
     monkeypatch.setenv("PACELINE_TOKEN_FILE", str(path))
     server = GrpcServer("127.0.0.1", 0, worker_guard())
@@ -249,3 +254,6 @@ async def test_a_workers_own_service_wants_the_same_token(
         make_token(path)
         assert "the call has no token" in await asyncio.to_thread(ask_as_a_stranger)
         assert await asyncio.to_thread(ask) > 0
+    (line,) = [line for line in caplog.messages if "refused a call" in line]
+    assert "paceline.v1.RewardService/ListFunctions from 127.0.0.1:" in line
+    assert "this service has no token" in line

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -88,16 +88,8 @@ class Message:
 class ExchangeSocket:
     """A ROUTER on `host:port`; port 0 takes a free one. Raises Conflict when it cannot listen."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        knows: KnowsKey | None = None,
-        failed_handshake: Callable[[], None] = lambda: None,
-    ):
-        """With `knows`, which tells whether a public key is a member's, connections are encrypted and only members have one.
-        `failed_handshake` is called for each connection that ends before ZeroMQ knows its key."""
-        self._failed_handshake = failed_handshake
+    def __init__(self, host: str, port: int, knows: KnowsKey | None = None):
+        """With `knows`, which tells whether a public key is a member's, connections are encrypted and only members have one."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -203,7 +195,6 @@ class ExchangeSocket:
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self.connections.opened(event["value"])
             elif event["event"] & FAILED:
-                self._failed_handshake()
                 seldom.warning(
                     "handshake",
                     "refused a connection to the exchange: its handshake failed, as a member's does not",

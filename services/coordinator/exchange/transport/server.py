@@ -128,12 +128,7 @@ class ExchangeServer:
         self._lock = lock
         self._record = record
         self._act = act
-        self._socket = ExchangeSocket(
-            host,
-            port,
-            self._knows_key if encrypted else None,
-            lambda: exchange.note_failed_handshake(),
-        )
+        self._socket = ExchangeSocket(host, port, self._knows_key if encrypted else None)
         self.public_key = self._socket.public_key
         self.port = self._socket.port
         self._handler = IsolatedHandler(exchange)

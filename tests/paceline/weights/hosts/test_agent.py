@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 from host_agents import RUN, WAIT_S, LearnerHost, LocalClient, address, content, layout, message, plan
 
 from paceline.groups import Version
-from paceline.weights.hosts import frames, run_secrets
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.weights.hosts import frames, sending
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.transport import TcpTransport
 from protos.paceline.v1 import host_agent_pb2
@@ -136,19 +138,28 @@ def read_as_a_stranger(agent: Agent) -> bytes:
         channel.close()
 
 
-def test_a_stranger_is_told_to_one_client_that_takes_refusals(
-    learner: LearnerHost, monkeypatch: pytest.MonkeyPatch
+def test_readers_of_the_present_run_alone_are_admitted(
+    learner: LearnerHost, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_secrets, "WAIT_S", 0.0)
+    monkeypatch.setattr(sending, "seldom", RateLimitedLog(logging.getLogger(sending.__name__), 0.0))
     (agent,) = learner.agents
     for _ in range(2):
         assert b"no proof that its sender belongs to run" in read_as_a_stranger(agent)
-    later = LocalClient(agent)  # the rank that stages takes none, and they wait
-    later.send(client=host_agent_pb2.AgentClient(protocol=1, takes_refusals=True))
-    told = []
-    while sum(each.count for each in told) < 2:
-        reply, _ = later.reply(lambda reply: reply.WhichOneof("reply") == "refusals")
-        told += reply.refusals.refusals
-    assert {(each.what, each.result) for each in told} == {("agent/read", "PERMISSION_DENIED")}
-    assert all(each.address.startswith("127.0.0.1:") for each in told)
-    later.connection.close()
+    assert "refused a reader at 127.0.0.1:" in caplog.text
+    sender, nonce = agent.sender, b"n" * frames.NONCE_BYTES
+
+    def refusal(run_id: str, secret: bytes) -> str:
+        request = host_agent_pb2.ReadRequest(
+            protocol=frames.PROTOCOL, run_id=run_id, manifest=True, proof=frames.proof(secret, nonce)
+        )
+        return sender._refusal(request, nonce)
+
+    sender.admit_readers_of("a", b"secret a")
+    assert refusal("a", b"secret a") == ""
+    assert "no proof" in refusal("a", b"another")
+    sender.admit_readers_of("b", b"secret b")
+    assert "no proof" in refusal("a", b"secret a")
+    assert "no proof" in refusal("a", b"secret b")
+    assert refusal("b", b"secret b") == ""
+    sender.admit_readers_of("c", b"")
+    assert "no proof" in refusal("c", b"")

@@ -61,6 +61,12 @@ def test_members_are_bounded_below_the_limit_and_it_is_said_before(caplog: pytes
     assert "can serve about 432 members" in capacity.refusal(432)
 
 
+def test_a_second_port_has_its_share_of_the_files() -> None:
+    capacity = Capacity(1024, has_people_port=True)
+    assert capacity.max_members == 266
+    assert 2 * capacity.max_connections + capacity.max_members < 1024
+
+
 async def test_a_worker_too_many_is_refused_with_the_remedy_and_the_others_stay(tmp_path: Path) -> None:
     plane = await Plane.started(tmp_path, capacity=Capacity(164))  # room for two
     first, second = rollout(plane, "rollout-1"), rollout(plane, "rollout-2")

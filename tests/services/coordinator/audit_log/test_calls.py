@@ -7,11 +7,10 @@ from typing import Any
 
 import grpc
 
-from paceline.refusal_sums import MAX_AT_ONCE, MAX_COUNT, MAX_NAME, MAX_REASON
 from protos.paceline.v1 import registry_pb2, run_pb2, worker_pb2
 from services.common.access.caller import Caller, CallerRole
 from services.common.token_guard import Call
-from services.coordinator.audit_log.calls import entries_of_report, entry_of_call, entry_of_request
+from services.coordinator.audit_log.calls import entry_of_call, entry_of_request
 
 ANN = Caller("ann", frozenset({CallerRole.SUBMITTER, CallerRole.VIEWER}), "0" * 64, "laptop")
 
@@ -61,31 +60,3 @@ def test_the_reason_of_a_refusal_is_kept_where_it_cannot_quote_the_request() -> 
 def test_a_refused_request_to_the_exchange() -> None:
     entry = entry_of_request("", "r-1", "another key", "10.0.0.3:41")
     assert (entry.what, entry.result, entry.subject) == ("exchange/connection", "PERMISSION_DENIED", "r-1")
-
-
-def test_what_a_member_reports_names_it_and_is_always_a_bounded_refusal() -> None:
-    honest = worker_pb2.Refusal(
-        what="http/v1/models",
-        result="PERMISSION_DENIED",
-        address="10.0.0.9",
-        who="ann",
-        why="no role",
-        count=3,
-    )
-    (entry,) = entries_of_report("rollout-a", worker_pb2.Refusals(refusals=[honest]))
-    assert (entry.what, entry.result, entry.who, entry.address) == (
-        "http/v1/models",
-        "PERMISSION_DENIED",
-        "ann",
-        "10.0.0.9",
-    )
-    assert (entry.why, entry.count, entry.reported_by) == ("no role", 3, "rollout-a")
-    lie = worker_pb2.Refusal(what="x" * 5_000, result="OK", why="a\nb\x1b" + "y" * 5_000, count=2**32 - 1)
-    entries = entries_of_report("rollout-a", worker_pb2.Refusals(refusals=[lie, worker_pb2.Refusal()] * 500))
-    assert len(entries) == MAX_AT_ONCE
-    assert {entry.result for entry in entries} == {"UNKNOWN"}
-    assert {entry.reported_by for entry in entries} == {"rollout-a"}
-    assert [entry.count for entry in entries[:2]] == [MAX_COUNT, 1]
-    assert len(entries[0].what) <= MAX_NAME
-    assert entries[0].why.startswith("a b y")
-    assert len(entries[0].why) <= MAX_REASON

@@ -1,9 +1,8 @@
-"""The log beside a ledger: records at once, heads behind them, a fault that ends the coordinator."""
+"""The log beside a ledger: records at once, heads behind them, bounded refusals, a fault that ends the coordinator."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -11,11 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LedgerFault
-from paceline.refusal_sums import MAX_REASON
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.audit_log.log import AuditLog
+from services.coordinator.audit_log.log import FIRST, MAX_SOURCES, MOST, WINDOW_S, AuditLog, RefusalLimits
 from services.coordinator.audit_log.record import Entry
-from services.coordinator.audit_log.refusal_limits import FIRST, MAX_SOURCES, MOST
 from services.coordinator.audit_log.verification import records, verify
 from services.coordinator.ledger.ledger import Ledger
 
@@ -57,54 +53,6 @@ def test_refusals_are_limited_and_changes_are_not(tmp_path: Path) -> None:
     assert sum(fields["what"] == "x/Z" for fields in found) == FIRST + 5
     refused = [fields for fields in found if fields["what"] == "x/Y"]
     assert [fields.get("count", 1) for fields in refused] == [1] * FIRST + [5]
-
-
-async def test_handshakes_are_recorded_soon_and_summed_up_at_the_end(tmp_path: Path) -> None:
-    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        log = AuditLog(ledger)
-        log.note_handshake("10.0.0.7:1")
-        running = asyncio.create_task(log.run(asyncio.Lock()))
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                if "tls/handshake" in whats(log):
-                    break
-                await asyncio.sleep(0.01)
-        running.cancel()
-        for count in (2, 3):
-            log.note_handshake("10.0.0.7:2", count)
-        log.note_exchange_handshake()
-        log.close()
-        found = [record.fields for record in records(log.folder)]
-    handshakes = [fields for fields in found if fields["what"].endswith("handshake")]
-    assert [(each["what"], each.get("count", 1)) for each in handshakes] == [
-        ("tls/handshake", 1),
-        ("tls/handshake", 5),
-        ("exchange/handshake", 1),
-    ]
-    assert {each["result"] for each in handshakes} == {"UNAUTHENTICATED"}
-
-
-def test_members_that_lie_neither_fill_the_log_nor_displace_its_own_refusals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.coordinator.audit_log.refusal_limits.WINDOW_S", math.inf)
-    lie = worker_pb2.Refusal(what="audit/start", result="OK", why="\U0001f600" * 5_000, count=2**32 - 1)
-    lies = worker_pb2.Refusals(refusals=[lie] * 100)
-    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        log = AuditLog(ledger)
-        for number in range(200):
-            log.note_reported(f"rollout-{number % 100}", lies)
-        log.record(Entry("x/Y", "UNAUTHENTICATED", address="10.0.0.1:5", why="no token"))
-        log.close()
-        lines = (log.folder / "000001.jsonl").read_bytes().splitlines()
-        assert verify(ledger).problems == []
-        found = [record.fields for record in records(log.folder)]
-    (own,) = [fields for fields in found if fields["what"] == "x/Y"]
-    assert "count" not in own
-    reported = [fields for fields in found if "reported_by" in fields]
-    assert len(reported) <= MOST + MAX_SOURCES + 1
-    assert {fields["result"] for fields in reported} == {"UNKNOWN"}
-    assert max(map(len, lines)) < 6 * MAX_REASON + 1_000
 
 
 def test_threads_may_record(tmp_path: Path) -> None:
@@ -157,3 +105,36 @@ def test_the_next_start_records_what_it_found(tmp_path: Path) -> None:
         )
         log.close()
         assert verify(ledger).problems == ["record 2: records 2 to 2 are missing in 000001.jsonl"]
+
+
+def refused(host: int | str, port: int = 1, who: str = "") -> Entry:
+    return Entry("x/Y", "UNAUTHENTICATED", who, address=f"{host}:{port}", why="no token")
+
+
+def test_a_source_has_some_records_in_a_window_and_then_one_for_the_rest() -> None:
+    limits = RefusalLimits()
+    admitted = [limits.admits(refused("10.0.0.1", port), 5.0) for port in range(FIRST + 7)]
+    assert admitted == [True] * FIRST + [False] * 7
+    assert limits.admits(refused("10.0.0.2"), 6.0)  # others are not held up
+    assert limits.due(5.0 + WINDOW_S - 0.1) == []
+    (rest,) = limits.due(5.0 + WINDOW_S)
+    assert (rest.count, rest.address) == (7, f"10.0.0.1:{FIRST + 6}")
+    assert rest.why == "7 more refusals of 10.0.0.1; this is the newest: no token"
+    assert limits.due(1000.0) == []
+    assert limits.admits(refused("10.0.0.1"), 100.0)  # the next window
+
+
+def test_a_caller_is_one_source_from_wherever_it_calls() -> None:
+    limits = RefusalLimits()
+    assert [limits.admits(refused(n, who="ann"), 0.1) for n in range(FIRST + 1)] == [True] * FIRST + [False]
+    (rest,) = limits.due(0.2, last=True)
+    assert (rest.who, rest.count) == ("ann", 1)
+
+
+def test_any_number_of_sources_leaves_few_records_and_little_in_memory() -> None:
+    limits = RefusalLimits()
+    admitted = sum(limits.admits(refused(f"10.0.{n // 250}.{n % 250}"), 0.1) for n in range(5_000))
+    rest = limits.due(0.1 + WINDOW_S)
+    assert admitted == MAX_SOURCES + FIRST <= MOST
+    assert admitted + sum(entry.count for entry in rest) == 5_000
+    assert len(rest) <= MAX_SOURCES + 1

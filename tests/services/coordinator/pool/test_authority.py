@@ -293,21 +293,3 @@ async def test_a_member_whose_bookkeeping_fails_is_looked_at_again(
         assert len(coordinator.members) == 2
     await coordinator.pool.expire_silent()
     assert len(coordinator.members) == 0
-
-
-async def test_refused_strangers_are_recorded_under_the_id_of_the_member_that_reports_them(
-    plane: Plane,
-) -> None:
-    recorded: list[tuple[str, int]] = []
-    plane.coordinator.note_refusals = lambda member_id, reported: recorded.append(
-        (member_id, len(reported.refusals))
-    )
-    worker, scorer = rollout(plane), reward(plane)
-    for one in (worker, scorer):
-        await one.hear("welcome")
-    refusal = worker_pb2.Refusal(what="http/v1/models", result="UNAUTHENTICATED")
-    worker.say(refusals=worker_pb2.Refusals(refusals=[refusal, refusal]))
-    await heard(plane, worker, "rollout-1")
-    scorer.say(refusals=worker_pb2.Refusals(refusals=[refusal]))  # without any run
-    await heard(plane, scorer, "reward-1")
-    assert recorded == [("rollout-1", 2), ("reward-1", 1)]

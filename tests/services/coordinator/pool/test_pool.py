@@ -278,15 +278,12 @@ async def test_a_worker_that_cannot_reach_the_exchange_is_silent(tmp_path: Path)
     run = await plane.submit()
     plane.run_loops()
     coordinator = plane.coordinator
-    membership, reported = Membership(f"127.0.0.1:{plane.server.port}", hello, on_directive), []
-    membership.refusals.note_handshake("10.0.0.1:5")  # strangers must not speak for it either
-    coordinator.note_refusals = lambda member_id, refusals: reported.append(member_id)
+    membership = Membership(f"127.0.0.1:{plane.server.port}", hello, on_directive)
     belonging = asyncio.create_task(membership.run())
     try:
         await plane.watch_until(run.run_id, "member", member_id="rollout-1", what="joined")
         async with asyncio.timeout(DEADLINE_S), coordinator.watchers.changed:
             await coordinator.watchers.changed.wait_for(lambda: "rollout-1" in coordinator.exchange.suspected)
-        assert reported == []
     finally:
         belonging.cancel()
         await asyncio.wait((belonging,))
