@@ -70,11 +70,9 @@ test: $(STAMP) ## Run the tests but for the long ones (TESTS="tests/reward -k ma
 test-slow: $(STAMP) ## Run the long tests: short forms of the campaigns, every order of an end, every backup (TESTS=tests/e2e)
 	@$(call timed,$(BIN)/python $(PYTEST) -m "slow and not vllm" $(TESTS))
 
-# trackio needs a Pillow below 13, which replaces the one of constraints.txt in $(VENV).
 trackers: $(STAMP) ## Install the trackers and run the tests at their real servers; without it, `make test` skips them
 	@if $(BIN)/python -c 'import pip' 2>/dev/null; then pip="$(BIN)/python -m pip"; else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
-	grep -vi '^pillow' constraints.txt >$(VENV)/trackers.txt; \
-	$$pip install --no-compile -c $(VENV)/trackers.txt -e '.[dev,trackers]' sqlalchemy alembic
+	$$pip install --no-compile -c constraints.txt -e '.[dev,trackers]' sqlalchemy alembic
 	@$(call timed,$(BIN)/python $(PYTEST) tests/services/tracking)
 
 # Their tests with vLLM: make test-vllm TESTS=tests/services/evaluation

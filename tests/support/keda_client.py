@@ -48,7 +48,9 @@ class Keda:
         except urllib.error.HTTPError as error:
             if error.code != UNKNOWN:
                 raise
-            return None
+        except urllib.error.URLError:  # the coordinator is away
+            pass
+        return None
 
     def _replicas(self, role: str, value: float) -> int:
         least, most = self.pools[role]
