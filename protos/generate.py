@@ -2,7 +2,7 @@
 pyproject.toml asks for packages that the stubs can be imported with).
 
 protoc writes imports as `paceline.v1`, which is the wire's package name; the stubs live in the Python package
-`protos.paceline.v1`, so the imports are rewritten. Those of `externalscaler` alike.
+`protos.paceline.v1`, so the imports are rewritten.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-PACKAGES = ("paceline/v1", "externalscaler")
-"""Folders of .proto files. `externalscaler` is KEDA's."""
+PACKAGE = "paceline/v1"
+"""Folder of the .proto files."""
 GENERATED_BY = {
     "grpcio": r"GRPC_GENERATED_VERSION = '([0-9.]+)'",
     "protobuf": r"# Protobuf Python Version: ([0-9.]+)",
@@ -30,9 +30,7 @@ def generate(into: Path) -> None:
     from grpc_tools import protoc
 
     well_known = Path(protoc.__file__).parent / "_proto"
-    protos = sorted(
-        str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).glob("*.proto")
-    )
+    protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).glob("*.proto"))
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # protoc's plugins
     outputs = [f"--{kind}_out={into}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
     if protoc.main(["protoc", f"-I{ROOT}", f"-I{well_known}", *outputs, *protos]) != 0:
@@ -42,8 +40,6 @@ def generate(into: Path) -> None:
         text = re.sub(r"\bfrom paceline\.v1 import", "from protos.paceline.v1 import", text)
         text = re.sub(r"\bpaceline\.v1\.(\w+_pb2)", r"protos.paceline.v1.\1", text)
         text = re.sub(r"^import paceline\.v1", "import protos.paceline.v1", text, flags=re.M)
-        text = re.sub(r"\bfrom externalscaler import", "from protos.externalscaler import", text)
-        text = re.sub(r"(?<!protos\.)\bexternalscaler\.(\w+_pb2)", r"protos.externalscaler.\1", text)
         stub.write_text(text)
 
 
@@ -67,11 +63,7 @@ def main() -> None:
     """Regenerates the stubs, or with --check exits with 1 when they or the packages' least versions are not current."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
-        fresh = {
-            f"{package}/{path.name}": path.read_text()
-            for package in PACKAGES
-            for path in (Path(folder) / package).iterdir()
-        }
+        fresh = {f"{PACKAGE}/{path.name}": path.read_text() for path in (Path(folder) / PACKAGE).iterdir()}
     if "--check" in sys.argv[1:]:
         stale = [n for n, text in fresh.items() if not (ROOT / n).exists() or (ROOT / n).read_text() != text]
         if stale:

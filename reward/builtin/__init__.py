@@ -14,7 +14,6 @@ from reward.builtin.choices import bbq_bias, choice_accuracy
 from reward.builtin.code_tests import code_settings, code_tests
 from reward.builtin.environment import environment
 from reward.builtin.formats import exact_match, format_regex, think_answer_format
-from reward.builtin.instructions import instructions
 from reward.builtin.lengths import length, soft_overlong
 from reward.builtin.mathematics import math_accuracy
 from reward.builtin.refusals import refusal
@@ -27,7 +26,6 @@ BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "code_tests": code_tests,
     "exact_match": exact_match,
     "format_regex": format_regex,
-    "instructions": instructions,
     "judge": judges.judge,
     "judge_pairwise": judges.judge_pairwise,
     "length": length,

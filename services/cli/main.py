@@ -87,7 +87,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "track": (
             "services.cli.recorded.track:track",
-            "Send runs to Weights & Biases, trackio, MLflow or TensorBoard.",
+            "Send runs to Weights & Biases, MLflow or TensorBoard.",
         ),
         "ledger": (
             "services.cli.recorded.records:ledger",

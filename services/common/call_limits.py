@@ -2,7 +2,7 @@
 
 Promise: a call beyond a limit is refused before its handler runs, with RESOURCE_EXHAUSTED and the time after which it may be
 taken, and what is kept here is bounded. A caller is the one that the token's guard has found; where there is none (health,
-reflection, the port for KEDA) it is the peer's address.
+reflection) it is the peer's address.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
         "paceline.v1.BundleService/Fetch": BY_WORKERS,
         "paceline.v1.AccessService/Identify": BY_WORKERS,
         "paceline.v1.RolloutService/Generate": BY_WORKERS,
-        "externalscaler.ExternalScaler/StreamIsActive": STREAM,
         "grpc.health.v1.Health/Watch": OPEN_STREAM,
         "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": OPEN_STREAM,
     }

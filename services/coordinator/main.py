@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from paceline.errors import PacelineError
+from paceline.errors import InvalidInput, PacelineError
 from paceline.files.names import LEDGER_NAME
 from paceline.files.store_root import store_root
 from paceline.host.freed_memory import keep_freed_memory
@@ -21,12 +21,23 @@ from services.common.options import directory_option, functions_from_option, sto
 from services.common.processes.file_limit import Capacity, raise_file_limit
 from services.coordinator.disk_space import NEEDED_BYTES, is_disk_full
 from services.coordinator.ledger.integrity.file_damage import damage_in, sentence
+from services.coordinator.scaling.pools import PoolConfig, read_pools
 from services.coordinator.scaling.scaler import PERIOD_S
 from services.coordinator.serving import CoordinatorService
 
 GC_THRESHOLDS = (20_000, 20, 20)
 """Thresholds of the collector of cycles. Hardly any object here is in a cycle, and thousands live for as long as a group is
 open; Python's default would scan the newest objects after every 700 new ones."""
+
+
+def _pools(
+    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
+) -> tuple[PoolConfig, ...]:
+    """Callback of --pool."""
+    try:
+        return read_pools(texts)
+    except InvalidInput as error:
+        raise click.UsageError(f"--pool: {error}") from None
 
 
 @click.command()
@@ -79,16 +90,12 @@ open; Python's default would scan the newest objects after every 700 new ones.""
     help="Most MB of files that runs bring with them, all runs together.",
 )
 @click.option(
-    "--scaler-port",
-    type=click.IntRange(0, 65535),
-    help="Port of the external scaler for KEDA, which sends no token; without it only the control port has the scaler.",
-)
-@click.option(
-    "--scaler-host",
-    default="127.0.0.1",
-    show_default=True,
-    callback=check_host,
-    help="Address of that port.",
+    "--pool",
+    "pools",
+    multiple=True,
+    metavar="KEY=VALUE,...",
+    callback=_pools,
+    help="Bounds of a pool that is scaled, such as role=rollout,minWorkers=0,maxWorkers=16; may be given several times.",
 )
 @click.option(
     "--scaling-period",
@@ -101,7 +108,7 @@ open; Python's default would scan the newest objects after every 700 new ones.""
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
-    help="Port of /metrics for Prometheus, on --host; 0 takes a free one, default none.",
+    help="Port of /metrics for Prometheus and of /scale for KEDA, on --host; 0 takes a free one, default none.",
 )
 @functions_from_option
 @token_file_option
@@ -120,8 +127,7 @@ def main(
     metrics_port: int | None,
     functions_from: tuple[Path, ...],
     ready_file: Path | None,
-    scaler_port: int | None,
-    scaler_host: str,
+    pools: tuple[PoolConfig, ...],
     scaling_period_s: float,
 ) -> None:
     """The coordinator: runs, members, exchange and ledger."""
@@ -151,8 +157,7 @@ def main(
         metrics_port=metrics_port,
         capacity=Capacity(raise_file_limit(), has_people_port=people_port is not None),
         scaling_period_s=scaling_period_s,
-        scaler_host=scaler_host,
-        scaler_port=scaler_port,
+        pools=pools,
     )
     keep_freed_memory()
     gc.freeze()  # objects of the imports live for ever: scanning them again and again takes tens of milliseconds

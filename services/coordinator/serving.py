@@ -15,7 +15,6 @@ from types import ModuleType
 
 from paceline.files.names import BLOBS_NAME, LEDGER_NAME
 from paceline.token import TOKEN_NAME, make_token, token_path
-from protos.externalscaler import externalscaler_pb2, externalscaler_pb2_grpc
 from protos.paceline.v1 import (
     access_pb2,
     access_pb2_grpc,
@@ -51,11 +50,9 @@ from services.coordinator.lifecycle.coordinator import Coordinator
 from services.coordinator.members.registry import Members
 from services.coordinator.model_servicer import ModelServicer
 from services.coordinator.records_servicer import RecordsServicer
-from services.coordinator.scaling_servicers import ExternalScalerServicer, StatusServicer
+from services.coordinator.scaling.pools import PoolConfig
+from services.coordinator.scaling_servicers import StatusServicer
 from services.coordinator.servicers import RunServicer, WorkerServicer
-
-MAX_SCALER_CONNECTIONS = 64
-"""Connections to the scaler's port: KEDA has a few for each pool."""
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +80,12 @@ class CoordinatorService:
     functions_from: Sequence[Path]
     ready_file: Path | None
     metrics_port: int | None
-    """Port of `/metrics` for Prometheus; None: there is none."""
+    """Port of `/metrics` for Prometheus and of `/scale` for KEDA; None: there is none."""
     capacity: Capacity
     scaling_period_s: float
     """Seconds between two decisions on the sizes of pools."""
-    scaler_host: str
-    scaler_port: int | None
-    """Port of the scaler for KEDA, which sends no token; None opens none."""
+    pools: Sequence[PoolConfig]
+    """Pools with bounds."""
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises errors of SQLite and of the disk, also in an ExceptionGroup."""
@@ -120,17 +116,15 @@ class CoordinatorService:
             ),
             self.scaling_period_s,
             callers.refusal,
+            self.pools,
         )
         coordinator.exchange.note_intruder = audit.note_intruder
         endpoint = f"tcp://{in_brackets(self.host)}:{coordinator.server.port}"
         records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
         access = AccessServicer(callers, audit.note_call)
         self._add_servicers(server, coordinator, records, access, self.exchange_endpoint or endpoint)
-        scaler_server = self._scaler_server(coordinator)
         await coordinator.recover()
         await server.start()
-        if scaler_server is not None:
-            await scaler_server.start()
         coordinator.pool.expect_holders()
         try:
             announce(self.ready_file, f"{self.host}:{server.port}")
@@ -142,12 +136,11 @@ class CoordinatorService:
                 ledger.path,
                 ledger.term,
             )
-            async with metrics_endpoint(self.host, self.metrics_port, callers, audit.note_call):
+            desired = coordinator.scaler.desired
+            async with metrics_endpoint(self.host, self.metrics_port, callers, audit.note_call, desired):
                 await self._run_until(stop, server, coordinator, audit)
         finally:
             await _end_calls(server, coordinator)  # again, because a loop that fails skips the first call
-            if scaler_server is not None:
-                await scaler_server.stop(STOP_GRACE_S)
             await records.close()
         coordinator.close()
         audit.close()
@@ -204,16 +197,6 @@ class CoordinatorService:
             registry_pb2_grpc.add_ModelServiceServicer_to_server,
             _name(registry_pb2, "ModelService"),
         )
-        _add_scaler(server, coordinator)
-
-    def _scaler_server(self, coordinator: Coordinator) -> GrpcServer | None:
-        """Return the server of the scaler alone, without a token, if it has a port."""
-        if self.scaler_port is None:
-            return None
-        server = GrpcServer(self.scaler_host, self.scaler_port, max_connections=MAX_SCALER_CONNECTIONS)
-        _add_scaler(server, coordinator)
-        log.info("scaler for KEDA on %s:%d, without a token", self.scaler_host, server.port)
-        return server
 
     async def _run_until(
         self, stop: asyncio.Event, server: GrpcServer, coordinator: Coordinator, audit: AuditLog
@@ -232,14 +215,6 @@ class CoordinatorService:
                 await _end_calls(server, coordinator)
                 for loop in loops:
                     loop.cancel()
-
-
-def _add_scaler(server: GrpcServer, coordinator: Coordinator) -> None:
-    server.add(
-        ExternalScalerServicer(coordinator),
-        externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server,
-        _name(externalscaler_pb2, "ExternalScaler"),
-    )
 
 
 async def _end_calls(server: GrpcServer, coordinator: Coordinator) -> None:

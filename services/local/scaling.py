@@ -1,6 +1,6 @@
 """`paceline up --scale`: the pools of one host get the sizes that the coordinator decides, as KEDA gives them to a cluster's pools.
 
-One thread asks the coordinator's external scaler and adds or removes services. A service that is removed drains: it returns its
+One thread asks for the coordinator's status and adds or removes services. A service that is removed drains: it returns its
 work before it ends. Nothing changes while the coordinator is away or does not know.
 """
 
@@ -17,8 +17,7 @@ from paceline.host.cores import usable_cores
 from paceline.rpc_errors import status_name
 from paceline.spec import ClusterSection
 from paceline.token import open_channel
-from protos.externalscaler import externalscaler_pb2 as keda
-from protos.externalscaler import externalscaler_pb2_grpc
+from protos.paceline.v1 import status_pb2, status_pb2_grpc
 from services.local.cluster import LocalCluster
 
 ASK_S = 2.0
@@ -29,48 +28,40 @@ AWAY = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
 """Statuses after which it simply asks again."""
 
 COLD_START_S, IDLE_S, HOLD_S = 20.0, 60.0, 120.0
-"""Metadata of a host's pools: processes start faster than hosts do, and cost nothing but the host's own cores."""
-
-Metadata = Mapping[str, str]
+"""Settings of a host's pools: processes start faster than hosts do, and cost nothing but the host's own cores."""
 
 
-def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -> dict[str, Metadata]:
-    """Return the scaler's metadata of each pool that the runs of this host need. `bounds` are fewest and most workers by role;
-    by default none between runs, and as many as the host has cores, or as the spec says where they have GPUs."""
+def scaled_pools(sizes: ClusterSection, bounds: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return the coordinator's options for each pool that the runs of this host need. `bounds` are fewest and most workers by
+    role; by default none between runs, and as many as the host has cores, or as the spec says where they have GPUs."""
     numbers = {
         "rollout": (sizes.rollout_workers, sizes.rollout_gpus),
         "reward": (sizes.reward_workers, sizes.reward_gpus),
         "environment": (sizes.environment_workers or 0, ()),
     }
-    pools: dict[str, Metadata] = {}
+    options: list[str] = []
     for role, (first, gpus) in numbers.items():
         if not first:
             continue
         least, most = bounds.get(role, (0, first if gpus else max(first, usable_cores())))
-        pools[role] = {
-            "pool": role,
-            "minWorkers": str(least),
-            "maxWorkers": str(most),
-            "firstWorkers": str(min(max(first, least), most)),
-            "coldStartSeconds": f"{COLD_START_S:g}",
-            "idleSeconds": f"{IDLE_S:g}",
-            "holdSeconds": f"{HOLD_S:g}",
+        settings = {
+            "role": role,
+            "minWorkers": least,
+            "maxWorkers": most,
+            "firstWorkers": min(max(first, least), most),
+            "coldStartSeconds": COLD_START_S,
+            "idleSeconds": IDLE_S,
+            "holdSeconds": HOLD_S,
         }
-    return pools
+        options += ["--pool", ",".join(f"{key}={value}" for key, value in settings.items())]
+    return options
 
 
 class LocalScaler:
     """The sizes of the pools of one cluster, from entry to exit."""
 
-    def __init__(
-        self,
-        cluster: LocalCluster,
-        pools: Mapping[str, Metadata],
-        say: Callable[[str], None],
-        ask_s: float = ASK_S,
-    ):
-        """`pools` has the scaler's metadata by role."""
-        self._cluster, self._pools, self._say, self._ask_s = cluster, dict(pools), say, ask_s
+    def __init__(self, cluster: LocalCluster, say: Callable[[str], None], ask_s: float = ASK_S):
+        self._cluster, self._say, self._ask_s = cluster, say, ask_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scaler", daemon=True)
 
@@ -87,21 +78,23 @@ class LocalScaler:
 
     def _run(self) -> None:
         with open_channel(self._cluster.address, Path(self._cluster.token_file), []) as channel:
-            stub = externalscaler_pb2_grpc.ExternalScalerStub(channel)
+            stub = status_pb2_grpc.StatusServiceStub(channel)
             while not self._ended.wait(self._ask_s):
-                for role, metadata in self._pools.items():
-                    self._apply(stub, role, metadata)
+                for pool in self._scaled(stub):
+                    self._apply(pool.name, pool.desired)
 
-    def _apply(self, stub: externalscaler_pb2_grpc.ExternalScalerStub, role: str, metadata: Metadata) -> None:
-        """Give a pool the size that the coordinator wants."""
-        ref = keda.ScaledObjectRef(name=role, scalerMetadata=metadata)
+    def _scaled(self, stub: status_pb2_grpc.StatusServiceStub) -> list[status_pb2.PoolStatus]:
+        """Return the pools with a size to follow; none while the coordinator is away or does not know."""
         try:
-            answer = stub.GetMetrics(keda.GetMetricsRequest(scaledObjectRef=ref), timeout=CALL_S)
+            status = stub.Status(status_pb2.StatusRequest(), timeout=CALL_S)
         except grpc.RpcError as error:
             if status_name(error) not in AWAY and not self._ended.is_set():
-                self._say(f"the {role} pool keeps its size: {error.details()}")
-            return
-        size, before = int(answer.metricValues[0].metricValueFloat), self._cluster.size(role)
+                self._say(f"pools keep their sizes: {error.details()}")
+            return []
+        return [pool for pool in status.pools if pool.is_scaled]
+
+    def _apply(self, role: str, size: int) -> None:
+        before = self._cluster.size(role)
         if size != before and not self._ended.is_set():
             self._say(f"{role} workers: {before} become {size} (`paceline status` says why)")
             self._cluster.resize(role, size)

@@ -32,10 +32,6 @@ def open_tracker(setting: Setting, run: TrackedRun, folder: Path) -> Tracker:
             from services.tracking.backends.wandb_run import WandbRun
 
             return WandbRun(setting, run, folder)
-        case "trackio":
-            from services.tracking.backends.trackio_run import TrackioRun
-
-            return TrackioRun(setting, run)
         case "mlflow":
             from services.tracking.backends.mlflow_run import MlflowRun
 

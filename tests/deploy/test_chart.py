@@ -24,7 +24,6 @@ from paceline.tls.certificates import WORKER_HOST
 from services.cli.main import main as cli
 from services.common.healthcheck import main as healthcheck_main
 from services.coordinator.main import main as coordinator_main
-from services.coordinator.scaling.pools import read_pool
 from services.dashboard.main import main as dashboard_main
 from services.demo.smoke import main as smoke_main
 from services.environment.main import main as environment_main
@@ -529,8 +528,14 @@ def test_with_certificates_everything_is_encrypted_and_checked() -> None:
         assert scraped["scheme"] == "https"
         assert scraped["tlsConfig"]["serverName"] == host
         assert scraped["authorization"]["credentials"] == {"name": "prometheus", "key": "token"}
-    scaled = of_kind(manifests, "ScaledObject")["paceline-reward"]["spec"]["triggers"][0]
-    assert scaled["authenticationRef"]["name"] in of_kind(manifests, "TriggerAuthentication")
+    (trigger,) = of_kind(manifests, "ScaledObject")["paceline-reward"]["spec"]["triggers"]
+    metadata = trigger["metadata"]
+    assert metadata["url"] == "https://paceline-coordinator.default.svc:9464/scale/reward"
+    assert metadata["authMode"] == "tls,bearer"
+    authentication = of_kind(manifests, "TriggerAuthentication")[trigger["authenticationRef"]["name"]]
+    sources = {each["parameter"]: each["name"] for each in authentication["spec"]["secretTargetRef"]}
+    worker = "paceline-worker-tls"
+    assert sources == {"ca": worker, "cert": worker, "key": worker, "token": "prometheus"}
     plain = "\n".join(yaml.safe_dump(manifest) for manifest in rendered(""))
     assert "PACELINE_TLS_DIR" not in plain
     assert "people" not in plain
@@ -636,12 +641,21 @@ def test_a_scaled_pool_leaves_its_size_to_keda(monkeypatch: pytest.MonkeyPatch) 
         "containers"
     ]
     options = coordinator_main.make_context("coordinator", list(container["args"])).params
-    address = f"paceline-coordinator.default.svc:{options['scaler_port']}"
-    assert trigger["metadata"]["scalerAddress"] == address
+    assert trigger == {
+        "type": "metrics-api",
+        "metricType": "AverageValue",
+        "metadata": {
+            "url": f"http://paceline-coordinator.default.svc:{options['metrics_port']}/scale/rollout",
+            "valueLocation": "desired",
+            "targetValue": "1",
+            "activationTargetValue": "0",
+        },
+    }
     ports = {port["port"] for port in of_kind(manifests, "Service")["paceline-coordinator"]["spec"]["ports"]}
-    assert options["scaler_port"] in ports
-    config = read_pool(trigger["metadata"])
+    assert options["metrics_port"] in ports
+    (config,) = (pool for pool in options["pools"] if pool.name == "rollout")
     assert (config.role, config.members, config.bounds.most) == ("rollout", "rollout-", 48)
+    assert scaled["spec"]["maxReplicaCount"] == 48
     assert scaled["spec"]["scaleTargetRef"]["name"] == "paceline-rollout"
 
 
@@ -661,6 +675,10 @@ def test_a_scaled_pool_leaves_its_size_to_keda(monkeypatch: pytest.MonkeyPatch) 
         (
             "pools: {rollout: {autoscaling: {enabled: true}}, rollout-l4: {role: rollout, replicas: 1}}",
             "apart",
+        ),
+        (
+            "{coordinator: {metrics: {enabled: false}}, pools: {reward: {autoscaling: {enabled: true}}}}",
+            "coordinator.metrics.enabled",
         ),
         ("pools: {reward: {containers: 2, autoscaling: {enabled: true}}}", "counts workers"),
         ("pools: {rollout: {requireIsolation: true}}", "pools.rollout.requireIsolation is set"),

@@ -1,4 +1,4 @@
-"""Pools that a client of the external scaler sizes, as KEDA does, while the load of a run changes."""
+"""Pools that a reader of `/scale` sizes, as KEDA does, while the load of a run changes."""
 
 from __future__ import annotations
 
@@ -20,26 +20,30 @@ pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 240.0
 ROUND_S = 0.5
-BOUNDS = {
-    "minWorkers": "0",
-    "maxWorkers": "3",
-    "coldStartSeconds": "5",
-    "holdSeconds": "4",
-    "idleSeconds": "2",
-}
+SETTINGS = "minWorkers=0,maxWorkers=3,coldStartSeconds=5,holdSeconds=4"
 
 
 @pytest.fixture
-def scaler_port() -> int:
+def idle_s() -> float:
+    """Seconds without a run until the rollout pool goes to zero."""
+    return 2.0
+
+
+@pytest.fixture
+def metrics_port() -> int:
     return free_port()
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, scaler_port: int) -> Iterator[LocalCluster]:
+def cluster(tmp_path: Path, metrics_port: int, idle_s: float) -> Iterator[LocalCluster]:
     """A coordinator and a learner; workers are KEDA's."""
     sizes = ClusterSection(learner_ranks=1).model_copy(update={"rollout_workers": 0, "reward_workers": 0})
+    pools = [f"role=rollout,{SETTINGS},idleSeconds={idle_s:g}", f"role=reward,{SETTINGS},idleSeconds=2"]
     options = {
-        "coordinator": ["--scaler-port", str(scaler_port), "--scaling-period", "1"],
+        "coordinator": [
+            *("--metrics-port", str(metrics_port), "--scaling-period", "1"),
+            *(option for pool in pools for option in ("--pool", pool)),
+        ],
         "reward": ["--processes", "1"],
     }
     with LocalCluster(tmp_path / "runs", sizes, options=options, max_deaths=5) as running:
@@ -47,7 +51,7 @@ def cluster(tmp_path: Path, scaler_port: int) -> Iterator[LocalCluster]:
 
 
 def test_pools_follow_the_load_and_no_lease_is_lost(
-    cluster: LocalCluster, scaler_port: int, make_spec: Callable[..., RunSpec], tmp_path: Path
+    cluster: LocalCluster, metrics_port: int, make_spec: Callable[..., RunSpec], tmp_path: Path
 ) -> None:
     seconds = tmp_path / "seconds"
     source = tmp_path / "slow.py"
@@ -58,11 +62,8 @@ def test_pools_follow_the_load_and_no_lease_is_lost(
         "    return [sum(c.isdigit() for c in text) / 4 for text in completions]\n"
     )
     spec = make_spec(rewards=[{"function": f"{source}:slow"}], grpo={"max_num_steps": 1_000_000})
-    keda = Keda(
-        f"127.0.0.1:{scaler_port}",
-        cluster,
-        {role: {"pool": role, **BOUNDS} for role in ("rollout", "reward")},
-    )
+    pools = {"rollout": (0, 3), "reward": (0, 3)}
+    keda = Keda(f"http://127.0.0.1:{metrics_port}/scale", cluster, pools)
     client = Client(cluster.address)
 
     def until(condition: Callable[[], bool], what: str) -> None:
@@ -91,9 +92,9 @@ def test_pools_follow_the_load_and_no_lease_is_lost(
         until(lambda: cluster.size("reward") == 1, "the reward pool shrinks when its load falls")
         assert client.get(run_ids[0]).step > step
 
-        keda.pools["rollout"]["minWorkers"] = "3"
+        keda.pools["rollout"] = (3, 3)
         until(lambda: _ready(client, "rollout") == 3, "the rollout pool has its fewest workers")
-        keda.pools["rollout"] |= {"minWorkers": "0", "maxWorkers": "1"}
+        keda.pools["rollout"] = (0, 1)
         until(lambda: _ready(client, "rollout") == 1, "the rollout pool shrinks while it holds leases")
         step = client.get(run_ids[0]).step
         until(lambda: client.get(run_ids[0]).step > step + 5, "the run goes on with fewer workers")
@@ -106,7 +107,6 @@ def test_pools_follow_the_load_and_no_lease_is_lost(
         until(lambda: state_name(client.get(run_ids[1])) in ENDED_STATES, "the pools come back for a run")
         assert state_name(client.get(run_ids[1])) == "succeeded"
     finally:
-        keda.close()
         client.close()
     rewards = keda.sizes["reward"]
     grown = rewards.index(3)
@@ -116,18 +116,13 @@ def test_pools_follow_the_load_and_no_lease_is_lost(
     _check_nothing_was_lost(cluster, keda, run_ids, least_departures=4)
 
 
+@pytest.mark.parametrize("idle_s", [600.0])
 def test_the_rollout_pool_follows_the_length_of_completions(
-    cluster: LocalCluster, scaler_port: int, make_spec: Callable[..., RunSpec]
+    cluster: LocalCluster, metrics_port: int, make_spec: Callable[..., RunSpec]
 ) -> None:
     """Long completions need more workers; steps of one short group need one, to which the pool shrinks in the middle of its work."""
-    keda = Keda(
-        f"127.0.0.1:{scaler_port}",
-        cluster,
-        {
-            "rollout": {"pool": "rollout", **BOUNDS, "idleSeconds": "600"},
-            "reward": {"pool": "reward", **BOUNDS, "maxWorkers": "1"},
-        },
-    )
+    pools = {"rollout": (0, 3), "reward": (0, 1)}
+    keda = Keda(f"http://127.0.0.1:{metrics_port}/scale", cluster, pools)
     client = Client(cluster.address)
 
     def until(condition: Callable[[], bool], what: str) -> None:
@@ -163,7 +158,6 @@ def test_the_rollout_pool_follows_the_length_of_completions(
         until(lambda: client.get(run_ids[1]).step > step + 20, "the run goes on with one worker")
         client.cancel(run_ids[1])
     finally:
-        keda.close()
         client.close()
     _check_nothing_was_lost(cluster, keda, run_ids, least_departures=2)
 

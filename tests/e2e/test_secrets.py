@@ -36,7 +36,7 @@ PLANTED = (
     "AWS_SECRET_ACCESS_KEY",
     "JUDGE_API_KEY",
     "WANDB_API_KEY",
-    "TRACKIO_WRITE_TOKEN",
+    "MLFLOW_TRACKING_TOKEN",
     "PACELINE_SANDBOX_TOKEN",
 )
 SCRAPED = ("coordinator", "rollout", "reward", "learner")

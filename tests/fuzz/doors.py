@@ -28,11 +28,10 @@ ROLE_NAMES = {
 }
 STARTS_S = 120.0
 METRICS = re.compile(r"metrics at http://(\S+?)/metrics")
-SCALER = re.compile(r"scaler for KEDA on (\S+?),")
 AGENT = re.compile(r"agent \S+ listens at .* and on (\S+)")
 UNFORESEEN = re.compile(r"unforeseen \w+ in .+?(?= \(and|$)", re.MULTILINE)
 OPTIONS = {
-    "coordinator": ["--metrics-port", "0", "--scaler-port", "0", "--min-free-mb", "16"],
+    "coordinator": ["--metrics-port", "0", "--min-free-mb", "16"],
     "rollout": ["--metrics-port", "0"],
     "reward": ["--metrics-port", "0"],
 }
@@ -79,7 +78,6 @@ class Deployment:
         found = [
             Port("coordinator", "grpc", cluster.address),
             Port("coordinator", "exchange", exchange_address(cluster)),
-            Port("scaler", "grpc", _said(cluster.log_path("coordinator"), SCALER)),
             Port("dashboard", "page", _content(self._page), "/openapi.json"),
             Port(
                 "model server",

@@ -165,7 +165,7 @@ class Metrics:
         self.sent += 1
         dice = self._maker.random
         request = self._maker.damaged(
-            f"{dice.choice(['GET', 'POST', 'X'])} {dice.choice(['/metrics', '/', '/../x'])} HTTP/1.1\r\n"
+            f"{dice.choice(['GET', 'POST', 'X'])} {dice.choice(['/metrics', '/', '/../x', '/scale/x'])} HTTP/1.1\r\n"
             f"Host: x\r\n{dice.choice(['', 'Transfer-Encoding: chunked', 'Content-Length: -1'])}\r\n\r\n".encode()
         )
         await _say(self._address, request)

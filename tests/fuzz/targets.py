@@ -25,7 +25,6 @@ from messages import Known, Maker
 from paceline.groups import Completion, VersionSpan
 from paceline.token import Metadata
 from paceline.wire import PROTOCOL, encode_reference, encode_result
-from protos.externalscaler import externalscaler_pb2
 from protos.paceline.v1 import (
     access_pb2,
     bundle_pb2,
@@ -62,11 +61,9 @@ SERVICES: dict[str, tuple[ModuleType, ...]] = {
             status_pb2,
             access_pb2,
             registry_pb2,
-            externalscaler_pb2,
         ),
         *EVERYWHERE,
     ),
-    "scaler": (externalscaler_pb2, *EVERYWHERE),
     "rollout": (rollout_pb2, *EVERYWHERE),
     "reward": (reward_pb2, *EVERYWHERE),
     "environment": EVERYWHERE,

@@ -1,56 +1,59 @@
-"""What KEDA and Kubernetes do with an external scaler, for tests: ask as KEDA does, without a token, and size pools.
+"""What KEDA and Kubernetes do with a metrics-api trigger, for tests: ask for each pool's number, and size the pool.
 
-From the answers KEDA activates a pool (0 to 1) and its autoscaler sizes it: workers = ceil(value / target).
+From the answer KEDA activates a pool (0 to 1) and its autoscaler sizes it: workers = ceil(value / target), within the bounds of the
+ScaledObject. Without an answer the size stays.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 
-import grpc
-
-from protos.externalscaler import externalscaler_pb2 as keda
-from protos.externalscaler import externalscaler_pb2_grpc
 from services.local.cluster import LocalCluster
+
+TARGET = 1.0
+ACTIVATION = 0.0
+UNKNOWN = 503
 
 
 class Keda:
     """One KEDA with a ScaledObject for each pool."""
 
-    def __init__(self, address: str, cluster: LocalCluster, pools: Mapping[str, dict[str, str]]):
-        """`pools` has the metadata of each trigger by role; it may be changed between two rounds."""
-        self.pools = {role: dict(metadata) for role, metadata in pools.items()}
+    def __init__(self, url: str, cluster: LocalCluster, pools: Mapping[str, tuple[int, int]]):
+        """`url` is that of `/scale`; `pools` has minReplicaCount and maxReplicaCount by role, and may be changed between two
+        rounds."""
+        self.pools = dict(pools)
         self.sizes: dict[str, list[int]] = {role: [] for role in pools}
         """Sizes that each pool had, without repetitions."""
-        self._cluster = cluster
-        self._channel = grpc.insecure_channel(address)
-        self.stub = externalscaler_pb2_grpc.ExternalScalerStub(self._channel)
-
-    def ref(self, role: str) -> keda.ScaledObjectRef:
-        """Return what KEDA calls a pool."""
-        return keda.ScaledObjectRef(
-            name=f"paceline-{role}", namespace="train", scalerMetadata=self.pools[role]
-        )
+        self._url, self._cluster = url, cluster
 
     def round(self) -> None:
         """Ask for every pool once, and size it."""
         for role in self.pools:
-            self._cluster.resize(role, self._replicas(role))
+            value = self._value(role)
+            if value is None:
+                continue
+            self._cluster.resize(role, self._replicas(role, value))
             size = self._cluster.size(role)
             if self.sizes[role][-1:] != [size]:
                 self.sizes[role].append(size)
 
-    def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
+    def _value(self, role: str) -> float | None:
+        try:
+            with urllib.request.urlopen(f"{self._url}/{role}", timeout=10) as answer:
+                return float(json.loads(answer.read())["desired"])
+        except urllib.error.HTTPError as error:
+            if error.code != UNKNOWN:
+                raise
+        except urllib.error.URLError:  # the coordinator is away
+            pass
+        return None
 
-    def _replicas(self, role: str) -> int:
-        ref = self.ref(role)
-        if not self.stub.IsActive(ref).result:
-            return 0
-        (spec,) = self.stub.GetMetricSpec(ref).metricSpecs
-        request = keda.GetMetricsRequest(scaledObjectRef=ref, metricName=spec.metricName)
-        (value,) = self.stub.GetMetrics(request).metricValues
-        assert value.metricName == spec.metricName
-        return max(1, math.ceil(value.metricValueFloat / spec.targetSizeFloat))
+    def _replicas(self, role: str, value: float) -> int:
+        least, most = self.pools[role]
+        if value <= ACTIVATION:
+            return least
+        return min(max(math.ceil(value / TARGET), least, 1), most)

@@ -21,10 +21,6 @@ from paceline.records import Records
 from services.cli.recorded.source import ledger_source
 
 START_S = 90.0
-WRITE_TOKEN = "a-token-for-tests"
-SERVE_TRACKIO = (
-    "import sys, trackio; trackio.show(open_browser=False, block_thread=True, server_port=int(sys.argv[1]))"
-)
 HOSTILE = "<script>alert(1)</script>\x1b[31m"
 
 
@@ -91,26 +87,14 @@ def mlflow_server(directory: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def trackio_server(directory: Path) -> Iterator[int]:
-    """Run a trackio server; give its port."""
-    port = free_port()
-    environment = {"TRACKIO_DIR": str(directory / "trackio"), "TRACKIO_WRITE_TOKEN": WRITE_TOKEN}
-    command = [sys.executable, "-c", SERVE_TRACKIO, str(port)]
-    with _serving(command, directory / "trackio.log", f"http://127.0.0.1:{port}/", environment):
-        yield port
-
-
-@contextlib.contextmanager
-def _serving(
-    command: list[str], log: Path, health: str, environment: dict[str, str] | None = None
-) -> Iterator[None]:
+def _serving(command: list[str], log: Path, health: str) -> Iterator[None]:
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1", "GIT_PYTHON_REFRESH": "quiet"}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | quiet | (environment or {}),
+            env=os.environ | quiet,
             start_new_session=True,
         )
     try:

@@ -89,12 +89,12 @@ class CheckpointingSection(Section):
 class TrackerSection(Section):
     """A tracker that a run's metrics are sent to. Its key or password is in the environment of the process that sends, never here."""
 
-    kind: Literal["wandb", "trackio", "mlflow", "tensorboard"]
-    """Weights & Biases, trackio (this machine's database, or a server), MLflow (a server), or TensorBoard's files."""
+    kind: Literal["wandb", "mlflow", "tensorboard"]
+    """Weights & Biases, MLflow (a server), or TensorBoard's files."""
     project: Annotated[str, Field(min_length=1, max_length=128)] = "paceline"
     """Project there; MLflow's experiment."""
     url: str = ""
-    """Server. Empty: as the tracker's own variables say (WANDB_BASE_URL, TRACKIO_SERVER_URL, MLFLOW_TRACKING_URI)."""
+    """Server. Empty: as the tracker's own variables say (WANDB_BASE_URL, MLFLOW_TRACKING_URI)."""
     offline: bool = False
     """W&B: write files beside the cursor, for `wandb sync`."""
     names: Literal["paceline", "trl", "nemo_rl"] = "paceline"

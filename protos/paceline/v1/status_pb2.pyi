@@ -108,7 +108,7 @@ class PoolStatus(_message.Message):
     IS_SCALED_FIELD_NUMBER: _builtins.int
     COST_PER_HOUR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """`rollout`, `reward` or `environment`, with the begin of its workers' names where a role has several pools."""
+    """`rollout`, `reward` or `environment`, or the pool's name by the coordinator's `--pool` where a role has several."""
     ready: _builtins.int
     """Workers that take work of the run."""
     starting: _builtins.int
@@ -124,9 +124,9 @@ class PoolStatus(_message.Message):
     occupied: _builtins.float
     """Share of its workers' room that was taken."""
     is_scaled: _builtins.bool
-    """A scaler asks for the pool's size."""
+    """Something follows the pool's size: a scaler asks for it, or `--pool` names it and a run needs it."""
     cost_per_hour: _builtins.float
-    """Cost of one worker for an hour, as the scaler's metadata says; 0 without."""
+    """Cost of one worker for an hour, as `--pool` says; 0 without."""
     def __init__(
         self,
         *,

@@ -27,7 +27,7 @@ from services.tracking.follower import Follower, Target
 from services.tracking.opening import Setting, named
 from services.tracking.service import Sender, Tracking, end, folder_of, records_opening
 
-KINDS = ("wandb", "trackio", "mlflow", "tensorboard")
+KINDS = ("wandb", "mlflow", "tensorboard")
 
 
 @click.command()
@@ -65,7 +65,7 @@ def track(
     Ctrl-C.
 
     What was sent is noted in trackers/ of --directory: a second start goes on there, and what a tracker missed is sent later, in order,
-    once. Keys are read from the tracker's own variables (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN, TRACKIO_WRITE_TOKEN).
+    once. Keys are read from the tracker's own variables (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN).
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = {"project": project, "url": url, "names": names, "samples_per_step": samples}

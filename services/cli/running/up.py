@@ -185,6 +185,8 @@ def run_here(
     Runs that train on a data set's examples get no rollout and reward workers. With `scaled` (bounds by role, possibly none)
     the coordinator's advice decides on the number of workers. Raises PacelineError.
     """
+    from services.local.scaling import LocalScaler, scaled_pools  # imports grpc
+
     say = functools.partial(click.echo, err=True)
     if spec is not None:
         check_paths_are_here(spec)
@@ -199,8 +201,9 @@ def run_here(
     spec, sizes = placed(spec, specs, len(gpus), say)
     allowed = function_folders(functions_from, specs)
     stored = ["--store", store] if store else []
+    pools = scaled_pools(sizes, scaled) if scaled is not None else []
     options = {
-        "coordinator": ["--min-free-mb", str(min_free_mb), *stored, *allowed],
+        "coordinator": ["--min-free-mb", str(min_free_mb), *stored, *pools, *allowed],
         "reward": allowed,
         "environment": allowed,
     }
@@ -222,9 +225,7 @@ def run_here(
         run_ids = _begun(client, spec, resumed, list(going_on), say)
         cluster.start_workers()
         if scaled is not None:
-            from services.local.scaling import LocalScaler, scaled_pools  # imports grpc
-
-            stack.enter_context(LocalScaler(cluster, scaled_pools(sizes, scaled), say))
+            stack.enter_context(LocalScaler(cluster, say))
         if page:
             start_page(cluster, host, say)
         if any(each.logger.trackers or each.logger.webhooks for each in specs):

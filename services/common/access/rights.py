@@ -74,11 +74,6 @@ RPCS: Mapping[str, Right] = {
     "paceline.v1.ModelService/Promote": _changes(OPERATOR),
     "paceline.v1.ModelService/Rollback": _changes(OPERATOR),
     "paceline.v1.AccessService/Identify": _reads(WORKER, SCRAPER),
-    # A scaler sets the bounds of its pool until its next call, so a viewer may not call it; no run changes by it.
-    "externalscaler.ExternalScaler/IsActive": Right(frozenset({OPERATOR})),
-    "externalscaler.ExternalScaler/StreamIsActive": Right(frozenset({OPERATOR})),
-    "externalscaler.ExternalScaler/GetMetricSpec": Right(frozenset({OPERATOR})),
-    "externalscaler.ExternalScaler/GetMetrics": Right(frozenset({OPERATOR})),
     # The workers' own services. They do not know who submitted a run, so no call here is for a submitter's own runs.
     "paceline.v1.RolloutService/Generate": Right(frozenset({SUBMITTER, OPERATOR, WORKER})),
     "paceline.v1.RolloutService/Status": _reads(),
@@ -94,7 +89,7 @@ RPCS: Mapping[str, Right] = {
 COMPLETIONS = RPCS["paceline.v1.RolloutService/Generate"].roles
 """Roles that the OpenAI-compatible endpoint answers, where it requires a token (`services/common/http_guard.py`)."""
 METRICS = RPCS["paceline.v1.StatusService/Status"].roles
-"""Roles that `/metrics` answers, likewise."""
+"""Roles that `/metrics` and `/scale` answer, likewise."""
 
 _ROLLOUT, _REWARD, _LEARNER, _ENVIRONMENT = (
     common_pb2.ROLE_ROLLOUT,

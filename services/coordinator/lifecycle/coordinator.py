@@ -53,6 +53,7 @@ from services.coordinator.reporting.gauge_history import GaugeHistory
 from services.coordinator.reporting.run_log import RunLog
 from services.coordinator.reporting.state_otel import StateMeters
 from services.coordinator.reporting.watchdog import Watchdog
+from services.coordinator.scaling.pools import PoolConfig
 from services.coordinator.scaling.scaler import PERIOD_S, Scaler
 from services.coordinator.text_limits import one_line
 
@@ -80,9 +81,10 @@ class Coordinator:
         blobs: BlobStore | None = None,
         scaling_period_s: float = PERIOD_S,
         refusal: Callable[[Caller], str] = lambda caller: "",
+        pools: Sequence[PoolConfig] = (),
     ):
         """`blobs` has the files of the runs; by default those beneath `directory`. `scaling_period_s` are the seconds between
-        two decisions on the sizes of pools. `refusal` returns why a member's caller does not count any more, or an empty
+        two decisions on the sizes of pools, and `pools` those with bounds. `refusal` returns why a member's caller does not count any more, or an empty
         text."""
         self.ledger = ledger
         self.committed = Ledger(ledger.path, read_only=True)
@@ -90,7 +92,7 @@ class Coordinator:
         self.members = members
         self.lock = asyncio.Lock()
         self.exchange = Exchange(ledger)
-        self.scaler = Scaler(ledger, self.exchange, members, scaling_period_s)
+        self.scaler = Scaler(ledger, self.exchange, members, scaling_period_s, pools=pools)
         self.run_log = RunLog(ledger, self.exchange, members)
         self._prompts = PromptCheck(ledger.path, ledger.key)
         self.server = ExchangeServer(
@@ -299,7 +301,6 @@ class Coordinator:
         for member in self.members.all():
             member.end_stream()
         await self.watchers.notify()
-        await self.scaler.stop()
 
     def close(self) -> None:
         """Close sockets and files; the caller who opened the ledger closes it."""

@@ -332,8 +332,8 @@ The coordinator has them as OpenTelemetry gauges too, `paceline.train.reward` an
 underscore: `paceline_train_reward{paceline_run="my-run-1"}`. Seconds and bytes of weights are histograms there
 (`paceline_weights_transfer_seconds`). `paceline serve rollout`, `reward`, `environment`, `learner` (rank 0) and `dashboard` take
 `--metrics-port` as well: a worker's `/metrics` has what its heartbeats tell the coordinator (`paceline_member_memory_gb`),
-`paceline_member_connected` and the process's own numbers. [operate.md](operate.md) has alerts. [trackers.md](trackers.md) sends them to Weights & Biases,
-trackio and MLflow.
+`paceline_member_connected` and the process's own numbers. [operate.md](operate.md) has alerts. [trackers.md](trackers.md) sends them to Weights & Biases
+and MLflow.
 
 A value that does not exist in a step (a reward where every function returned None) is `null`. A parameter of a name is in
 angle brackets. *Healthy* says what to expect, and what another value means.

@@ -1,21 +1,21 @@
 """The sizes of the pools of one coordinator: it measures, decides once in a period, and says what it decided and why.
 
-Every role has a pool of all its workers, so that `paceline status` can name the bottleneck whether anything scales or not. A
-scaler that asks for a pool gives its bounds; several pools of one role share its demand (`shares.py`). One owner: the
-coordinator's loop calls `check`, and everything else reads.
+Every role has a pool of all its workers, so that `paceline status` can name the bottleneck whether anything scales or not.
+`--pool` gives bounds, and divides a role into several pools that share its demand (`shares.py`). One owner: the coordinator's
+loop calls `check`, and everything else reads.
 
 Promise: nobody is told to shrink a pool because the coordinator does not know. After a restart `desired` raises Unavailable until
-the workers had time to come back, and a pool that is new here begins with the workers that it has.
+the workers had time to come back, and a pool that nobody has scaled yet has the size that it has. Who asks for a size changes
+nothing else.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.errors import Busy, InvalidInput, Unavailable
+from paceline.errors import NotFound, Unavailable
 from services.coordinator.exchange.state import Exchange, Notice
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.members.registry import Members
@@ -32,9 +32,11 @@ SETTLE_S = 30.0
 """Seconds after a coordinator's restart in which its workers come back, so that nothing is decided."""
 
 FORGET_S = 3600.0
-"""Seconds after which a pool that nobody asks for any more is forgotten."""
+"""Seconds after which a pool that nobody asks for any more counts as not scaled."""
 
-MAX_POOLS = 64
+MAX_SHOWN = 64
+"""Characters of an unknown name in the answer."""
+
 NO_RUN = "no run trains on groups now"
 
 
@@ -47,8 +49,10 @@ class Sized:
     """None before its first decision."""
     measured: Measurement | None = None
     """The newest measurement."""
+    is_declared: bool = False
+    """`--pool` names it, so it is scaled whenever a run needs it."""
     asked_s: float | None = None
-    """Time of the last call of its scaler; None for a pool that nobody scales."""
+    """Time at which its size was asked for last; None for a pool that nobody scales."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,21 @@ class Scaler:
         members: Members,
         period_s: float = PERIOD_S,
         clock: Callable[[], float] = time.monotonic,
+        pools: Sequence[PoolConfig] = (),
     ):
+        """`pools` are those of `--pool`; none has a name or a worker of another (`read_pools`)."""
         self._ledger, self._clock, self._period_s = ledger, clock, period_s
         now_s = clock()
         self.meter = Meter(ledger, exchange, members, now_s)
-        self.changed = asyncio.Condition()
-        """Notified after every decision, and when the coordinator stops."""
         self._settled_s = now_s + (SETTLE_S if ledger.term > 1 else 0.0)
         self._decide_s = now_s
         self._roles = frozenset[str]()
         """Roles that a run needed at the last check."""
-        self._pools = {(role, ""): Sized(PoolConfig(role)) for role in ROLES}
+        self._whole = {role: Sized(PoolConfig(role, role)) for role in ROLES}
+        """All workers of each role."""
+        declared = [Sized(pool, is_declared=True) for pool in pools]
+        self._whole |= {sized.config.role: sized for sized in declared if not sized.config.members}
+        self._parts = {sized.config.name: sized for sized in declared if sized.config.members}
 
     def note(self, notices: Iterable[Notice]) -> None:
         """Take the exchange's notices: trained steps and the learner's metrics."""
@@ -95,26 +103,22 @@ class Scaler:
             return
         self._decide_s = now_s + self._period_s
         self._decide(self.meter.take(now_s), now_s)
-        async with self.changed:
-            self.changed.notify_all()
 
-    async def stop(self) -> None:
-        """Wake everybody who waits for a decision."""
-        async with self.changed:
-            self.changed.notify_all()
-
-    def desired(self, config: PoolConfig) -> int:
-        """Return the workers that a pool should have; its bounds count from now on. Raises Unavailable after a restart of the
-        coordinator, InvalidInput for a pool that overlaps another, Busy for too many."""
-        now_s = self._clock()
-        sized = self._sized(config, now_s)
+    def desired(self, name: str) -> int:
+        """Return the workers that a pool should have. Raises Unavailable after a restart of the coordinator, NotFound for a name
+        that no pool has."""
+        now_s, pools = self._clock(), self._shown()
+        sized = pools.get(name)
+        if sized is None:
+            raise NotFound(f"there is no pool {name[:MAX_SHOWN]!r}; there are {', '.join(sorted(pools))}")
+        sized.asked_s = now_s
         if now_s < self._settled_s or sized.state is None:
             wait_s = max(self._settled_s - now_s, 0.0)
             raise Unavailable(
                 f"the coordinator has just started, and its workers come back: sizes are decided in {wait_s:.0f} s; keep the "
                 "present ones"
             )
-        bounds = config.bounds
+        bounds = sized.config.bounds
         return min(max(sized.state.desired, bounds.least), bounds.most)
 
     def report(self) -> Report:
@@ -138,51 +142,26 @@ class Scaler:
         return Report(advise(facts, wait_fraction), wait_fraction, pools)
 
     def _shown(self) -> dict[str, Sized]:
-        """Return the pools by name: those of a scaler that names members, else the one of the whole role."""
-        divided = {role for role, members in self._pools if members}
-        return {
-            f"{role} ({members}…)" if members else role: sized
-            for (role, members), sized in self._pools.items()
-            if members or role not in divided
-        }
-
-    def _sized(self, config: PoolConfig, now_s: float) -> Sized:
-        """Return the pool of a scaler, which is new here if nobody has asked for it."""
-        key = (config.role, config.members)
-        sized = self._pools.get(key)
-        if sized is None:
-            for role, members in self._pools:
-                overlaps = members.startswith(config.members) or config.members.startswith(members)
-                if role == config.role and members and overlaps:
-                    raise InvalidInput(
-                        f"scaler metadata members {config.members!r} and {members!r} of another scaler name the same "
-                        f"{role} workers; give pools names of which none begins with another"
-                    )
-            if len(self._pools) >= MAX_POOLS:
-                raise Busy(f"{MAX_POOLS} pools are sized already, the most that there may be", FORGET_S)
-            sized = self._pools[key] = Sized(config)
-            self._decide_s = now_s  # the first decision is made at the next check
-        sized.config, sized.asked_s = config, now_s
-        return sized
+        """Return the pools by name: the parts of a divided role, else the one of the whole role."""
+        divided = {sized.config.role for sized in self._parts.values()}
+        return {role: sized for role, sized in self._whole.items() if role not in divided} | self._parts
 
     def _decide(self, period: Period, now_s: float) -> None:
-        for key, sized in list(self._pools.items()):
-            if sized.asked_s is not None and now_s - sized.asked_s > FORGET_S:
-                sized.asked_s = None
-                if key[1]:
-                    del self._pools[key]
         self._roles = period.roles
-        for role in ROLES:
-            whole = self._pools[role, ""]
-            self._decide_pool(whole, period, 1.0)
-            parts = {members: s for (r, members), s in self._pools.items() if r == role and members}
+        for role, whole in self._whole.items():
+            self._decide_pool(whole, period, 1.0, now_s)
+            parts = {name: part for name, part in self._parts.items() if part.config.role == role}
             demand = whole.state.demand if whole.state is not None else 0.0
             by_part = shares(demand, {name: _supply(part, period) for name, part in parts.items()}, HEADROOM)
             for name, part in parts.items():
-                self._decide_pool(part, period, by_part[name])
+                self._decide_pool(part, period, by_part[name], now_s)
 
-    def _decide_pool(self, sized: Sized, period: Period, share: float) -> None:
+    def _decide_pool(self, sized: Sized, period: Period, share: float, now_s: float) -> None:
         measured = sized.measured = measure(period, sized.config, share)
+        if sized.is_declared and measured.has_run:
+            sized.asked_s = now_s
+        elif sized.asked_s is not None and now_s - sized.asked_s > FORGET_S:
+            sized.asked_s = None
         state = sized.state or PoolState(held=measured.held)
         if sized.state is None or sized.asked_s is None:  # its size is a person's so far
             state = replace(state, desired=measured.ready + measured.starting)

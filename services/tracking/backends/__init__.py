@@ -1,1 +1,1 @@
-"""The trackers: Weights & Biases, trackio, MLflow and TensorBoard. Each imports its library when it opens."""
+"""The trackers: Weights & Biases, MLflow and TensorBoard. Each imports its library when it opens."""

@@ -108,12 +108,6 @@ ROWS: dict[str, dict[str, Any]] = {
         "test_setup_code": "",
         "challenge_test_list": [],
     },
-    "ifeval": {
-        "key": 1000,
-        "prompt": "Write two bullets without a comma.",
-        "instruction_id_list": ["punctuation:no_comma", "detectable_format:number_bullet_lists"],
-        "kwargs": [{"num_bullets": None}, {"num_bullets": 2}],
-    },
     "rewardbench": {
         "prompt": "Name a colour.",
         "chosen": "Red.",
@@ -258,17 +252,6 @@ def test_mbpps_asserts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     chosen = code_settings(spec.rewards[0].kwargs)
     cases: Any = chosen.read_row(columns)
     assert len(cases.tests) == 2
-
-
-def test_instructions_are_counted_by_prompt_and_by_instruction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = ["* one\n* two", "* one, two", "Sure:\n* one\n* two\n* three"]
-    found = rewards_of(*spec_and_row("ifeval", tmp_path, monkeypatch), texts)
-    assert found["prompt_strict"] == [1.0, 0.0, 0.0]
-    assert found["instruction_strict"] == [1.0, 0.0, 0.5]
-    assert found["prompt_loose"] == [1.0, 0.0, 1.0]
-    assert found["instruction_loose"] == [1.0, 0.0, 1.0]
 
 
 def test_a_safe_prompt_is_to_be_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,10 @@ import pytest
 from reward.builtin.choices import choice_accuracy
 from reward.builtin.formats import exact_match, format_regex, think_answer_format
 from reward.builtin.inputs import answer_text, completion_text
-from reward.builtin.instructions import instructions
 from reward.builtin.mathematics import math_accuracy
 from reward.builtin.refusals import refusal
 from reward.code.extraction import program_of, with_prompt
 
-NO_COMMA: dict[str, Any] = {"instruction_id_list": [["punctuation:no_comma"]], "kwargs": [[{}]]}
 CODE = "```python\nx = {}\n```"
 
 
@@ -59,13 +57,6 @@ def test_mathematics_reads_the_answer(text: str, gold: str, value: float) -> Non
 )
 def test_choices_are_read_from_the_answer(text: str, letter: str, value: float) -> None:
     assert choice_accuracy([""], [text], answer_letter=[letter]) == [value]
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("<think>a, b</think>c d", 1.0), ("<think>a b</think>c, d", 0.0), ("a, b", 0.0)]
-)
-def test_instructions_are_for_the_answer(text: str, value: float) -> None:
-    assert instructions([""], [text], **NO_COMMA) == [value]
 
 
 @pytest.mark.parametrize(

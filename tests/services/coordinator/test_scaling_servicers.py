@@ -1,29 +1,38 @@
-"""The scaler and the status over real gRPC, as serving.py adds them."""
+"""The status over real gRPC, and the sizes of pools over real HTTP, as serving.py adds them."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
-from control_plane import DEADLINE_S, Plane, learner, refusal
+from aiohttp import ClientSession
+from control_plane import Plane, learner
+from yarl import URL
 
-from protos.externalscaler import externalscaler_pb2 as keda
-from protos.externalscaler import externalscaler_pb2_grpc
+from paceline.errors import AccessDenied
 from protos.paceline.v1 import status_pb2, status_pb2_grpc
-from services.coordinator.scaling_servicers import METRIC, ExternalScalerServicer, StatusServicer
+from services.common import json_http
+from services.common.access.caller import Caller, CallerRole
+from services.common.scrape import metrics_endpoint
+from services.coordinator.scaling_servicers import StatusServicer
+
+CALLERS = {role.value: role for role in CallerRole}
+
+
+class Callers:
+    """A caller for each role; the token of each is its role."""
+
+    async def caller(self, token: str, certificate: str = "") -> Caller:
+        if token not in CALLERS:
+            raise AccessDenied("the call has another token")
+        return Caller(token, frozenset({CALLERS[token]}))
 
 
 @pytest.fixture
 async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
     made = Plane(tmp_path)
-    made.server.add(
-        ExternalScalerServicer(made.coordinator),
-        externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server,
-        "externalscaler.ExternalScaler",
-    )
     made.server.add(
         StatusServicer(made.coordinator),
         status_pb2_grpc.add_StatusServiceServicer_to_server,
@@ -34,92 +43,89 @@ async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
     await made.stop()
 
 
-def ref(**metadata: str) -> keda.ScaledObjectRef:
-    return keda.ScaledObjectRef(name="pool", namespace="train", scalerMetadata=metadata)
-
-
-async def test_the_wire_is_kedas(plane: Plane) -> None:
-    """Package, methods, fields and numbers, as KEDA publishes them."""
-    service = keda.DESCRIPTOR.services_by_name["ExternalScaler"]
-    assert service.full_name == "externalscaler.ExternalScaler"
-    methods = {m.name: (m.input_type.name, m.output_type.name, m.server_streaming) for m in service.methods}
-    assert methods == {
-        "IsActive": ("ScaledObjectRef", "IsActiveResponse", False),
-        "StreamIsActive": ("ScaledObjectRef", "IsActiveResponse", True),
-        "GetMetricSpec": ("ScaledObjectRef", "GetMetricSpecResponse", False),
-        "GetMetrics": ("GetMetricsRequest", "GetMetricsResponse", False),
-    }
-    fields = {
-        name: {f.name: f.number for f in message.fields}
-        for name, message in keda.DESCRIPTOR.message_types_by_name.items()
-    }
-    assert fields == {
-        "ScaledObjectRef": {"name": 1, "namespace": 2, "scalerMetadata": 3},
-        "IsActiveResponse": {"result": 1},
-        "GetMetricSpecResponse": {"metricSpecs": 1},
-        "MetricSpec": {"metricName": 1, "targetSize": 2, "targetSizeFloat": 3},
-        "GetMetricsRequest": {"scaledObjectRef": 1, "metricName": 2},
-        "GetMetricsResponse": {"metricValues": 1},
-        "MetricValue": {"metricName": 1, "metricValue": 2, "metricValueFloat": 3},
-    }
-
-
-async def test_a_run_activates_a_pool_and_the_stream_says_so(plane: Plane) -> None:
-    stub = externalscaler_pb2_grpc.ExternalScalerStub(plane.channel)
-    pool = ref(pool="rollout", firstWorkers="2", scalerAddress="somewhere:1")
-    await plane.coordinator.scaler.check()
-    assert not (await stub.IsActive(pool)).result
-    stream = stub.StreamIsActive(pool)
-    async with asyncio.timeout(DEADLINE_S):
-        assert not (await stream.read()).result
-        await plane.run_one()
-        assert (await stream.read()).result
-    (spec,) = (await stub.GetMetricSpec(pool)).metricSpecs
-    assert (spec.metricName, spec.targetSize, spec.targetSizeFloat) == (METRIC, 1, 1.0)
-    (value,) = (
-        await stub.GetMetrics(keda.GetMetricsRequest(scaledObjectRef=pool, metricName=METRIC))
-    ).metricValues
-    assert (value.metricName, value.metricValue, value.metricValueFloat) == (METRIC, 2, 2.0)
-    stream.cancel()
-
-
-async def test_a_stream_ends_with_the_coordinator(plane: Plane) -> None:
-    stub = externalscaler_pb2_grpc.ExternalScalerStub(plane.channel)
-    await plane.coordinator.scaler.check()
-    stream = stub.StreamIsActive(ref(pool="reward"))
-    async with asyncio.timeout(DEADLINE_S):
-        await stream.read()
-        await plane.coordinator.end_streams()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stream.read()
-    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-
-
-async def test_bad_metadata_are_explained(plane: Plane) -> None:
-    stub = externalscaler_pb2_grpc.ExternalScalerStub(plane.channel)
-    for call in (
-        stub.IsActive(ref(pool="learner")),
-        stub.StreamIsActive(ref(pool="learner")).read(),
-        stub.GetMetricSpec(ref(pool="learner")),
-        stub.GetMetrics(keda.GetMetricsRequest(scaledObjectRef=ref(pool="learner"))),
+async def scale(plane: Plane, path: str, token: str = "", method: str = "GET") -> tuple[int, Any]:
+    """Return status and document of a request to the port of `/metrics`."""
+    desired = plane.coordinator.scaler.desired
+    async with (
+        metrics_endpoint("127.0.0.1", 0, Callers(), desired=desired) as port,
+        ClientSession(headers={"Authorization": f"Bearer {token}"} if token else {}) as client,
+        client.request(method, URL(f"http://127.0.0.1:{port}{path}", encoded=True)) as answer,
     ):
-        code, text = await refusal(call)
-        assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert "pool is 'learner'; it has to be one of rollout, reward, environment" in text
-    request = keda.GetMetricsRequest(scaledObjectRef=ref(pool="reward"), metricName="queue")
-    code, text = await refusal(stub.GetMetrics(request))
-    assert code == grpc.StatusCode.INVALID_ARGUMENT
-    assert "there is no metric 'queue'" in text
+        return answer.status, await answer.json(content_type=None)
 
 
-async def test_a_pool_that_is_not_decided_yet_is_unavailable(plane: Plane) -> None:
-    """KEDA then keeps the present size."""
-    stub = externalscaler_pb2_grpc.ExternalScalerStub(plane.channel)
-    code, text = await refusal(stub.IsActive(ref(pool="rollout", members="a-")))
-    assert code == grpc.StatusCode.UNAVAILABLE
-    assert "keep the present ones" in text
+async def test_a_pool_has_one_number_also_without_a_run_and_a_run_activates_it(plane: Plane) -> None:
+    status, answer = await scale(plane, "/scale/rollout")
+    assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")
+    assert "keep the present ones" in answer["error"]["message"], (
+        "nothing is decided yet: KEDA keeps its size"
+    )
     await plane.coordinator.scaler.check()
-    assert not (await stub.IsActive(ref(pool="rollout", members="a-"))).result
+    for pool in ("rollout", "reward", "environment"):
+        assert await scale(plane, f"/scale/{pool}") == (200, {"desired": 0})
+    await plane.run_one()
+    await plane.coordinator.scaler.check()
+    assert await scale(plane, "/scale/rollout") == (200, {"desired": 1})
+    assert await scale(plane, "/scale/environment") == (200, {"desired": 0}), "the run needs none"
+
+
+@pytest.mark.parametrize(
+    ("token", "status"),
+    [("viewer", 200), ("operator", 200), ("scraper", 200), ("worker", 403), ("nobody", 401), ("", 401)],
+)
+async def test_a_reader_needs_the_token_of_a_viewer(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, token: str, status: int
+) -> None:
+    monkeypatch.setattr(json_http, "needs_token", lambda host: True)
+    await plane.coordinator.scaler.check()
+    assert (await scale(plane, "/scale/rollout", token))[0] == status
+    unknown = 404 if status == 200 else status
+    assert (await scale(plane, "/scale/nothing", token))[0] == unknown, "a stranger learns no names of pools"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/scale/learner",
+        "/scale/Rollout",
+        "/scale/rollout%2F..",
+        "/scale/..%2Fmetrics",
+        "/scale/%00",
+        "/scale/%FF%FE",
+        "/scale/rollout%0d%0aX:%20y",
+        "/scale/" + "x" * 4000,
+    ],
+)
+async def test_unknown_pools_are_answered_with_those_that_are_there(plane: Plane, path: str) -> None:
+    await plane.coordinator.scaler.check()
+    status, answer = await scale(plane, path)
+    assert status == 404
+    message = answer["error"]["message"]
+    assert message.endswith("; there are environment, reward, rollout")
+    assert len(message) < 400
+    assert "\n" not in message
+    assert not any(sized.asked_s for sized in plane.coordinator.scaler.report().pools.values())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/scale/rollout", 405),
+        ("PUT", "/scale/rollout", 405),
+        ("GET", "/scale", 404),
+        ("GET", "/scale/", 404),
+        ("GET", "/scale/rollout/", 404),
+        ("GET", "/scale/rollout/desired", 404),
+    ],
+)
+async def test_nothing_else_is_there(plane: Plane, method: str, path: str, status: int) -> None:
+    await plane.coordinator.scaler.check()
+    assert (await scale(plane, path, method=method))[0] == status
+
+
+async def test_a_query_sets_nothing(plane: Plane) -> None:
+    await plane.coordinator.scaler.check()
+    assert await scale(plane, "/scale/reward?minWorkers=9&maxWorkers=9") == (200, {"desired": 0})
 
 
 async def test_the_status_names_run_advice_and_pools(plane: Plane) -> None:

@@ -1,4 +1,4 @@
-"""Pools of one host that get the sizes of an external scaler, with a small server in the coordinator's place."""
+"""Pools of one host that get the sizes of the status, with a small server in the coordinator's place."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import pytest
 
 from paceline.host.cores import usable_cores
 from paceline.spec import ClusterSection
-from protos.externalscaler import externalscaler_pb2 as keda
-from protos.externalscaler import externalscaler_pb2_grpc
+from protos.paceline.v1 import status_pb2, status_pb2_grpc
+from services.coordinator.scaling.pools import PoolConfig, read_pools
 from services.local.scaling import LocalScaler, scaled_pools
 
 DEADLINE_S = 60.0
 
 
-class Answers(externalscaler_pb2_grpc.ExternalScalerServicer):
+class Answers(status_pb2_grpc.StatusServiceServicer):
     """Answers with a size, or with a status."""
 
     def __init__(self) -> None:
         self.size: int | grpc.StatusCode = 2
-        self.asked: list[dict[str, str]] = []
+        self.is_scaled = True
         self.again = threading.Event()
 
-    def GetMetrics(self, request: keda.GetMetricsRequest, context: Any) -> keda.GetMetricsResponse:
-        self.asked.append(dict(request.scaledObjectRef.scalerMetadata))
+    def Status(self, request: status_pb2.StatusRequest, context: Any) -> status_pb2.StatusResponse:
         self.again.set()
         if isinstance(self.size, grpc.StatusCode):
             context.abort(self.size, "not now")
-        return keda.GetMetricsResponse(metricValues=[keda.MetricValue(metricValueFloat=float(self.size))])
+        pool = status_pb2.PoolStatus(name="reward", desired=self.size, is_scaled=self.is_scaled)
+        return status_pb2.StatusResponse(pools=[pool])
 
 
 class Pool:
@@ -60,7 +60,7 @@ def answers() -> Answers:
 @pytest.fixture
 def pool(answers: Answers, tmp_path: Path) -> Iterator[Pool]:
     server = grpc.server(ThreadPoolExecutor(1))
-    externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(answers, server)
+    status_pb2_grpc.add_StatusServiceServicer_to_server(answers, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     (tmp_path / "token").write_text("t" * 43)
@@ -70,21 +70,22 @@ def pool(answers: Answers, tmp_path: Path) -> Iterator[Pool]:
 
 def test_a_pool_gets_the_size_and_a_line_says_so(answers: Answers, pool: Pool) -> None:
     said: list[str] = []
-    with LocalScaler(pool, {"reward": {"pool": "reward"}}, said.append, ask_s=0.05):  # type: ignore[arg-type]
+    with LocalScaler(pool, said.append, ask_s=0.05):  # type: ignore[arg-type]
         assert pool.resized.wait(DEADLINE_S)
     assert pool.sizes == {"reward": 2}
     assert said == ["reward workers: 1 become 2 (`paceline status` says why)"]
-    assert answers.asked[0] == {"pool": "reward"}
 
 
 @pytest.mark.parametrize(
-    ("status", "says"), [(grpc.StatusCode.UNAVAILABLE, []), (grpc.StatusCode.INVALID_ARGUMENT, ["not now"])]
+    ("status", "says"),
+    [(grpc.StatusCode.UNAVAILABLE, []), (grpc.StatusCode.INVALID_ARGUMENT, ["not now"]), (5, [])],
 )
-def test_without_an_answer_the_pool_keeps_its_size(
-    status: grpc.StatusCode, says: list[str], answers: Answers, pool: Pool
+def test_without_an_answer_a_pool_keeps_its_size(
+    status: grpc.StatusCode | int, says: list[str], answers: Answers, pool: Pool
 ) -> None:
-    answers.size, said = status, []
-    with LocalScaler(pool, {"reward": {"pool": "reward"}}, said.append, ask_s=0.05):  # type: ignore[arg-type]
+    """Nor with the size of a pool that is not scaled now."""
+    answers.size, answers.is_scaled, said = status, False, []
+    with LocalScaler(pool, said.append, ask_s=0.05):  # type: ignore[arg-type]
         for _ in range(2):
             assert answers.again.wait(DEADLINE_S)
             answers.again.clear()
@@ -92,19 +93,25 @@ def test_without_an_answer_the_pool_keeps_its_size(
     assert {line.rpartition(": ")[2] for line in said} == set(says)
 
 
+def read(sizes: ClusterSection, bounds: dict[str, tuple[int, int]]) -> dict[str, PoolConfig]:
+    """Return the pools that the coordinator reads from the options."""
+    options = scaled_pools(sizes, bounds)
+    assert set(options[::2]) <= {"--pool"}
+    return {pool.name: pool for pool in read_pools(options[1::2])}
+
+
 def test_the_bounds_follow_the_spec_and_the_host() -> None:
     sizes = ClusterSection(rollout_workers=2, reward_workers=1)
-    pools = scaled_pools(sizes, {"reward": (1, 3)})
+    pools = read(sizes, {"reward": (1, 3)})
     assert set(pools) == {"rollout", "reward"}
-    assert pools["rollout"]["minWorkers"] == "0"
-    assert pools["rollout"]["maxWorkers"] == str(max(2, usable_cores()))
-    assert pools["rollout"]["firstWorkers"] == "2"
-    assert (pools["reward"]["minWorkers"], pools["reward"]["maxWorkers"]) == ("1", "3")
+    rollout, reward = pools["rollout"].bounds, pools["reward"].bounds
+    assert (rollout.least, rollout.most, rollout.first) == (0, max(2, usable_cores()), 2)
+    assert (reward.least, reward.most) == (1, 3)
     on_gpus = sizes.model_copy(update={"rollout_gpus": (0, 1), "environment_workers": 1})
-    assert scaled_pools(on_gpus, {})["rollout"]["maxWorkers"] == "2"
-    assert "environment" in scaled_pools(on_gpus, {})
+    assert read(on_gpus, {})["rollout"].bounds.most == 2
+    assert "environment" in read(on_gpus, {})
 
 
 def test_runs_on_examples_have_no_pools() -> None:
     sizes = ClusterSection().model_copy(update={"rollout_workers": 0, "reward_workers": 0})
-    assert scaled_pools(sizes, {}) == {}
+    assert scaled_pools(sizes, {}) == []

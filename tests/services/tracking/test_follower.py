@@ -19,7 +19,7 @@ from services.tracking.follower import Follower, Target
 from services.tracking.opening import Setting
 from services.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, Tracker
 
-SETTING = TrackerSection(kind="trackio")
+SETTING = TrackerSection(kind="wandb")
 
 
 class Recording:
@@ -107,7 +107,7 @@ def test_everything_is_sent_once_and_in_order(run: RecordedRun, tmp_path: Path) 
     assert tracker.samples[0]["prompt"] == "<script>alert(1)</script>\\x1b[31m"
     assert tracker.states == ["succeeded all steps"]
     assert tracker.runs[0].config["name"] == "sums"
-    assert is_done(tmp_path, "trackio")
+    assert is_done(tmp_path, "wandb")
 
 
 def test_a_second_start_sends_what_is_new(run: RecordedRun, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_a_tracker_refuses_is_left_out_and_counted(run: RecordedRun, tmp_pa
     tracker.refused = {1}
     follower(run, tracker, tmp_path).run()
     assert [step for step, _ in tracker.got] == [0, 2]
-    assert json.loads((tmp_path / "trackio.json").read_text())["refused"] == 1
+    assert json.loads((tmp_path / "wandb.json").read_text())["refused"] == 1
 
 
 def test_it_follows_a_run_that_goes_on(run: RecordedRun, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_resumed_run_goes_on_in_the_same_place(run: RecordedRun, tmp_path: Pat
     run.add("state", state="running")
     run.add_steps(1)
     follower(run, tracker, tmp_path, only_now=True).run()
-    assert not is_done(tmp_path, "trackio")
+    assert not is_done(tmp_path, "wandb")
     run.add("state", state="succeeded")
     follower(run, tracker, tmp_path).run()
     assert [step for step, _ in tracker.got] == [0, 1]
@@ -198,17 +198,17 @@ def test_a_resumed_run_goes_on_in_the_same_place(run: RecordedRun, tmp_path: Pat
 
 
 def test_one_process_at_a_time_and_a_damaged_cursor_is_named(run: RecordedRun, tmp_path: Path) -> None:
-    cursor = Cursor(tmp_path, "trackio")
+    cursor = Cursor(tmp_path, "wandb")
     with pytest.raises(Conflict, match="another process sends this run"):
         follower(run, Recording(), tmp_path).run()
     cursor.close()
-    (tmp_path / "trackio.json").write_text('{"sequence": ')
+    (tmp_path / "wandb.json").write_text('{"sequence": ')
     with pytest.raises(Unreadable, match="is damaged; remove it"):
         follower(run, Recording(), tmp_path).run()
 
 
 def test_an_unknown_run_is_named(run: RecordedRun, tmp_path: Path) -> None:
-    target = Target("nosuch", "trackio", SETTING, tmp_path, {})
+    target = Target("nosuch", "wandb", SETTING, tmp_path, {})
     with pytest.raises(NotFound, match="nosuch"):
         Follower(target, run.records(), Recording().open).run()
 
@@ -227,4 +227,4 @@ def test_with_a_storage_key_no_text_is_sent(
     assert "name" not in config
     assert isinstance(config["grpo"], dict)
     assert config["grpo"]["max_num_steps"]
-    assert "trackio gets no samples and no texts of the spec, because of the storage key" in caplog.text
+    assert "wandb gets no samples and no texts of the spec, because of the storage key" in caplog.text

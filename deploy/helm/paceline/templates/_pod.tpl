@@ -217,9 +217,6 @@ spec:
     {{- if $root.Values.tls.secretName }}
     - {name: people, containerPort: {{ $root.Values.tls.peoplePort }}}
     {{- end }}
-    {{- if include "paceline.isScaler" $root }}
-    - {name: scaler, containerPort: {{ $settings.scalerPort }}}
-    {{- end }}
     {{- if $settings.metrics.enabled }}
     - {name: metrics, containerPort: {{ $settings.metrics.port }}}
     {{- end }}

@@ -65,8 +65,8 @@ def test_mistakes_are_named(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -
     here = ("--directory", run.path.parent)
     assert "names no tracker (logger.trackers); name one with --to" in paceline("track", RUN_ID, *here).stderr
     assert "no run 'nosuch'" in paceline("track", "nosuch", "--to", "wandb", *here).stderr
-    refused = paceline("track", RUN_ID, "--to", "trackio", "--offline", *here)
-    assert "offline with kind 'trackio': only wandb writes files for later" in refused.stderr
+    refused = paceline("track", RUN_ID, "--to", "tensorboard", "--offline", *here)
+    assert "offline with kind 'tensorboard': only wandb writes files for later" in refused.stderr
     refused = paceline("track", RUN_ID, "--to", "mlflow", "--url", "http://me:secret@host", *here)
     assert "without a password" in refused.stderr
     assert "secret" not in refused.stderr
@@ -74,5 +74,5 @@ def test_mistakes_are_named(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -
     assert refused.exit_code == 1
     assert "give the URL of a server" in refused.stdout
     assert "without RUN" in paceline("track", "--to", "wandb", *here).stderr
-    refused = paceline("track", RUN_ID, "--to", "mlflow", "--to", "trackio", "--url", "http://a:1", *here)
+    refused = paceline("track", RUN_ID, "--to", "mlflow", "--to", "wandb", "--url", "http://a:1", *here)
     assert "--url is for one tracker" in refused.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -91,25 +92,29 @@ def test_a_signal_before_anything_runs_ends_without_a_word_of_click(up: Callable
 def test_scaled_pools_have_the_bounds_of_the_command(
     up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pools: dict[str, Any] = {}
+    options: list[str] = []
+    scalers: list[object] = []
 
-    class Scaler:
-        def __init__(self, _cluster: Any, given: dict[str, Any], _say: Any):
-            pools.update(given)
+    def start(cluster: LocalCluster) -> str:
+        options[:] = cluster._options["coordinator"]
+        cluster.address = "127.0.0.1:1"
+        return cluster.address
 
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: object) -> None:
-            pass
+    class Scaler(contextlib.nullcontext[None]):
+        def __init__(self, cluster: object, _say: object):
+            scalers.append(cluster)
+            super().__init__()
 
     monkeypatch.setattr("services.local.scaling.LocalScaler", Scaler)
-    assert up().exit_code == 0
-    assert not pools
-    result = up("--scale", "--bounds", "rollout=1:7")
+    assert up(start_coordinator=start).exit_code == 0
+    assert "--pool" not in options
+    assert not scalers
+    result = up("--scale", "--bounds", "rollout=1:7", start_coordinator=start)
     assert result.exit_code == 0, result.output
-    assert (pools["rollout"]["minWorkers"], pools["rollout"]["maxWorkers"]) == ("1", "7")
-    assert pools["reward"]["minWorkers"] == "0"
+    rollout, reward = (options[i + 1] for i, option in enumerate(options) if option == "--pool")
+    assert rollout.startswith("role=rollout,minWorkers=1,maxWorkers=7,")
+    assert reward.startswith("role=reward,minWorkers=0,")
+    assert len(scalers) == 1
 
 
 @pytest.mark.parametrize(

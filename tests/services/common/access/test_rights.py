@@ -17,7 +17,6 @@ from episode_drivers import ENVIRONMENT
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import MethodOptions
 
-import protos.externalscaler
 import protos.paceline.v1
 from paceline.token import metadata
 from protos.paceline.v1 import common_pb2, exchange_pb2, learner_pb2_grpc, reward_pb2_grpc
@@ -45,12 +44,11 @@ OF_WORKERS = ("RolloutService", "RewardService", "LearnerService")
 
 def all_methods() -> Iterator[Any]:
     """Yield the descriptor of every method of every proto."""
-    for package in (protos.paceline.v1, protos.externalscaler):
-        for found in pkgutil.iter_modules(package.__path__):
-            if found.name.endswith("_pb2"):
-                module = importlib.import_module(f"{package.__name__}.{found.name}")
-                for service in module.DESCRIPTOR.services_by_name.values():
-                    yield from service.methods
+    for found in pkgutil.iter_modules(protos.paceline.v1.__path__):
+        if found.name.endswith("_pb2"):
+            module = importlib.import_module(f"{protos.paceline.v1.__name__}.{found.name}")
+            for service in module.DESCRIPTOR.services_by_name.values():
+                yield from service.methods
 
 
 METHODS = {f"{method.containing_service.full_name}/{method.name}": method for method in all_methods()}

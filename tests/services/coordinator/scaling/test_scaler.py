@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from exchange_drivers import Learner, Reward, Rollout, World, fill, make_spec
 
-from paceline.errors import Busy, InvalidInput, Unavailable
+from paceline.errors import NotFound, Unavailable
 from protos.paceline.v1 import common_pb2
 from services.coordinator.exchange.state import Notice
 from services.coordinator.members.registry import Member, Members
 from services.coordinator.scaling.policy import Bounds
 from services.coordinator.scaling.pools import PoolConfig
-from services.coordinator.scaling.scaler import MAX_POOLS, NO_RUN, SETTLE_S, Scaler
+from services.coordinator.scaling.scaler import FORGET_S, NO_RUN, SETTLE_S, Scaler
 
 ROLLOUT, REWARD = common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD
 
@@ -23,7 +23,7 @@ ROLLOUT, REWARD = common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD
 class Bench:
     """A scaler with members that a test adds; `pass_time` is half a second at a time, as the coordinator's loop."""
 
-    def __init__(self, directory: Path, term: int = 1):
+    def __init__(self, directory: Path, *pools: PoolConfig, term: int = 1):
         self.now_s = 100.0
         self.world = World(
             directory, make_spec(directory, grpo={"max_num_steps": 1000, "num_prompts_per_step": 8})
@@ -31,7 +31,7 @@ class Bench:
         self.world.ledger.term = term
         self.members = Members(10.0)
         self.scaler = Scaler(
-            self.world.ledger, self.world.exchange, self.members, period_s=5.0, clock=lambda: self.now_s
+            self.world.ledger, self.world.exchange, self.members, 5.0, lambda: self.now_s, pools
         )
 
     def join(
@@ -66,9 +66,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 async def test_a_bottleneck_is_measured_named_and_sized(bench: Bench) -> None:
     bench.join(ROLLOUT, "rollout-0", "rollout-1")
     bench.join(REWARD, "reward-0", occupied=0.1)
-    pool = PoolConfig("rollout", bounds=Bounds(most=10))
     await bench.pass_time(0.5)
-    assert bench.scaler.desired(pool) == 2, "it begins with what is there"
+    assert bench.scaler.desired("rollout") == 2, "it begins with what is there"
     for _ in range(8):  # two full workers complete 2 groups/s; the learner could train 4
         bench.complete("rollout-0", 5.0)
         bench.complete("rollout-1", 5.0)
@@ -79,7 +78,7 @@ async def test_a_bottleneck_is_measured_named_and_sized(bench: Bench) -> None:
     assert report.pools["rollout"].state is not None
     assert report.pools["rollout"].state.rate == pytest.approx(1.0, rel=0.05)
     assert report.pools["rollout"].state.demand == pytest.approx(4.0, rel=0.05)
-    assert bench.scaler.desired(pool) == 4, "5 are needed, and it doubles at most"
+    assert bench.scaler.desired("rollout") == 4, "5 are needed, and it doubles at most"
     assert report.wait_fraction == pytest.approx(0.6)
     assert re.match(r"the rollout pool limits: its 2 workers complete (49|50)% of what", report.text)
     assert "With 5 workers" in report.text
@@ -121,75 +120,89 @@ async def test_workers_that_do_not_take_work_are_starting(bench: Bench) -> None:
     assert (measured.ready, measured.starting) == (1, 1)
 
 
-async def test_without_a_run_pools_go_to_their_least_size(bench: Bench) -> None:
+async def test_without_a_run_pools_go_to_their_least_size(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, PoolConfig("reward", "reward", bounds=Bounds(first=2, most=4, idle_s=10.0)))
     bench.join(REWARD, "reward-0", "reward-1")
-    pool = PoolConfig("reward", bounds=Bounds(least=0, most=4, idle_s=10.0))
     await bench.pass_time(0.5)
-    assert bench.scaler.desired(pool) == 2
+    assert bench.scaler.desired("reward") == 2
     with bench.world.ledger.transaction():
         bench.world.ledger.update_run(bench.world.run_id, state="paused")
     await bench.pass_time(5.0)
-    assert bench.scaler.desired(pool) == 2
+    assert bench.scaler.desired("reward") == 2
     await bench.pass_time(10.0)
-    assert bench.scaler.desired(pool) == 0
+    assert bench.scaler.desired("reward") == 0
     assert bench.scaler.report().text == NO_RUN
     with bench.world.ledger.transaction():
         bench.world.ledger.update_run(bench.world.run_id, state="running")
     await bench.pass_time(0.5)
-    assert bench.scaler.desired(pool) == 1, "at once, not at the end of the period"
+    assert bench.scaler.desired("reward") == 2, "at once, not at the end of the period"
+    bench.world.close()
 
 
 async def test_a_pool_that_no_run_needs_stays_at_its_least_size(bench: Bench) -> None:
     await bench.pass_time(1.0)
-    assert bench.scaler.desired(PoolConfig("environment")) == 0
-    assert bench.scaler.desired(PoolConfig("reward")) == 1
+    assert bench.scaler.desired("environment") == 0
+    assert bench.scaler.desired("reward") == 1
 
 
 async def test_after_a_restart_nothing_is_said_until_the_workers_are_back(tmp_path: Path) -> None:
     bench = Bench(tmp_path, term=2)
-    pool = PoolConfig("rollout", bounds=Bounds(most=10))
     await bench.pass_time(1.0)
     with pytest.raises(Unavailable, match="has just started"):
-        bench.scaler.desired(pool)
+        bench.scaler.desired("rollout")
+    assert bench.scaler.report().pools["rollout"].state is None
     bench.join(ROLLOUT, *(f"rollout-{i}" for i in range(7)))
     await bench.pass_time(SETTLE_S)
-    assert bench.scaler.desired(pool) == 7
+    assert bench.scaler.desired("rollout") == 7
     bench.world.close()
 
 
-async def test_pools_of_one_role_share_its_demand_by_cost(bench: Bench) -> None:
-    bench.join(ROLLOUT, "spot-0", "fixed-0")
+async def test_pools_of_one_role_share_its_demand_by_cost(tmp_path: Path) -> None:
     bounds = Bounds(most=2, low_s=0.0)
-    spot, fixed = PoolConfig("rollout", "spot-", bounds, 1.0), PoolConfig("rollout", "fixed-", bounds, 4.0)
-    for pool in (spot, fixed):
-        with pytest.raises(Unavailable):
-            bench.scaler.desired(pool)
+    bench = Bench(
+        tmp_path,
+        PoolConfig("rollout", "spot", "spot-", bounds, 1.0),
+        PoolConfig("rollout", "fixed", "fixed-", bounds, 4.0),
+    )
+    bench.join(ROLLOUT, "spot-0", "fixed-0")
+    with pytest.raises(Unavailable):
+        bench.scaler.desired("spot")
     for _ in range(10):
         bench.complete("spot-0", 5.0)
         bench.complete("fixed-0", 5.0)
         await bench.pass_time(5.0)
         bench.step(5.0)  # 1.6 groups/s are asked, and each worker completes one
-        bench.scaler.desired(spot)
-        bench.scaler.desired(fixed)
-    assert (bench.scaler.desired(spot), bench.scaler.desired(fixed)) == (2, 0)
-    assert set(bench.scaler.report().pools) == {
-        "rollout (spot-…)",
-        "rollout (fixed-…)",
-        "reward",
-        "environment",
-    }
+    assert (bench.scaler.desired("spot"), bench.scaler.desired("fixed")) == (2, 0)
+    assert set(bench.scaler.report().pools) == {"spot", "fixed", "reward", "environment"}
+    with pytest.raises(NotFound, match="no pool 'rollout'; there are environment, fixed, reward, spot"):
+        bench.scaler.desired("rollout")
+    bench.world.close()
 
 
-async def test_overlapping_and_too_many_pools_are_refused(bench: Bench) -> None:
-    with pytest.raises(Unavailable):
-        bench.scaler.desired(PoolConfig("rollout", "a-"))
-    with pytest.raises(InvalidInput, match="'a-b' and 'a-' of another scaler name the same rollout workers"):
-        bench.scaler.desired(PoolConfig("rollout", "a-b"))
-    for number in range(MAX_POOLS - 4):  # those of the roles, and the one above
-        with pytest.raises(Unavailable):
-            bench.scaler.desired(PoolConfig("reward", f"pool-{number:03d}-"))
-    with pytest.raises(Busy, match=f"{MAX_POOLS} pools"):
-        bench.scaler.desired(PoolConfig("reward", "one-more-"))
+async def test_a_declared_pool_is_scaled_from_its_first_run_on(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, PoolConfig("rollout", "rollout", bounds=Bounds(first=3)))
+    with bench.world.ledger.transaction():
+        bench.world.ledger.update_run(bench.world.run_id, state="paused")
+    await bench.pass_time(1.0)
+    rollout, reward = (bench.scaler.report().pools[name] for name in ("rollout", "reward"))
+    assert rollout.asked_s is None
+    with bench.world.ledger.transaction():
+        bench.world.ledger.update_run(bench.world.run_id, state="running")
+    await bench.pass_time(0.5)
+    assert rollout.asked_s is not None
+    assert rollout.state is not None
+    assert rollout.state.desired == 3
+    assert reward.asked_s is None, "nobody scales it"
+    bench.world.close()
+
+
+async def test_a_pool_that_nobody_asks_for_any_more_is_a_persons_again(bench: Bench) -> None:
+    await bench.pass_time(0.5)
+    bench.scaler.desired("reward")
+    sized = bench.scaler.report().pools["reward"]
+    bench.now_s += FORGET_S
+    await bench.pass_time(5.0)
+    assert sized.asked_s is None
 
 
 async def test_a_size_that_nobody_scales_is_a_persons(bench: Bench) -> None:
@@ -198,7 +211,7 @@ async def test_a_size_that_nobody_scales_is_a_persons(bench: Bench) -> None:
     await bench.pass_time(10.0)
     bench.join(ROLLOUT, *(f"rollout-{i}" for i in range(1, 6)))
     await bench.pass_time(5.0)
-    assert bench.scaler.desired(PoolConfig("rollout")) == 6
+    assert bench.scaler.desired("rollout") == 6
 
 
 async def test_a_real_step_of_the_exchange_is_counted(bench: Bench) -> None:

@@ -1,1 +1,0 @@
-"""Instructions whose fulfilment a program can check: the kinds of IFEval."""
