@@ -14,7 +14,6 @@ MAX_HOPS = 2
 COVERED_BY = {
     "services/rollout/openai/recording.py": "tests/services/model_server/test_serving.py",
     "learner/checkpoints/conversion/dcp.py": "test_folders.py",
-    "paceline/weights/sorted_delta_codec.py": "test_delta_codec.py",
     "paceline/registry/calls.py": "tests/services/coordinator/test_model_servicer.py",
     "paceline/registry/signing.py": "test_folder.py",
     "services/cli/registry/facts.py": "test_models.py",
