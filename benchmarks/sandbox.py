@@ -1,6 +1,6 @@
 """Runs of a small program in a sandbox: how many in a second, and how long each takes.
 
-    python benchmarks/sandbox.py [--backend auto|sandlock|bwrap|landlock|none] [--runs 400] [--parallel 2] [--json]
+    python benchmarks/sandbox.py [--backend auto|bwrap|landlock|none] [--runs 400] [--parallel 2] [--json]
 
 The program is one line of Python; a run makes its folder, starts it, reads its output and removes the folder. The first runs
 warm up. `processor_ms` are a run's seconds of a processor, ours and the program's, which other work on the machine hardly

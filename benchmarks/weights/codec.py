@@ -32,7 +32,7 @@ def measure(size: str, lr: float, rounds: int) -> dict[str, Any]:
     versions = []
     for _ in range(2):
         slices, _ = whole_slices(trained.wire())
-        layout = RankLayout(tuple(part.block for part in slices), format=3)
+        layout = RankLayout(tuple(part.block for part in slices))
         versions.append([chunk_bits(slices, layout, chunk) for chunk in range(len(layout.chunks))])
         trained.step()
     pairs = list(zip(*versions, strict=True))

@@ -68,7 +68,7 @@ def requirements() -> dict[str, list[str]]:
     """Return what each lock begins from."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed, optional = project["project"]["dependencies"], project["project"]["optional-dependencies"]
-    workers = [*needed, *optional["s3"], *optional["sandbox"], *optional["environments"]]
+    workers = [*needed, *optional["s3"], *optional["environments"]]
     tables = [
         r for r in [*needed, *optional["s3"], *optional["encryption"]] if name_of(r) not in ONLY_WORKERS
     ]

@@ -35,9 +35,6 @@ class WeightChannel(Protocol):
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """Take a member's answer to an offer."""
 
-    def note_format(self, member_id: str, store_format: int) -> None:
-        """Note the newest format of the object store that a member reads, before its answer is taken."""
-
     def progress(
         self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
     ) -> None:
@@ -58,9 +55,6 @@ class WithoutMembers:
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """See `WeightChannel.acknowledge`."""
-
-    def note_format(self, member_id: str, store_format: int) -> None:
-        """See `WeightChannel.note_format`. A member with a link needs no store."""
 
     def progress(
         self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False

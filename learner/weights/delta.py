@@ -16,7 +16,6 @@ from learner.weights.store.version_source import VersionSource, WholeSlices
 from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
 from paceline.weights.manifest import TensorPlan
-from paceline.weights.store_format import NEWEST_FORMAT
 
 
 class DeltaChannel(WithoutMembers):
@@ -41,8 +40,6 @@ class DeltaChannel(WithoutMembers):
             self._tensors = plan_tensors(model, self._dtype)
             on_device = DeviceSnapshot(model, self._dtype, self._tiles)
             self._snapshot = on_device if on_device.fits() else None
-        if self._writer.format != NEWEST_FORMAT:
-            self._snapshot = None
         snapshot = self._snapshot
 
         def take(replaced: VersionSource | None) -> VersionSource:
@@ -92,7 +89,7 @@ class Rank0DeltaChannel(DeltaChannel):
     def write_snapshot(self) -> None:
         """See `WeightChannel.write_snapshot`."""
         self._offers.snapshot_ordered()
-        self._writer.put_snapshot(older_format=self._offers.needs_older_format)
+        self._writer.put_snapshot()
 
     def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
         """See `WeightChannel.set_members`."""
@@ -101,10 +98,6 @@ class Rank0DeltaChannel(DeltaChannel):
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """See `WeightChannel.acknowledge`."""
         self._offers.answer(member_id, version, ok, message, damaged)
-
-    def note_format(self, member_id: str, store_format: int) -> None:
-        """See `WeightChannel.note_format`."""
-        self._offers.note_format(member_id, store_format)
 
     def progress(
         self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False

@@ -5,7 +5,7 @@ Promise: `take` returns when nothing reads the model any more, so the next optim
 in host memory. The comparison costs a few passes over the rank's shards at the speed of the device's memory, and the memory
 of one copy in the published type.
 
-All elements are compared chunk by chunk, in the chunks of the store's newest format, by operations that wait for the device
+All elements are compared chunk by chunk, in the chunks of the store's format, by operations that wait for the device
 once a chunk: to learn how many elements changed.
 """
 
@@ -48,9 +48,7 @@ class DeviceSnapshot:
         chunk_elements: int = CHUNK_ELEMENTS,
     ) -> None:
         self._model, self._dtype, self._tiles = model, dtype, tiles
-        self.layout = RankLayout(
-            tuple(block for block, _ in self._boxes()), format=3, chunk_elements=chunk_elements
-        )
+        self.layout = RankLayout(tuple(block for block, _ in self._boxes()), chunk_elements)
         self._kept: list[Tensor] = []
         self._bounds: list[tuple[int, ...]] = []
 

@@ -2,7 +2,7 @@
 
 A gap g with parameter k is g >> k zeros and a one (the unary part), and k low bits (the low part: the lowest bits of all
 gaps, then the second ones, …), eight bits a byte. Where more than half of all numbers are there, the missing ones are
-coded instead. Sources as in `paceline/weights/rice_code.py`.
+coded instead. Sources: Golomb, "Run-length encodings" (1966); Rice and Plaunt (1971) for powers of two.
 
 The promise: `decode` returns what `encode` got, for the same count and size, or raises ValueError; it sets aside no more
 memory than `size` justifies.
@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from paceline.weights.rice_code import parameter
 
 Ascending = npt.NDArray[np.signedinteger[Any]]
 Bytes = npt.NDArray[np.uint8]
@@ -44,6 +42,15 @@ class Source(Protocol):
 
     def part(self, num_bytes: int) -> Bytes:
         """Return the next [num_bytes] bytes."""
+
+
+def parameter(count: int, size: int) -> int:
+    """The k with which `count` numbers below `size`, spread by chance, take the fewest bits.
+
+    The rule is floor(1 + log2(log(φ - 1) / log(1 - p))) with p = count / size and the golden ratio φ (Kiely, "Selecting the Golomb
+    parameter in Rice coding", 2004), with log(1 - p) taken as -p so that integers suffice: both sides must find the same.
+    """
+    return max(0, (9624 * size // (10_000 * max(1, count))).bit_length() - 1)
 
 
 def encode(numbers_K: Ascending, size: int) -> Gaps | None:

@@ -1,4 +1,4 @@
-"""NCCL's C interface, as far as a link between two GPUs needs it: no process group, no watchdog, nothing that blocks.
+"""NCCL's C interface, as far as sending between GPUs needs it: no process group, no watchdog, nothing that blocks.
 
 A communicator is made in non-blocking mode: every call returns at once, and `state` says when it is done or has failed. So a peer
 that never comes, or dies, costs a poll with a deadline and an `abort`, and touches no other communicator of the process.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import glob
 import sysconfig
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.errors import Unavailable
 
@@ -20,32 +20,6 @@ UNIQUE_ID_BYTES = 128
 SUCCESS, IN_PROGRESS = 0, 7
 UINT8 = 1
 MAGIC = 0xCAFEBEEF
-UNDEFINED = -(2**31)
-
-
-class NcclLibrary(Protocol):
-    """What a link calls. Handles are opaque. All methods but `version` raise Unavailable."""
-
-    def version(self) -> int:
-        """Return NCCL's version, such as 22907 for 2.29.7. Two versions never form a communicator."""
-
-    def unique_id(self) -> bytes:
-        """Return the id of a new communicator, for both sides."""
-
-    def begin(self, unique_id: bytes, rank: int, ranks: int) -> Any:
-        """Begin to form a communicator on the current device, and return its handle at once."""
-
-    def done(self, communicator: Any) -> bool:
-        """Return whether everything that was begun on the communicator's host side has ended. Raises Unavailable if it failed."""
-
-    def send(self, communicator: Any, pointer: int, size_bytes: int, peer: int, stream: int) -> None:
-        """Enqueue the bytes at `pointer` on a stream of the current device."""
-
-    def receive(self, communicator: Any, pointer: int, size_bytes: int, peer: int, stream: int) -> None:
-        """Enqueue receiving into the bytes at `pointer`."""
-
-    def abort(self, communicator: Any) -> None:
-        """End the communicator and all that is under way on it; kernels that wait for the peer return."""
 
 
 class _Config(ctypes.Structure):
@@ -64,7 +38,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class LoadedNccl:
-    """The library that torch brings along, or the system's."""
+    """The library that torch brings along, or the system's. Handles are opaque. All methods raise Unavailable."""
 
     def __init__(self) -> None:
         """Raises Unavailable where there is none."""
@@ -81,19 +55,19 @@ class LoadedNccl:
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
 
     def version(self) -> int:
-        """As `NcclLibrary.version`."""
+        """Return NCCL's version, such as 22907 for 2.29.7. Two versions never form a communicator."""
         found = ctypes.c_int()
         self._check(self._library.ncclGetVersion(ctypes.byref(found)))
         return found.value
 
     def unique_id(self) -> bytes:
-        """As `NcclLibrary.unique_id`."""
+        """Return the id of a new communicator, for both sides."""
         made = _UniqueId()
         self._check(self._library.ncclGetUniqueId(ctypes.byref(made)))
         return bytes(made)
 
     def begin(self, unique_id: bytes, rank: int, ranks: int) -> ctypes.c_void_p:
-        """As `NcclLibrary.begin`."""
+        """Begin to form a communicator on the current device, and return its handle at once."""
         communicator = ctypes.c_void_p()
         config = _Config(ctypes.sizeof(_Config), MAGIC, 21400, 0)
         given = _UniqueId.from_buffer_copy(unique_id)
@@ -104,7 +78,7 @@ class LoadedNccl:
         return communicator
 
     def done(self, communicator: ctypes.c_void_p) -> bool:
-        """As `NcclLibrary.done`."""
+        """Return whether everything that was begun on the communicator's host side has ended. Raises Unavailable if it failed."""
         state = ctypes.c_int()
         self._check(self._library.ncclCommGetAsyncError(communicator, ctypes.byref(state)))
         self._check(state.value)
@@ -113,17 +87,17 @@ class LoadedNccl:
     def send(
         self, communicator: ctypes.c_void_p, pointer: int, size_bytes: int, peer: int, stream: int
     ) -> None:
-        """As `NcclLibrary.send`."""
+        """Enqueue the bytes at `pointer` on a stream of the current device."""
         self._transfer(self._library.ncclSend, communicator, pointer, size_bytes, peer, stream)
 
     def receive(
         self, communicator: ctypes.c_void_p, pointer: int, size_bytes: int, peer: int, stream: int
     ) -> None:
-        """As `NcclLibrary.receive`."""
+        """Enqueue receiving into the bytes at `pointer`."""
         self._transfer(self._library.ncclRecv, communicator, pointer, size_bytes, peer, stream)
 
     def abort(self, communicator: ctypes.c_void_p) -> None:
-        """As `NcclLibrary.abort`."""
+        """End the communicator and all that is under way on it; kernels that wait for the peer return."""
         self._check(self._library.ncclCommAbort(communicator))
 
     def _transfer(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from paceline.errors import NotFound, PacelineError, Unavailable
-from paceline.files.storage import is_local, open_url
+from paceline.errors import NotFound
+from paceline.files.storage import is_local, open_url, unavailable
 
 WHOLE_BYTES = 64 << 20
 """Objects up to this size are written and read in one request; larger ones in pieces of this size."""
@@ -41,7 +41,7 @@ class WeightStore:
                 for chunk in chunks:
                     file.write(chunk)
         except Exception as error:  # every file system has errors of its own
-            raise _unavailable(f"{self.url}: {name} cannot be written", error) from error
+            raise unavailable(f"{self.url}: {name} cannot be written", error) from error
 
     def read(self, name: str, size_bytes: int | None = None) -> Buffer:
         """Return the object's bytes, of which there should be `size_bytes`. Raises NotFound and Unavailable."""
@@ -60,7 +60,7 @@ class WeightStore:
         except FileNotFoundError as error:
             raise NotFound(f"{self.url} has no {name}") from error
         except Exception as error:
-            raise _unavailable(f"{self.url}: {name} cannot be read", error) from error
+            raise unavailable(f"{self.url}: {name} cannot be read", error) from error
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Return bytes [start, end) of the object, or fewer if it ends before. Raises NotFound and Unavailable."""
@@ -69,7 +69,7 @@ class WeightStore:
         except FileNotFoundError as error:
             raise NotFound(f"{self.url} has no {name}") from error
         except Exception as error:
-            raise _unavailable(f"{self.url}: {name} cannot be read", error) from error
+            raise unavailable(f"{self.url}: {name} cannot be read", error) from error
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects, and folders that are empty without them. Missing objects are ignored. Raises
@@ -80,7 +80,7 @@ class WeightStore:
             except (FileNotFoundError, NotImplementedError):
                 continue
             except Exception as error:
-                raise _unavailable(f"{self.url}: {name} cannot be removed", error) from error
+                raise unavailable(f"{self.url}: {name} cannot be removed", error) from error
         if self.is_local:
             for folder in {name.rpartition("/")[0] for name in names} - {""}:
                 with contextlib.suppress(OSError):
@@ -92,9 +92,3 @@ class WeightStore:
             return [path.removeprefix(f"{self._root}/") for path in self._fs.find(self._root)]
         except (FileNotFoundError, NotImplementedError):
             return []
-
-
-def _unavailable(what: str, error: Exception) -> PacelineError:
-    if isinstance(error, PacelineError):
-        return error
-    return Unavailable(f"{what}: {type(error).__name__}: {error}")

@@ -3,8 +3,6 @@
 A part is a safetensors file with a header of ours in its metadata. A snapshot's tensors are the rank's blocks, in order and
 without gaps, so that a chunk is one run of the file; with one rank it is an ordinary model file. A delta's tensors are the
 coded chunks, named by their numbers, of which the header has the digests, so a reader may fetch some of them alone.
-
-Format 2 of the version before, which has slices for chunks, is read and can be written.
 """
 
 from __future__ import annotations
@@ -19,15 +17,12 @@ from paceline.errors import WireError
 from paceline.groups import Version
 from paceline.weights.manifest import DTYPE_BYTES, Algorithm, TensorPlan, algorithm_named
 from paceline.weights.object_store import Buffer
-from paceline.weights.store_format import FORMATS, Kind
+from paceline.weights.store_format import FORMAT, Kind
 from paceline.weights.store_layout import (
     FEWEST_CHUNK_ELEMENTS,
-    FORMAT_OF_SLICES,
     Block,
     RankLayout,
-    Slice,
     block_from,
-    block_of_slice,
 )
 
 METADATA_KEY = "paceline"
@@ -57,14 +52,13 @@ class ChunkNote(NamedTuple):
     checksum: str
     """Hex digest of the elements' bytes in this version."""
     digest: str
-    """Hex digest of the coded bytes of a delta; empty in a snapshot, where they are the elements' bytes, and in format 2."""
+    """Hex digest of the coded bytes of a delta; empty in a snapshot, where they are the elements' bytes."""
 
 
 @dataclass(frozen=True)
 class PartHeader:
     """Header of a part file."""
 
-    format: int
     kind: Kind
     run_id: str
     version: Version
@@ -73,38 +67,23 @@ class PartHeader:
     rank: int
     algorithm: Algorithm
     notes: tuple[ChunkNote, ...] = ()
-    """All chunks of a snapshot; of a delta those that changed. Empty in format 2."""
+    """All chunks of a snapshot; of a delta those that changed."""
     blocks: tuple[Block, ...] = ()
     """Of a snapshot."""
     chunk_elements: int = 0
-    slices: tuple[Slice, ...] = ()
-    """What format 2 has instead."""
 
     def layout(self, plans: Mapping[str, TensorPlan]) -> RankLayout:
         """Return the layout of a snapshot's part. Raises WireError unless its blocks are of these tensors."""
         try:
-            if self.format == FORMAT_OF_SLICES:
-                blocks = tuple(block_of_slice(piece, plans.get(piece.name)) for piece in self.slices)
-                return RankLayout(blocks, self.format)
             for block in self.blocks:
                 block.check(plans.get(block.name))
-            return RankLayout(self.blocks, self.format, self.chunk_elements)
+            return RankLayout(self.blocks, self.chunk_elements)
         except ValueError as error:
             raise WireError(f"part of rank {self.rank} has {error}") from None
 
     def notes_for(self, layout: RankLayout) -> tuple[ChunkNote, ...]:
         """Return the notes, whose chunks the layout has. Raises WireError."""
         notes = self.notes
-        if self.format != layout.format:
-            raise WireError(f"part of rank {self.rank} has format {self.format}, its base {layout.format}")
-        if self.format == FORMAT_OF_SLICES:
-            known = dict(zip(layout.chunk_of, layout.slices([""] * len(layout.blocks)), strict=True))
-            for piece in self.slices:
-                if known.get(piece.name) != piece._replace(checksum=""):
-                    raise WireError(
-                        f"slice {piece.name!r} [{piece.start}, +{piece.length}) of rank {self.rank} is not in the snapshot"
-                    )
-            notes = tuple(ChunkNote(layout.chunk_of[piece.name], piece.checksum, "") for piece in self.slices)
         chunks = {note.chunk for note in notes}
         if len(chunks) != len(notes) or not chunks <= set(range(len(layout.chunks))):
             raise WireError(
@@ -117,7 +96,7 @@ class PartHeader:
         notes = self.notes_for(layout)
         try:
             if self.kind == "delta":
-                return [places[self.delta_key(layout, note.chunk)] for note in notes]
+                return [places[str(note.chunk)] for note in notes]
             for key, block in zip(layout.keys, layout.blocks, strict=True):
                 start, end = places[key]
                 if end - start != block.rows * block.row_elements * DTYPE_BYTES[block.dtype]:
@@ -135,12 +114,6 @@ class PartHeader:
             found.append((start, start + layout.size_bytes(note.chunk)))
         return found
 
-    def delta_key(self, layout: RankLayout, chunk: int) -> str:
-        """Return the name of a coded chunk in the file."""
-        if self.format == FORMAT_OF_SLICES:
-            return layout.blocks[chunk].name
-        return str(chunk)
-
 
 class PartHead(NamedTuple):
     """What the first bytes of a part file say."""
@@ -152,60 +125,12 @@ class PartHead(NamedTuple):
     """Where the tensors begin."""
 
 
-def snapshot_header(
-    layout: RankLayout,
-    checksums: Sequence[str],
-    *,
-    run_id: str,
-    version: Version,
-    rank: int,
-    algorithm: Algorithm,
-) -> PartHeader:
-    """Return the header of a snapshot's part."""
-    if layout.format == FORMAT_OF_SLICES:
-        slices = tuple(layout.slices(checksums))
-        return PartHeader(layout.format, "anchor", run_id, version, None, rank, algorithm, slices=slices)
-    notes = tuple(ChunkNote(index, digest, "") for index, digest in enumerate(checksums))
-    return PartHeader(
-        layout.format,
-        "anchor",
-        run_id,
-        version,
-        None,
-        rank,
-        algorithm,
-        notes,
-        layout.blocks,
-        layout.chunk_elements,
-    )
-
-
-def delta_header(
-    layout: RankLayout,
-    notes: Sequence[ChunkNote],
-    *,
-    run_id: str,
-    version: Version,
-    base: Version,
-    rank: int,
-    algorithm: Algorithm,
-) -> PartHeader:
-    """Return the header of a delta's part."""
-    if layout.format == FORMAT_OF_SLICES:
-        whole = layout.slices([""] * len(layout.blocks))
-        slices = tuple(whole[note.chunk]._replace(checksum=note.checksum) for note in notes)
-        return PartHeader(layout.format, "delta", run_id, version, base, rank, algorithm, slices=slices)
-    return PartHeader(layout.format, "delta", run_id, version, base, rank, algorithm, tuple(notes))
-
-
 def part_chunks(
     header: PartHeader, tensors: Sequence[tuple[str, str, tuple[int, ...], Buffer]]
 ) -> list[Buffer]:
     """Return a part file in pieces: safetensors of (name, dtype as torch calls it, shape, bytes), without copying
     the bytes."""
-    newer = ("notes", "blocks", "chunk_elements")
-    unused = newer if header.format == FORMAT_OF_SLICES else ("slices",)
-    metadata = {key: value for key, value in asdict(header).items() if key not in unused}
+    metadata = {"format": FORMAT, **asdict(header)}
     document: dict[str, Any] = {
         "__metadata__": {METADATA_KEY: json.dumps(metadata, separators=(",", ":")), "format": "pt"}
     }
@@ -244,23 +169,21 @@ def read_head(data: Buffer, size_bytes: int) -> PartHead:
 
 
 def _header(raw: dict[str, Any]) -> PartHeader:
-    if raw["format"] not in FORMATS:
-        raise ValueError(f"format {raw['format']!r}")
-    chunk_elements = raw.get("chunk_elements", 0)
-    if type(chunk_elements) is not int or (raw.get("blocks") and chunk_elements < FEWEST_CHUNK_ELEMENTS):
+    if raw["format"] != FORMAT:
+        raise ValueError(f"format {raw['format']!r}, this side reads {FORMAT}")
+    chunk_elements = raw["chunk_elements"]
+    if type(chunk_elements) is not int or (raw["blocks"] and chunk_elements < FEWEST_CHUNK_ELEMENTS):
         raise ValueError(f"chunks of {chunk_elements!r} elements")
     return PartHeader(
-        format=raw["format"],
         kind=raw["kind"],
         run_id=raw["run_id"],
         version=Version(*raw["version"]),
         base=None if raw["base"] is None else Version(*raw["base"]),
         rank=raw["rank"],
         algorithm=algorithm_named(raw["algorithm"]),
-        notes=tuple(_note(item) for item in raw.get("notes", ())),
-        blocks=tuple(block_from(item) for item in raw.get("blocks", ())),
+        notes=tuple(_note(item) for item in raw["notes"]),
+        blocks=tuple(block_from(item) for item in raw["blocks"]),
         chunk_elements=chunk_elements,
-        slices=tuple(_slice(item) for item in raw.get("slices", ())),
     )
 
 
@@ -269,10 +192,3 @@ def _note(raw: Sequence[Any]) -> ChunkNote:
     if type(chunk) is not int:
         raise ValueError(f"chunk {chunk!r}")
     return ChunkNote(chunk, str(checksum), str(digest))
-
-
-def _slice(raw: Sequence[Any]) -> Slice:
-    name, start, length, digest = raw
-    if type(start) is not int or type(length) is not int or start < 0 or length <= 0:
-        raise ValueError(f"a slice of {length!r} elements from {start!r}")
-    return Slice(str(name), start, length, str(digest))

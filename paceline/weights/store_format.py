@@ -22,9 +22,8 @@ from paceline.groups import Version
 from paceline.weights.manifest import Algorithm, TensorPlan, algorithm_named, checksum, hasher
 from paceline.weights.object_store import Buffer
 
-FORMATS = (2, 3)
-"""Formats that are read. Both can be written, one in all versions of a chain."""
-NEWEST_FORMAT = 3
+FORMAT = 3
+"""Format of manifests and part files."""
 Kind = Literal["anchor", "delta"]
 
 
@@ -57,8 +56,7 @@ class StoredVersion:
     base_contents: tuple[str, ...] = ()
     """`contents` of the version before; empty for a snapshot."""
     heads: tuple[StoredObject, ...] = ()
-    """By rank: the part's head, the first bytes of the file. Empty in format 2."""
-    format: int = NEWEST_FORMAT
+    """By rank: the part's head, the first bytes of the file."""
 
     @property
     def size_bytes(self) -> int:
@@ -67,18 +65,15 @@ class StoredVersion:
 
     def to_bytes(self) -> bytes:
         """As JSON."""
-        document = asdict(self)
-        if self.format == FORMATS[0]:
-            del document["heads"]
-        return json.dumps(document, separators=(",", ":")).encode()
+        return json.dumps({**asdict(self), "format": FORMAT}, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> StoredVersion:
         """Read what `to_bytes` wrote. Raises WireError for anything else."""
         try:
             document = json.loads(bytes(data))
-            if document["format"] not in FORMATS:
-                raise ValueError(f"format {document['format']!r}")
+            if (found := document.pop("format")) != FORMAT:
+                raise ValueError(f"format {found!r}, this side reads {FORMAT}")
             if document["kind"] not in ("anchor", "delta"):
                 raise ValueError(f"kind {document['kind']!r}")
             algorithm_named(document["algorithm"])
@@ -94,14 +89,14 @@ class StoredVersion:
                 base_version=None if base_version is None else Version(*map(int, base_version)),
                 base=None if base is None else _stored(base),
                 base_contents=tuple(map(str, document.pop("base_contents"))),
-                heads=tuple(_stored(part) for part in document.pop("heads", ())),
+                heads=tuple(_stored(part) for part in document.pop("heads")),
                 **document,
             )
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise WireError(f"no manifest of stored weights: {str(error)[:200]!r}") from error
         if len(manifest.parts) != len(manifest.contents) or (manifest.kind == "delta") != (base is not None):
             raise WireError("manifest of stored weights contradicts itself: parts, contents or base")
-        if len(manifest.heads) != (len(manifest.parts) if manifest.format > FORMATS[0] else 0):
+        if len(manifest.heads) != len(manifest.parts):
             raise WireError("manifest of stored weights has not one head for each part")
         return manifest
 

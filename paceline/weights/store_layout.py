@@ -5,7 +5,7 @@ A *block* is a box of a tensor, in row-major order: the rank's shard on a mesh o
 most `CHUNK_ELEMENTS` unless a single row has more. So the shards of many ranks do not cost more than whole tensors, large
 tensors are coded in several threads, and a reader that needs a part of the model fetches the chunks that touch it.
 
-The promise: blocks and format alone give the chunks, on both sides.
+The promise: blocks and the chunks' size alone give the chunks, on both sides.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from paceline.weights.manifest import DTYPE_BYTES, MAX_DIMENSIONS, TensorPlan
 
 CHUNK_ELEMENTS = 1 << 22
 FEWEST_CHUNK_ELEMENTS = 64
-FORMAT_OF_SLICES = 2
-"""The format of the version before: every block is one chunk, and is whole rows of its tensor."""
 
 
 class Block(NamedTuple):
@@ -63,28 +61,16 @@ class Piece(NamedTuple):
     last: int
 
 
-class Slice(NamedTuple):
-    """Block and checksum in the format of the version before: elements [start, start + length) of a flattened tensor."""
-
-    name: str
-    start: int
-    length: int
-    checksum: str
-
-
 @dataclass(frozen=True)
 class RankLayout:
     """Blocks of one rank, and the chunks that they are cut into."""
 
     blocks: tuple[Block, ...]
-    format: int
     chunk_elements: int = CHUNK_ELEMENTS
 
     @cached_property
     def chunks(self) -> tuple[tuple[Piece, ...], ...]:
         """Pieces of each chunk."""
-        if self.format == FORMAT_OF_SLICES:
-            return tuple((Piece(index, 0, block.rows),) for index, block in enumerate(self.blocks))
         chunks: list[tuple[Piece, ...]] = []
         pieces: list[Piece] = []
         width, room = 0, 0
@@ -127,52 +113,10 @@ class RankLayout:
             keys.append(f"{block.name}#{number}" if number else block.name)
         return tuple(keys)
 
-    @cached_property
-    def chunk_of(self) -> dict[str, int]:
-        """Chunk of each block, by its tensor's name, in the format of slices."""
-        return {block.name: index for index, block in enumerate(self.blocks)}
-
     def contents(self, checksums: Sequence[str]) -> str:
         """Return a SHA-256 over blocks and the chunks' checksums: equal exactly where all elements are."""
-        if self.format == FORMAT_OF_SLICES:
-            return content_hash(self.slices(checksums))
         document = [self.chunk_elements, self.blocks, list(checksums)]
         return hashlib.sha256(json.dumps(document).encode()).hexdigest()
-
-    def slices(self, checksums: Sequence[str]) -> list[Slice]:
-        """Return the chunks as slices. Raises ValueError for a block that is not whole rows."""
-        return [
-            Slice(
-                block.name,
-                (block.offsets[0] if block.offsets else 0) * block.row_elements,
-                math.prod(block.shape),
-                digest,
-            )
-            for block, digest in zip(self.blocks, checksums, strict=True)
-        ]
-
-
-def content_hash(slices: Sequence[Slice]) -> str:
-    """SHA-256 over names, places and checksums: equal exactly where the slices are."""
-    return hashlib.sha256(json.dumps(sorted(slices)).encode()).hexdigest()
-
-
-def block_of_slice(piece: Slice, plan: TensorPlan | None) -> Block:
-    """Return the rows that a slice is. Raises ValueError."""
-    if plan is None or plan.same_as is not None:
-        raise ValueError(f"a slice of {piece.name!r}, which the model does not have")
-    row = math.prod(plan.shape[1:])
-    if not row or piece.start % row or piece.length % row:
-        raise ValueError(f"slice {piece.name!r} [{piece.start}, +{piece.length}) is not whole rows")
-    if not plan.shape:
-        block = Block(piece.name, plan.dtype, (), ())
-        if (piece.start, piece.length) != (0, 1):
-            raise ValueError(f"slice {piece.name!r} [{piece.start}, +{piece.length}) of a scalar")
-        return block
-    offsets = (piece.start // row, *(0 for _ in plan.shape[1:]))
-    block = Block(piece.name, plan.dtype, offsets, (piece.length // row, *plan.shape[1:]))
-    block.check(plan)
-    return block
 
 
 def block_from(raw: Sequence[Any]) -> Block:

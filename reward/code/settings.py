@@ -23,7 +23,7 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 class CodeSettings(Section):
     """`code_tests`."""
 
-    sandbox: Literal["auto", "sandlock", "bwrap", "landlock", "remote", "none"] = "auto"
+    sandbox: Literal["auto", "bwrap", "landlock", "remote", "none"] = "auto"
     """What isolates the programs: auto takes the first that holds on the worker's host, and the run is refused where none does."""
     url: str | None = None
     """Address of `remote`."""

@@ -16,11 +16,9 @@ from reward.sandbox.landlock import LandlockSandbox
 from reward.sandbox.protocol import Limits, Sandbox, SandboxFailed
 from reward.sandbox.readable import Readable
 from reward.sandbox.remote import RemoteSandbox
-from reward.sandbox.sandlock import SandlockSandbox
 from reward.sandbox.unconfined import NoSandbox
 
 LOCAL: Mapping[str, Callable[[Readable], Sandbox]] = {
-    "sandlock": SandlockSandbox,
     "bwrap": BwrapSandbox,
     "landlock": LandlockSandbox,
 }
@@ -72,8 +70,8 @@ def make_sandbox(name: str = "auto", *, readable: Sequence[str] = (), url: str |
             return made
         reasons.append(f"{candidate}: {made}")
     raise InvalidInput(
-        f"sandbox {name} does not hold on this host ({'; '.join(reasons)}); install bubblewrap or 'paceline[sandbox]', use a "
-        "kernel with Landlock, name a remote sandbox, or write sandbox: none for code that you trust"
+        f"sandbox {name} does not hold on this host ({'; '.join(reasons)}); install bubblewrap, use a kernel with "
+        "Landlock, name a remote sandbox, or write sandbox: none for code that you trust"
     )
 
 

@@ -45,7 +45,7 @@ class LandlockSandbox:
         if limits.processes > 1:
             raise InvalidInput(
                 f"sandbox limit processes is {limits.processes}, but backend landlock runs one process; "
-                "set processes to 1, or use bwrap or sandlock"
+                "set processes to 1, or use bwrap or a remote sandbox"
             )
         ready = new_ready()
         try:

@@ -62,7 +62,7 @@ def new_ready() -> str:
 
 
 class PopenChild:
-    """A child of this process, as `reward.sandbox.supervisor.Child`."""
+    """A started sandbox with the program in it: a child of this process."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PopenChild:
         helpers: int = 0,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start `argv` in `folder`. Raises OSError."""
+        """Start `argv` in `folder`. helpers: processes of the sandbox that are not the program's. Raises OSError."""
         self.helpers = helpers
         self._process = subprocess.Popen(
             list(argv),
@@ -90,11 +90,11 @@ class PopenChild:
         self.stdin, self.stdout, self.stderr = (_taken(getattr(self._process, name)) for name in STREAMS)
 
     def ended(self) -> bool:
-        """Return whether the process has ended."""
+        """Return whether the process has ended; does not wait."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kill the process, everything below it, and its process group."""
+        """Kill the process, everything below it, and its process group. Calling it again changes nothing."""
         if self._process.returncode is not None:
             return
         for pid in reversed(usage.descendants(self.pid)):
@@ -104,7 +104,7 @@ class PopenChild:
             os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for the end. Raises TimeoutError."""
+        """Wait for the end and return the exit code, negative for a signal. Raises TimeoutError."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -95,7 +95,7 @@ class Sandbox(Protocol):
     """One way of running programs that are not trusted. Used from several threads at a time."""
 
     name: str
-    """The backend's: `sandlock`, `bwrap`, `landlock`, `remote` or `none`."""
+    """The backend's: `bwrap`, `landlock`, `remote` or `none`."""
 
     def run(
         self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""

@@ -17,12 +17,6 @@ READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
 LOOKS = f"a look every {1000 * LOOK_S:.0f} ms"
 SOCKETS = "no sockets but pairs (filter of system calls)"
 MEANS = {
-    "sandlock": {
-        "files": "Landlock ABI {abi}: reads the interpreter, writes its folder; sees names and sizes outside",
-        "network": f"{SOCKETS}, Landlock",
-        "processes": "as many as allowed, signals among them (sandlock's supervisor, filter of system calls)",
-        "memory limit": f"address space of each process (RLIMIT_AS), resident memory of several ({LOOKS})",
-    },
     "bwrap": {
         "files": "mount namespace: sees the interpreter and its folder, which is a tmpfs of bounded size",
         "network": f"{SOCKETS}, network namespace",

@@ -13,6 +13,7 @@ from signal import SIGXCPU, SIGXFSZ
 from typing import Protocol
 
 from reward.sandbox import usage
+from reward.sandbox.launching import PopenChild
 from reward.sandbox.pipes import Pipes
 from reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
 
@@ -28,32 +29,6 @@ STARVED_SHARE = 0.1
 """Fraction of its time limit: a runnable program that got less of a processor is starved."""
 
 
-class Child(Protocol):
-    """A started sandbox with the program in it."""
-
-    pid: int
-    helpers: int
-    """Processes of the sandbox at `pid` and below that are not the program's."""
-    stdin: int
-    stdout: int
-    stderr: int
-
-    def ended(self) -> bool:
-        """Return whether the program has ended; does not wait."""
-        ...
-
-    def kill(self) -> None:
-        """Kill everything inside; calling it again changes nothing."""
-        ...
-
-    def wait(self, timeout_s: float) -> int:
-        """Wait for the end of a program that has ended or was killed; return its exit code, negative for a signal.
-
-        Raises TimeoutError.
-        """
-        ...
-
-
 class Files(Protocol):
     """The folder of a program."""
 
@@ -63,7 +38,7 @@ class Files(Protocol):
 
 
 def supervise(
-    start: Callable[[], Child],
+    start: Callable[[], PopenChild],
     limits: Limits,
     files: Files,
     ready: bytes,
@@ -111,7 +86,7 @@ def supervise(
     return _outcome(ending or ("output" if pipes.full else None), code, pipes, time.monotonic() - began_s)
 
 
-def _started(child: Child, pipes: Pipes, ready: bytes, until_s: float) -> bool:
+def _started(child: PopenChild, pipes: Pipes, ready: bytes, until_s: float) -> bool:
     """Serve the pipes until the program starts or the sandbox ends; return False where neither came in time.
 
     Until then the process is a copy of this one, whose memory is shared and would count as the program's, or the launcher.
@@ -124,7 +99,7 @@ def _started(child: Child, pipes: Pipes, ready: bytes, until_s: float) -> bool:
     return True
 
 
-def _watch(child: Child, pipes: Pipes, limits: Limits, files: Files) -> Ending | None:
+def _watch(child: PopenChild, pipes: Pipes, limits: Limits, files: Files) -> Ending | None:
     """Serve the pipes until the program ends; return the limit that it passed before, if it did."""
     started_s = time.monotonic()
     look_s = started_s + LOOK_S
@@ -147,7 +122,7 @@ def _watch(child: Child, pipes: Pipes, limits: Limits, files: Files) -> Ending |
     return None
 
 
-def _passed(child: Child, limits: Limits, pids: Sequence[int], used_bytes: int) -> Ending | None:
+def _passed(child: PopenChild, limits: Limits, pids: Sequence[int], used_bytes: int) -> Ending | None:
     """Return the limit that the program has passed by now."""
     if len(pids) > limits.processes + child.helpers:
         return "processes"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from paceline.errors import WireError
 from paceline.weights.manifest import Algorithm, checksum
 from paceline.weights.object_store import Buffer, WeightStore
-from paceline.weights.part_file import ChunkNote, PartHead, PartHeader, read_head
+from paceline.weights.part_file import ChunkNote, PartHead, read_head
 from paceline.weights.store_format import StoredObject, StoredVersion
 from rollout.weights.held_weights import HeldWeights
 
@@ -55,10 +55,8 @@ class PartFetcher:
         self._check(data, stored, algorithm)
         return data
 
-    def parts(
-        self, manifest: StoredVersion, held: HeldWeights
-    ) -> Iterator[tuple[int, PartHeader, list[Chunk]]]:
-        """Yield each part's rank, header and needed chunks, and note the checksums of all its chunks in `held`.
+    def parts(self, manifest: StoredVersion, held: HeldWeights) -> Iterator[tuple[int, list[Chunk]]]:
+        """Yield each part's rank and needed chunks, and note the checksums of all its chunks in `held`.
 
         A snapshot's layouts are added to `held` as well. Raises as `whole`.
         """
@@ -72,7 +70,7 @@ class PartFetcher:
                     waiting.append(self._helpers.submit(self._open, manifest, begun))
                     begun += 1
                 head, data = waiting.popleft().result()
-                yield rank, head.header, self._chunks(manifest, held, rank, head, data)
+                yield rank, self._chunks(manifest, held, rank, head, data)
         finally:
             for future in waiting:
                 future.cancel()
@@ -80,7 +78,7 @@ class PartFetcher:
     def _open(self, manifest: StoredVersion, rank: int) -> tuple[PartHead, Buffer | None]:
         """Return the head of a part, and the part where it was fetched whole."""
         stored = manifest.parts[rank]
-        if self._in_part and manifest.heads:
+        if self._in_part:
             head = manifest.heads[rank]
             data: Buffer = self._store.read_range(stored.name, 0, head.size_bytes)
             self._check(data, head._replace(name=stored.name), manifest.algorithm)
@@ -106,7 +104,7 @@ class PartFetcher:
             rank,
             manifest.algorithm,
         )
-        if (*found, header.format) != (*wanted, manifest.format):
+        if found != wanted:
             raise WireError(f"{stored.name} says that it is {found}, its manifest {wanted}")
         if manifest.kind == "anchor":
             layout = header.layout(held.plans)

@@ -22,12 +22,11 @@ import torch
 from paceline.errors import NotFound, PacelineError, WireError
 from paceline.groups import Version
 from paceline.host.cores import usable_cores
-from paceline.weights import delta_codec, sorted_delta_codec
+from paceline.weights import delta_codec
 from paceline.weights.object_store import Buffer, WeightStore
 from paceline.weights.offers import StoreOffer
-from paceline.weights.part_file import ChunkNote, PartHeader
+from paceline.weights.part_file import ChunkNote
 from paceline.weights.store_format import StoredObject, StoredVersion
-from paceline.weights.store_layout import FORMAT_OF_SLICES
 from rollout.weights.held_weights import HeldWeights
 from rollout.weights.part_fetcher import PartFetcher
 from rollout.weights.tensor_part import TensorPart
@@ -148,8 +147,8 @@ class StoreReader:
             raise WireError(f"{offer.snapshot.name} has other contents than {offer.manifest.name}")
         self._held = held = HeldWeights(snapshot, self._part)
         filling = _Chunks(self._helpers)
-        for rank, header, chunks in self._fetcher.parts(snapshot, held):
-            filling.add(self._fill, held, rank, header, chunks)
+        for rank, chunks in self._fetcher.parts(snapshot, held):
+            filling.add(self._fill, held, rank, chunks)
         filling.end()
         held.check_complete()
         _check_contents(held, snapshot)
@@ -167,10 +166,10 @@ class StoreReader:
                 held.version = manifest.version
                 change = self._change_and_check if manifest is deltas[-1] else self._change
                 changing = _Chunks(self._helpers)
-                for rank, header, chunks in self._fetcher.parts(manifest, held):
+                for rank, chunks in self._fetcher.parts(manifest, held):
                     changed = {(rank, note.chunk) for note, _ in chunks}
                     unchecked = unchecked - changed if manifest is deltas[-1] else unchecked | changed
-                    changing.add(change, held, rank, header, chunks)
+                    changing.add(change, held, rank, chunks)
                 changing.end()
             for rank, chunk in sorted(unchecked):
                 held.check(rank, chunk, held.read(rank, chunk)[0])
@@ -183,33 +182,24 @@ class StoreReader:
 
     # In the helpers' threads
 
-    def _fill(self, held: HeldWeights, rank: int, header: PartHeader, note: ChunkNote, data: Buffer) -> None:
+    def _fill(self, held: HeldWeights, rank: int, note: ChunkNote, data: Buffer) -> None:
         bits_N = np.frombuffer(data, f"u{held.layouts[rank].width(note.chunk)}")
         held.check(rank, note.chunk, bits_N)
         held.write(rank, note.chunk, bits_N)
 
     def _change(
-        self,
-        held: HeldWeights,
-        rank: int,
-        header: PartHeader,
-        note: ChunkNote,
-        data: Buffer,
-        must_check: bool = False,
+        self, held: HeldWeights, rank: int, note: ChunkNote, data: Buffer, must_check: bool = False
     ) -> None:
         bits_N, in_place = held.read(rank, note.chunk)
-        decode = sorted_delta_codec.decode if header.format == FORMAT_OF_SLICES else delta_codec.decode
-        positions_K, values_K = decode(bytes(data), bits_N)
+        positions_K, values_K = delta_codec.decode(data, bits_N)
         bits_N[positions_K] = values_K
         if not in_place:
             held.write(rank, note.chunk, bits_N)
         if must_check:
             held.check(rank, note.chunk, bits_N)
 
-    def _change_and_check(
-        self, held: HeldWeights, rank: int, header: PartHeader, note: ChunkNote, data: Buffer
-    ) -> None:
-        self._change(held, rank, header, note, data, must_check=True)
+    def _change_and_check(self, held: HeldWeights, rank: int, note: ChunkNote, data: Buffer) -> None:
+        self._change(held, rank, note, data, must_check=True)
 
     def _manifest(self, offer: StoreOffer, stored: StoredObject, version: Version) -> StoredVersion:
         data = self._fetcher.whole(stored, offer.algorithm)
@@ -229,18 +219,15 @@ class _Chunks:
 
     def add(
         self,
-        work: Callable[[HeldWeights, int, PartHeader, ChunkNote, Buffer], None],
+        work: Callable[[HeldWeights, int, ChunkNote, Buffer], None],
         held: HeldWeights,
         rank: int,
-        header: PartHeader,
         chunks: Iterable[tuple[ChunkNote, Buffer]],
     ) -> None:
         """Begin to work on the chunks of a part. Raises what the work on an earlier part has raised."""
         while len(self._parts) >= PARTS_IN_HAND:
             self._wait()
-        self._parts.append(
-            [self._helpers.submit(work, held, rank, header, note, data) for note, data in chunks]
-        )
+        self._parts.append([self._helpers.submit(work, held, rank, note, data) for note, data in chunks])
 
     def end(self) -> None:
         """Wait for everything. Raises the first error."""

@@ -7,7 +7,7 @@ from paceline.spec import RunSpec
 from paceline.user_code.box import why_no_isolation
 from services.local.machine_checks import Finding
 
-REMEDY = "install bubblewrap or 'paceline[sandbox]', or use a kernel with Landlock; docs/sandbox.md, for code rewards only"
+REMEDY = "install bubblewrap, or use a kernel with Landlock; docs/sandbox.md, for code rewards only"
 
 
 def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:

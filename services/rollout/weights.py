@@ -22,7 +22,6 @@ from paceline.weights.host_weights import HostWeights
 from paceline.weights.hosts.client import AgentClient
 from paceline.weights.link import first_line
 from paceline.weights.offers import LinkOffer, StoreOffer
-from paceline.weights.store_format import NEWEST_FORMAT
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine
 from rollout.weights.host_receiver import HostReceiver, check_plan
@@ -207,7 +206,6 @@ class RolloutWeights:
             pause_s=self._pause_s,
             swap_s=self._swap_s,
             damaged=damaged,
-            store_format=NEWEST_FORMAT,
         )
         ack.version.session, ack.version.step = version
         if transfer is not None:

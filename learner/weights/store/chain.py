@@ -60,10 +60,6 @@ class Chain:
         if self.newest is None:  # the first of a session has no delta
             self.newest, self.newest_version, self.contents = stored, manifest.version, manifest.contents
 
-    def begin_anew(self) -> None:
-        """Make the next snapshot the newest version, with no delta before it."""
-        self.newest = self.newest_version = None
-
     def snapshot_is_due(self) -> bool:
         """Return whether the interval is over, or a start from the last snapshot reads more in deltas than a new one has."""
         return (

@@ -13,10 +13,9 @@ import numpy as np
 
 from learner.weights.store.version_source import FoundChanges, KeptVersion, VersionSource, chunk_bits
 from paceline.groups import Version
-from paceline.weights import delta_codec, sorted_delta_codec
+from paceline.weights import delta_codec
 from paceline.weights.manifest import Algorithm, checksum
 from paceline.weights.part_file import ChunkNote
-from paceline.weights.store_layout import FORMAT_OF_SLICES
 
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
@@ -34,16 +33,12 @@ def coded_chunks(
     """Return the changed chunks and the new version to keep; `over` maps a function over chunks, in threads."""
 
     def noted(chunk: int, payload: bytes, bits_N: Any) -> CodedChunk:
-        coded = "" if kept.layout.format == FORMAT_OF_SLICES else checksum(payload, algorithm)
-        return CodedChunk(ChunkNote(chunk, checksum(bits_N.view(np.uint8), algorithm), coded), payload)
+        note = ChunkNote(chunk, checksum(bits_N.view(np.uint8), algorithm), checksum(payload, algorithm))
+        return CodedChunk(note, payload)
 
     def compared(chunk: int) -> CodedChunk | None:
-        base_N, new_N = kept.chunk(chunk), chunk_bits(slices, kept.layout, chunk)
-        if kept.layout.format == FORMAT_OF_SLICES:
-            changed_K = sorted_delta_codec.changed_positions(base_N, new_N)
-            payload = sorted_delta_codec.encode(base_N, new_N, changed_K) if len(changed_K) else None
-        else:
-            payload = delta_codec.encode(base_N, new_N)
+        new_N = chunk_bits(slices, kept.layout, chunk)
+        payload = delta_codec.encode(kept.chunk(chunk), new_N)
         return None if payload is None else noted(chunk, payload, new_N)
 
     def found(chunk: int) -> CodedChunk:

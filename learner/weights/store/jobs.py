@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from learner.weights.store.version_source import VersionSource
 from paceline.groups import Version
-from paceline.weights.store_format import NEWEST_FORMAT
 
 
 @dataclass
@@ -28,8 +27,6 @@ class Job:
     """This rank's elements; None: only a snapshot of the newest version."""
     wants_snapshot: bool
     staged_s: float
-    format: int = NEWEST_FORMAT
-    """The format to write."""
     begun: bool = False
     held: bool = False
     """True while `put` decides about it, so that it may not begin."""
@@ -51,7 +48,6 @@ class StoreJobs:
         take: Callable[[VersionSource | None], VersionSource] | None,
         *,
         wants_snapshot: bool,
-        format: int = NEWEST_FORMAT,
     ) -> None:
         """Add a job, or replace the last one that has not begun. A collective call.
 
@@ -69,10 +65,9 @@ class StoreJobs:
                 if source is not None:
                     last.version, last.source = version, source
                 last.wants_snapshot |= wants_snapshot
-                last.format = min(last.format, format)
             else:
                 self._count += 1
-                job = Job(self._count, version, source, wants_snapshot, time.monotonic(), format)
+                job = Job(self._count, version, source, wants_snapshot, time.monotonic())
                 self._jobs.append(job)
             if last is not None:
                 last.held = False

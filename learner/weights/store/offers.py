@@ -24,7 +24,6 @@ from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.manifest import Algorithm
 from paceline.weights.offers import StoreOffer
-from paceline.weights.store_format import FORMATS, NEWEST_FORMAT
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class StoreOffers:
         self._epoch = 0
         self._newest: Stored | None = None
         self._results: list[PublishResult] = []
-        self._wants_snapshot = self._needs_older_format = False
+        self._wants_snapshot = False
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="weight-offers", daemon=True)
@@ -79,23 +78,6 @@ class StoreOffers:
     def wants_snapshot(self) -> bool:
         """Return whether a member cannot read the newest version from the stored files, and needs a snapshot."""
         return self._wants_snapshot
-
-    @property
-    def needs_older_format(self) -> bool:
-        """Return whether a member reads the format before the newest only."""
-        return self._needs_older_format
-
-    def note_format(self, member_id: str, store_format: int) -> None:
-        """Note the newest format that a member reads: for one of the version before all members need a new snapshot."""
-        with self._changed:
-            if store_format < NEWEST_FORMAT and member_id in self._members and not self._needs_older_format:
-                log.warning(
-                    "%s is of the version before and reads the weight store's format %d only, in which this session "
-                    "goes on",
-                    member_id,
-                    FORMATS[0],
-                )
-                self._needs_older_format = self._wants_snapshot = True
 
     def announce(self, stored: Stored) -> None:
         """Offer a version that is complete in the store, or that has got a snapshot."""

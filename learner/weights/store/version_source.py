@@ -38,7 +38,7 @@ class ChunkChanges:
 
 @dataclass(frozen=True)
 class FoundChanges:
-    """What changed since the source before, by chunk of the newest format."""
+    """What changed since the source before, by chunk."""
 
     chunks: Mapping[int, ChunkChanges]
 

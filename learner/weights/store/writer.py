@@ -5,8 +5,7 @@ same order on all ranks. A version exists once rank 0 has written its manifest, 
 version of a session is a snapshot; later ones are deltas against the one before, and now and then a snapshot as well:
 every `anchor_interval` versions, when the deltas since the last one outweigh it, and after `put_snapshot`.
 
-Chunks are compared, coded and hashed in several threads. All versions of a chain have one format; when a member of the
-version before cannot read the newest, a new chain begins in the older one.
+Chunks are compared, coded and hashed in several threads.
 
 The thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A
 store that fails is tried again, with the reason in the log, until it works; training goes on. A waiting version is replaced
@@ -29,7 +28,6 @@ from learner.weights.store.chain import Chain, Stored
 from learner.weights.store.delta_chunks import CodedChunk, coded_chunks
 from learner.weights.store.jobs import Job, StoreJobs
 from learner.weights.store.version_source import (
-    FoundChanges,
     KeptVersion,
     VersionSource,
     WholeSlices,
@@ -40,10 +38,8 @@ from paceline.errors import PacelineError
 from paceline.groups import Version
 from paceline.weights.manifest import Algorithm, TensorPlan, checksum
 from paceline.weights.object_store import Buffer, WeightStore
-from paceline.weights.part_file import PartHeader, delta_header, part_chunks, snapshot_header
+from paceline.weights.part_file import ChunkNote, PartHeader, part_chunks
 from paceline.weights.store_format import (
-    FORMATS,
-    NEWEST_FORMAT,
     StoredObject,
     StoredVersion,
     digest_of,
@@ -94,10 +90,6 @@ class StoreWriter:
         self._algorithm: Algorithm = algorithm
         self._on_stored = on_stored
         self._tensors: tuple[TensorPlan, ...] = ()
-        self._any_rank = any_rank
-        self._format = NEWEST_FORMAT
-        self._has_boxes = False
-        """True where a slice is not whole rows of its tensor, which the older format cannot say."""
         self._jobs = StoreJobs(any_rank)
         self._closed = self._jobs.closed
         self._kept: KeptVersion | None = None
@@ -107,11 +99,6 @@ class StoreWriter:
         self._chain = Chain(anchor_interval, oldest_held) if rank == 0 else None
         self._thread = threading.Thread(target=self._run, name="weight-store", daemon=True)
         self._thread.start()
-
-    @property
-    def format(self) -> int:
-        """The format of the versions that are put from now on, the same on all ranks."""
-        return self._format
 
     def put(self, version: Version, slices: list[LocalSlice], tensors: tuple[TensorPlan, ...]) -> None:
         """Queue this rank's slices of `tensors` as `version`; they must not change any more. A collective call."""
@@ -129,14 +116,11 @@ class StoreWriter:
         that it returns are those since the version before that one.
         """
         self._tensors = tensors
-        self._jobs.put(version, take, wants_snapshot=False, format=self._format)
+        self._jobs.put(version, take, wants_snapshot=False)
 
-    def put_snapshot(self, older_format: bool = False) -> None:
-        """Queue a snapshot of the newest version, where any rank says so in the older format, like all versions after it.
-        A collective call."""
-        if self._any_rank(older_format) and not self._any_rank(self._has_boxes):
-            self._format = FORMATS[0]
-        self._jobs.put(Version(0, 0), None, wants_snapshot=True, format=self._format)
+    def put_snapshot(self) -> None:
+        """Queue a snapshot of the newest version. A collective call."""
+        self._jobs.put(Version(0, 0), None, wants_snapshot=True)
 
     def check(self) -> None:
         """Raise the error that ended the thread, if any."""
@@ -166,16 +150,9 @@ class StoreWriter:
 
     def _work_on(self, job: Job) -> None:
         before, wants_snapshot = self._kept, job.wants_snapshot
-        if before is not None and before.layout.format != job.format:
-            if isinstance(job.source, FoundChanges):
-                before = self._changed(before, job.version, job.source)
-            whole = job.source if isinstance(job.source, WholeSlices) else WholeSlices(before.slices)
-            self._kept = self._keep(before.version if job.source is None else job.version, whole, job.format)
-            if self._chain is not None:
-                self._chain.begin_anew()
-        elif job.source is not None and before is None:
+        if job.source is not None and before is None:
             assert isinstance(job.source, WholeSlices), "changes before the first version"
-            self._kept = self._keep(job.version, job.source, job.format)
+            self._kept = self._keep(job.version, job.source)
         elif job.source is not None and before is not None:
             coded, self._kept = coded_chunks(
                 before, job.version, job.source, self._algorithm, self._helpers.map
@@ -191,11 +168,8 @@ class StoreWriter:
         self._leave(f"anchor/{job.number}", part, self._kept)
         self._finish_snapshot(job, self._kept.version)
 
-    def _keep(self, version: Version, source: WholeSlices, format: int) -> KeptVersion:
-        blocks = tuple(part.block for part in source.slices)
-        layout = RankLayout(blocks, format, self._chunk_elements)
-        plans = {plan.name: plan for plan in self._tensors}
-        self._has_boxes = any(block.shape[1:] != plans[block.name].shape[1:] for block in blocks)
+    def _keep(self, version: Version, source: WholeSlices) -> KeptVersion:
+        layout = RankLayout(tuple(part.block for part in source.slices), self._chunk_elements)
         checksums = list(
             self._helpers.map(
                 lambda chunk: checksum(chunk_bits(source.slices, layout, chunk).view("u1"), self._algorithm),
@@ -204,38 +178,25 @@ class StoreWriter:
         )
         return KeptVersion(version, source.slices, layout, checksums)
 
-    def _changed(self, kept: KeptVersion, version: Version, source: FoundChanges) -> KeptVersion:
-        return coded_chunks(kept, version, source, self._algorithm, self._helpers.map)[1]
-
     def _write_delta(self, coded: list[CodedChunk], kept: KeptVersion, base: Version) -> Part:
-        header = delta_header(
-            kept.layout,
-            [chunk.note for chunk in coded],
-            run_id=self._run_id,
-            version=kept.version,
-            base=base,
-            rank=self._rank,
-            algorithm=self._algorithm,
-        )
+        notes = tuple(chunk.note for chunk in coded)
+        header = PartHeader("delta", self._run_id, kept.version, base, self._rank, self._algorithm, notes)
         tensors: list[tuple[str, str, tuple[int, ...], Buffer]] = [
-            (
-                header.delta_key(kept.layout, chunk.note.chunk),
-                "uint8",
-                (len(chunk.payload),),
-                chunk.payload,
-            )
-            for chunk in coded
+            (str(chunk.note.chunk), "uint8", (len(chunk.payload),), chunk.payload) for chunk in coded
         ]
         return self._write_part(header, tensors)
 
     def _write_snapshot(self, kept: KeptVersion) -> Part:
-        header = snapshot_header(
-            kept.layout,
-            kept.checksums,
-            run_id=self._run_id,
-            version=kept.version,
-            rank=self._rank,
-            algorithm=self._algorithm,
+        header = PartHeader(
+            "anchor",
+            self._run_id,
+            kept.version,
+            None,
+            self._rank,
+            self._algorithm,
+            tuple(ChunkNote(chunk, digest, "") for chunk, digest in enumerate(kept.checksums)),
+            kept.layout.blocks,
+            kept.layout.chunk_elements,
         )
         tensors: list[tuple[str, str, tuple[int, ...], Buffer]] = [
             (key, part.block.dtype, part.block.shape, part.data)
@@ -273,7 +234,6 @@ class StoreWriter:
                 base=chain.newest,
                 base_contents=chain.contents,
                 heads=heads,
-                format=job.format,
             )
             chain.add_delta(manifest, self._retried(lambda: self._write_manifest(manifest)))
             self._tell(job, manifest.size_bytes)
@@ -293,7 +253,6 @@ class StoreWriter:
                 contents,
                 tensors=self._tensors,
                 heads=heads,
-                format=job.format,
             )
             is_first = self._chain.newest is None
             self._chain.add_snapshot(manifest, self._retried(lambda: self._write_manifest(manifest)))

@@ -1151,7 +1151,6 @@ class WeightAck(_message.Message):
     SWAP_S_FIELD_NUMBER: _builtins.int
     DAMAGED_FIELD_NUMBER: _builtins.int
     HOST_TRANSFER_FIELD_NUMBER: _builtins.int
-    STORE_FORMAT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that the weights belong to."""
     member_id: _builtins.str
@@ -1168,8 +1167,6 @@ class WeightAck(_message.Message):
     """True when the object store can be read, but the version in it is damaged or incomplete: the learner writes a
     snapshot.
     """
-    store_format: _builtins.int
-    """Newest format of the object store that the member reads; 0 from one that reads format 2 only."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """The version."""
@@ -1190,11 +1187,10 @@ class WeightAck(_message.Message):
         swap_s: _builtins.float = ...,
         damaged: _builtins.bool = ...,
         host_transfer: Global___HostTransfer | None = ...,
-        store_format: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host_transfer", b"host_transfer", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "host_transfer", b"host_transfer", "member_id", b"member_id", "message", b"message", "ok", b"ok", "pause_s", b"pause_s", "run_id", b"run_id", "store_format", b"store_format", "swap_s", b"swap_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "host_transfer", b"host_transfer", "member_id", b"member_id", "message", b"message", "ok", b"ok", "pause_s", b"pause_s", "run_id", b"run_id", "swap_s", b"swap_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

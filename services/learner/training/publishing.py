@@ -76,7 +76,6 @@ class Publishing:
         """Take a member's answer to an offer."""
         if self._channel is not None and ack.run_id == self._assignment.run_id:
             version = Version(ack.version.session, ack.version.step)
-            self._channel.note_format(ack.member_id, ack.store_format)
             self._channel.acknowledge(ack.member_id, version, ack.ok, ack.message, ack.damaged)
 
     def progress(self, progress: worker_pb2.WeightProgress) -> None:

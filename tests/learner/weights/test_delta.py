@@ -10,7 +10,6 @@ from torch import nn
 from learner.weights.delta import DeltaChannel, Rank0DeltaChannel
 from learner.weights.store.version_source import WholeSlices
 from paceline.groups import Version
-from paceline.weights.store_format import NEWEST_FORMAT
 
 V1 = Version(1, 1)
 
@@ -18,7 +17,6 @@ V1 = Version(1, 1)
 def recorder() -> MagicMock:
     """A writer that takes each version at once, among others."""
     calls = MagicMock()
-    calls.writer.format = NEWEST_FORMAT
     calls.writer.take.side_effect = lambda version, take, tensors: calls.taken(take(None))
     return calls
 
@@ -32,12 +30,11 @@ def test_rank_0_writes_as_the_others_do_and_makes_the_offers() -> None:
     channel = Rank0DeltaChannel(calls.writer, calls.offers, torch.float32, calls.announce)
     channel.publish(V1, nn.Linear(2, 2))
     channel.write_snapshot()
-    channel.note_format("m", NEWEST_FORMAT)
     channel.acknowledge("m", V1, ok=True, message="", damaged=False)
     channel.close()
     assert names(calls) == [
         *("writer.take", "announce", "taken", "offers.snapshot_ordered", "writer.put_snapshot"),
-        *("offers.note_format", "offers.answer", "offers.close", "writer.close"),
+        *("offers.answer", "offers.close", "writer.close"),
     ]
     assert isinstance(calls.taken.call_args.args[0], WholeSlices)
 

@@ -1,9 +1,6 @@
-"""Changed elements as few bytes, by both codecs: round trips, known sizes, and input that no encoder has made."""
+"""Changed elements as few bytes: round trips, known sizes, and input that no encoder has made."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,40 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import WireError
-from paceline.weights import delta_codec, sorted_delta_codec
+from paceline.weights import delta_codec
 
 SIZE = 200_000
 
 
-@dataclass(frozen=True)
-class Codec:
-    encode: Callable[[np.ndarray, np.ndarray], bytes]
-    decode: Callable[[bytes, np.ndarray], tuple[np.ndarray, np.ndarray]]
-
-
-def encode_in_order(base_N: np.ndarray, new_N: np.ndarray) -> bytes:
+def encode(base_N: np.ndarray, new_N: np.ndarray) -> bytes:
     data = delta_codec.encode(base_N, new_N)
     assert data is not None
     return data
 
 
-def encode_sorted(base_N: np.ndarray, new_N: np.ndarray) -> bytes:
-    return sorted_delta_codec.encode(base_N, new_N, sorted_delta_codec.changed_positions(base_N, new_N))
-
-
-@pytest.fixture(
-    params=[Codec(encode_in_order, delta_codec.decode), Codec(encode_sorted, sorted_delta_codec.decode)],
-    ids=["in order", "sorted"],
-    scope="module",
-)
-def codec(request: pytest.FixtureRequest) -> Codec:
-    return request.param
-
-
-def round_trip(codec: Codec, base_N: np.ndarray, new_N: np.ndarray) -> int:
+def round_trip(base_N: np.ndarray, new_N: np.ndarray) -> int:
     """Decodes what was encoded, applies it twice, compares; returns the size in bytes."""
-    data = codec.encode(base_N, new_N)
-    positions_K, values_K = codec.decode(data, base_N)
+    data = encode(base_N, new_N)
+    positions_K, values_K = delta_codec.decode(data, base_N)
     np.testing.assert_array_equal(np.sort(positions_K), np.flatnonzero(base_N != new_N))
     applied_N = base_N.copy()
     for _ in range(2):
@@ -59,42 +37,42 @@ def some_bits(dtype: str, size: int = SIZE, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8"])
 @pytest.mark.parametrize("fraction", [1e-5, 1e-3, 0.01, 0.2, 0.6, 1.0])
-def test_any_density_and_width_comes_back(codec: Codec, dtype: str, fraction: float) -> None:
+def test_any_density_and_width_comes_back(dtype: str, fraction: float) -> None:
     base_N, new_N = some_bits(dtype), some_bits(dtype)
     count = max(1, int(SIZE * fraction))
     where_K = np.random.default_rng(1).choice(SIZE, count, replace=False)
     new_N[where_K] += 1  # wraps around at the largest value
-    round_trip(codec, base_N, new_N)
+    round_trip(base_N, new_N)
 
 
 @pytest.mark.parametrize(
     "positions", [[0], [SIZE - 1], [0, SIZE - 1], [254], [255], [256], [65535], [65536, 199_000]]
 )
-def test_gaps_around_the_escapes_come_back(codec: Codec, positions: list[int]) -> None:
+def test_gaps_around_the_escapes_come_back(positions: list[int]) -> None:
     base_N = some_bits("u2")
     new_N = base_N.copy()
     new_N[positions] ^= 0x8000
-    assert round_trip(codec, base_N, new_N) < 900
+    assert round_trip(base_N, new_N) < 900
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_values_come_back(codec: Codec, data: st.DataObject) -> None:
+def test_any_values_come_back(data: st.DataObject) -> None:
     base = data.draw(st.lists(st.integers(0, 65535), min_size=1, max_size=600))
     new = data.draw(st.lists(st.integers(0, 65535), min_size=len(base), max_size=len(base)))
     base_N, new_N = np.array(base, "u2"), np.array(new, "u2")
     if (base_N != new_N).any():
-        round_trip(codec, base_N, new_N)
+        round_trip(base_N, new_N)
 
 
-def test_one_percent_of_single_units_costs_less_than_eleven_bits_each(codec: Codec) -> None:
+def test_one_percent_of_single_units_costs_less_than_eleven_bits_each() -> None:
     """Entropy of a gap at density p = 0.01 is H(p)/p = 8.08 bits, a sign is 1 bit: 9.08 at best."""
     generator = np.random.default_rng(0)
     base_N = some_bits("u2")
     new_N = base_N.copy()
     where_K = np.flatnonzero(generator.random(SIZE) < 0.01)
     new_N[where_K] += np.where(generator.random(len(where_K)) < 0.5, 1, 65535).astype("u2")
-    assert 9.0 < round_trip(codec, base_N, new_N) * 8 / len(where_K) < 11.0
+    assert 9.0 < round_trip(base_N, new_N) * 8 / len(where_K) < 11.0
 
 
 def adam_like(lr: float, size: int = 400_000) -> tuple[np.ndarray, np.ndarray]:
@@ -116,30 +94,28 @@ def entropy_bits(values_N: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("lr", [1e-6, 3e-6, 1e-5])
-def test_a_step_costs_little_more_than_the_entropy_of_its_differences_by_exponent(
-    codec: Codec, lr: float
-) -> None:
+def test_a_step_costs_little_more_than_the_entropy_of_its_differences_by_exponent(lr: float) -> None:
     base_N, new_N = adam_like(lr)
     exponents_N = base_N >> 7 & 0xFF
     bound = sum(entropy_bits((new_N - base_N)[exponents_N == e]) for e in np.unique(exponents_N))
     all_alike = entropy_bits(new_N - base_N)
-    found = 8 * round_trip(codec, base_N, new_N)
+    found = 8 * round_trip(base_N, new_N)
     assert found < 1.15 * bound
     assert found < all_alike
 
 
-def test_an_outlier_does_not_take_the_classes_from_the_others(codec: Codec) -> None:
+def test_an_outlier_does_not_take_the_classes_from_the_others() -> None:
     base_N, new_N = adam_like(3e-6)
-    undisturbed = round_trip(codec, base_N, new_N)
+    undisturbed = round_trip(base_N, new_N)
     base_N[7] = new_N[7] = 0x7F00  # 1.7e38
-    assert round_trip(codec, base_N, new_N) <= undisturbed + 8
+    assert round_trip(base_N, new_N) <= undisturbed + 8
 
 
-def test_a_byte_that_is_cut_or_added_is_refused(codec: Codec) -> None:
+def test_a_byte_that_is_cut_or_added_is_refused() -> None:
     base_N = some_bits("u2")
     new_N = base_N.copy()
     new_N[::100] += 1
-    data = codec.encode(base_N, new_N)
+    data = encode(base_N, new_N)
     for broken in (
         b"",
         data[:5],
@@ -149,23 +125,23 @@ def test_a_byte_that_is_cut_or_added_is_refused(codec: Codec) -> None:
         data[:1] + b"\xff" * 8 + data[9:],
     ):
         with pytest.raises(WireError, match="is no delta"):
-            codec.decode(broken, base_N)
+            delta_codec.decode(broken, base_N)
     with pytest.raises(WireError):
-        codec.decode(data, base_N[:1000])
+        delta_codec.decode(data, base_N[:1000])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_flipped_bytes_never_do_worse_than_wrong_values(codec: Codec, seed: int) -> None:
+def test_flipped_bytes_never_do_worse_than_wrong_values(seed: int) -> None:
     base_N = some_bits("u2", 5000)
     new_N = base_N.copy()
     new_N[::37] += 1
-    data = bytearray(codec.encode(base_N, new_N))
+    data = bytearray(encode(base_N, new_N))
     generator = np.random.default_rng(seed)
     for _ in range(50):
         broken = bytearray(data)
         broken[generator.integers(len(data))] ^= 1 << int(generator.integers(8))
         try:
-            positions_K, values_K = codec.decode(bytes(broken), base_N)
+            positions_K, values_K = delta_codec.decode(bytes(broken), base_N)
         except WireError:
             continue
         assert len(positions_K) == len(values_K)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.weights.gap_code import Gaps, decode, encode
+from paceline.weights.gap_code import Gaps, decode, encode, parameter
 
 
 class Recorded:
@@ -77,3 +77,32 @@ def test_input_that_cannot_be_right_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"bits|gaps|bytes|elements|number"):
             decode(Recorded(broken), count, size)
+
+
+@pytest.mark.parametrize("density", [1e-4, 1e-3, 0.01, 0.05, 0.2, 0.35, 0.5])
+def test_the_parameter_costs_little_more_than_the_best_one(density: float) -> None:
+    size = 400_000
+    numbers = np.flatnonzero(np.random.default_rng(0).random(size) < density)
+    gaps = np.diff(numbers, prepend=-1) - 1
+    costs = [int((gaps >> k).sum()) + len(gaps) * (1 + k) for k in range(16)]
+    assert costs[parameter(len(numbers), size)] < 1.01 * min(costs)
+
+
+def test_the_parameter_of_nothing_and_of_everything() -> None:
+    assert parameter(0, 0) == 0
+    assert parameter(7, 7) == 0
+    assert parameter(1, 1 << 40) == 39
+
+
+def test_gaps_are_zeros_up_to_a_one_and_low_bits_lowest_first() -> None:
+    # k is 3 for 3 of 30: gaps 0, 5 and 13 are quotients 0, 0 and 1, and low parts 000, 101 and 101.
+    gaps = encode(np.array([0, 6, 20]), 30)
+    assert gaps is not None
+    assert parameter(3, 30) == 3
+    assert gaps.num_unary == 4
+    assert np.unpackbits(gaps.unary).tolist() == [1, 1, 0, 1, 0, 0, 0, 0]
+    assert [np.unpackbits(plane)[:3].tolist() for plane in gaps.low[:, None]] == [
+        [0, 1, 1],
+        [0, 0, 0],
+        [0, 1, 1],
+    ]

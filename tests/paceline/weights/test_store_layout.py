@@ -7,7 +7,7 @@ import math
 import pytest
 
 from paceline.weights.manifest import TensorPlan
-from paceline.weights.store_layout import Block, RankLayout, Slice, block_from, block_of_slice
+from paceline.weights.store_layout import Block, RankLayout, block_from
 
 BLOCKS = (
     Block("a", "bfloat16", (0, 0), (10, 30)),
@@ -20,7 +20,7 @@ BLOCKS = (
 
 
 def test_chunks_have_every_row_once_and_one_width() -> None:
-    layout = RankLayout(BLOCKS, 3, chunk_elements=100)
+    layout = RankLayout(BLOCKS, chunk_elements=100)
     rows: dict[int, list[tuple[int, int]]] = {}
     for chunk, pieces in enumerate(layout.chunks):
         elements = 0
@@ -38,16 +38,6 @@ def test_chunks_have_every_row_once_and_one_width() -> None:
     assert layout.keys == ("a", "b", "scalar", "wide", "a#1", "index")
 
 
-def test_in_the_format_before_every_block_is_a_chunk() -> None:
-    layout = RankLayout(BLOCKS[:4], 2, chunk_elements=100)
-    assert len(layout.chunks) == 4
-    slices = layout.slices(["1", "2", "3", "4"])
-    assert slices[1] == Slice("b", 4, 50, "2")
-    plans = {"a": TensorPlan("a", "bfloat16", (10, 30)), "scalar": TensorPlan("scalar", "bfloat16", ())}
-    assert block_of_slice(slices[0], plans["a"]) == BLOCKS[0]
-    assert block_of_slice(slices[2], plans["scalar"]) == BLOCKS[2]
-
-
 @pytest.mark.parametrize(
     ("offsets", "shape"),
     [((0, 0), (11, 30)), ((5, 0), (6, 30)), ((0,), (10,)), ((0, 0), (10, 0)), ((-1, 0), (2, 3))],
@@ -58,11 +48,9 @@ def test_a_block_outside_its_tensor_is_refused(offsets: tuple[int, ...], shape: 
         block.check(TensorPlan("a", "bfloat16", (10, 30)))
 
 
-def test_a_slice_of_half_rows_and_a_document_of_nonsense_are_refused() -> None:
-    with pytest.raises(ValueError, match="not whole rows"):
-        block_of_slice(Slice("a", 15, 30, ""), TensorPlan("a", "bfloat16", (10, 30)))
+def test_a_block_of_no_tensor_and_a_document_of_nonsense_are_refused() -> None:
     with pytest.raises(ValueError, match="does not have"):
-        block_of_slice(Slice("a", 0, 30, ""), None)
+        BLOCKS[0].check(None)
     for raw in (["a", "float3", [0], [1]], ["a", "bfloat16", [0], [1, 2]], ["a", "bfloat16", [0.5], [1]]):
         with pytest.raises(ValueError, match="a block 'a'"):
             block_from(raw)

@@ -79,7 +79,6 @@ def test_a_member_s_answer_and_progress_reach_the_channel(monkeypatch: pytest.Mo
     bench.publishing.acknowledge(ack)
     bench.publishing.progress(progress)
     assert bench.channel.mock_calls == [
-        call.note_format("m", 0),
         call.acknowledge("m", Version(3, 2), True, "held", False),
         call.progress("m", Version(3, 2), 7, True),
     ]
