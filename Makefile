@@ -48,7 +48,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow test-torch-floor chaos bitflips hosts strangers meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks audit pages site clean
+.PHONY: help demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow test-torch-floor chaos hosts strangers meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks audit pages site clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -90,9 +90,6 @@ test-torch-floor: $(FLOOR_STAMP) ## Run the learner's and the engine's tests wit
 
 chaos: $(STAMP) ## Kill, stop, cut off and lie to every role in short runs (CHAOS="--faults 100 --seed 1")
 	$(BIN)/python tests/chaos/campaign.py $(CHAOS)
-
-bitflips: $(STAMP) ## Flip single bits of a ledger's SQLite file and count those that verify finds (BITFLIPS="--flips 300 --seed 1")
-	$(BIN)/python tests/chaos/bitflips.py $(BITFLIPS)
 
 hosts: $(STAMP) ## Train on hosts that share nothing but a network, through the loss of a learner's node (HOSTS="--steps 60"); needs root
 	$(BIN)/python tests/hosts/hosts_campaign.py $(HOSTS)

@@ -1,8 +1,8 @@
 """Single bits that the disk changes: in a segment, a checkpoint, its manifest, the SQLite file or an exported model.
 
 Each is noticed by `paceline ledger verify`, which is asked before the bit is put right. A bit of the SQLite file is met
-and put right as a person would: with the coordinator stopped, by `ledger verify --repair`, or where that leaves a problem by
-the copy from before. The others stay until their time is over; then the bit is put back, because some of what it has changed
+and put right as a person would: with the coordinator stopped, by the copy from before, unless verify finds nothing. The
+others stay until their time is over; then the bit is put back, because some of what it has changed
 exists only once (a group that was trained), and a run that was paused for it is resumed.
 """
 
@@ -22,9 +22,8 @@ from typing import TypeVar
 from chaos_watch import coordinator_address, progress
 
 from paceline.client import Client
-from paceline.errors import Conflict, LedgerFault, PacelineError
+from paceline.errors import Conflict, PacelineError
 from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
-from services.coordinator.audit.repair import repair
 from services.coordinator.audit.verify import verify
 from services.coordinator.ledger.connection import lock_ledger
 from services.coordinator.ledger.ledger import Ledger
@@ -180,14 +179,10 @@ class Corruption:
             self.not_found.append(f"{bit}: verify finds {report.problems or 'nothing'}")
 
     def _repair(self, bit: Bit, run_id: str) -> None:
-        try:
-            self._while_stopped(lambda: repair(self._path, lambda line: log.info("repair: %s", line)))
-        except LedgerFault as fault:
-            log.info("repair: %s", fault)
         with self._stopped():
             left = self._problems(run_id)
             if left:
-                log.info("%s: repair leaves %s; the copy from before is put back", bit, left)
+                log.info("%s: verify finds %s; the copy from before is put back", bit, left)
                 for suffix in ("-wal", "-shm"):
                     self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
                 self._path.write_bytes(self._copy.read_bytes())

@@ -45,7 +45,7 @@ def ledger() -> None:
     "--repair",
     "repairs",
     is_flag=True,
-    help="Repair damage first, as far as possible. Stop the coordinator before.",
+    help="First have untrained groups that cannot be read generated again, and mark damaged checkpoints. Stop the coordinator before.",
 )
 @source_options
 @json_option

@@ -1,23 +1,17 @@
-"""Comparison of the journals of open groups with their arrays, and of ended lives with the groups; a part of `verify`. Repair
-of journals with turns that are lost.
-"""
+"""Comparison of the journals of open groups with their arrays, and of ended lives with the groups; a part of `verify`."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from paceline.episodes import TurnArrays
 from paceline.groups import Version
 from services.coordinator.audit.evidence import read_checked
-from services.coordinator.exchange.batches import damaged_groups
-from services.coordinator.exchange.state import ActiveRun, Exchange
 from services.coordinator.exchange.uploads.turn_checks import context_digest, turn_digest
 from services.coordinator.ledger.groups import State
 from services.coordinator.ledger.integrity.report import VerifyReport
-from services.coordinator.ledger.segments import DamagedRecord
 
 if TYPE_CHECKING:
     from services.coordinator.audit.record import Record
@@ -135,45 +129,3 @@ def _groups(record: Record, report: VerifyReport, turns: list[sqlite3.Row], ende
             report.problem(
                 f"groups {missing[:5]}", f"they have rows in the table {table}, but are not on record"
             )
-
-
-def repair(exchange: Exchange, run: ActiveRun, say: Callable[[str], None]) -> None:
-    """Repair the journals of a run's open groups. Of a life whose rows have a gap, the turns before the gap stay; a life with
-    arrays that cannot be read ends, as it would in the exchange. Then every open group has the tokens of its journal.
-    """
-    ledger = exchange.ledger
-    waiting = ledger.db.execute(
-        "SELECT group_id FROM groups WHERE run_id = ? AND state IN ('admitted', 'leased')", (run.run_id,)
-    ).fetchall()
-    if not run.spec.environment.is_used:
-        return
-    for (group_id,) in waiting:
-        _remove_after_gaps(exchange, run, group_id, say)
-        for turn in ledger.episodes.of_group(run.run_id, group_id):
-            try:
-                ledger.payloads.payload(turn).read()
-            except DamagedRecord as damaged:
-                damaged_groups.handle_damaged(exchange, run, damaged)
-                say(f"group {group_id}: sample {turn['sample']} begins again: {damaged}")
-        row, total = exchange.group(run, group_id), ledger.episodes.total(run.run_id, group_id)
-        if row is not None and (row["tokens"], row["oldest_step"]) != total:
-            exchange.groups.set_journal(run.run_id, group_id, *total)
-            say(
-                f"group {group_id}: it has the {total.tokens} tokens of its journal, on record were {row['tokens']}"
-            )
-
-
-def _remove_after_gaps(exchange: Exchange, run: ActiveRun, group_id: int, say: Callable[[str], None]) -> None:
-    """Remove the turns of current lives that follow a missing one, and turns of lives that have ended."""
-    ledger = exchange.ledger
-    lives, next_turns = ledger.episodes.lives_of_group(run.run_id, group_id), dict[int, int]()
-    for turn in ledger.episodes.of_group(run.run_id, group_id):
-        sample = turn["sample"]
-        current = lives[sample].current if sample in lives else 1
-        if turn["life"] == current and turn["turn"] == next_turns.get(sample, 0):
-            next_turns[sample] = turn["turn"] + 1
-            continue
-        ledger.note_removed_records(ledger.episodes.remove_turn(turn))
-        say(
-            f"group {group_id}: turn {turn['turn']} of sample {sample} was taken out, because one before it is lost"
-        )

@@ -101,7 +101,7 @@ class LedgerFile:
                 check_open_runs(self.db, path)
                 row_checksums.keep(self.db)
             self.term = self._meta("term") if read_only else self._next_term(is_backup=is_backup)
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # SQLite quotes what is damaged
+        except (sqlite3.DatabaseError, TypeError, ValueError) as error:  # SQLite quotes what is damaged
             self.close()
             raise Conflict(f"{path} is no ledger, or a damaged one: {error}; {RESTORE}") from None
         except BaseException:

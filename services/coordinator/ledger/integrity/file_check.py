@@ -10,33 +10,15 @@ from typing import Any, NamedTuple
 
 from services.coordinator.ledger.integrity import row_checksums
 from services.coordinator.ledger.integrity.report import REMEDY, UNREADABLE, VerifyReport
-from services.coordinator.ledger.integrity.row_checksums import Table
 from services.coordinator.ledger.schema import SCHEMA
-
-MAX_SEARCHED_ROWS = 20
-"""Rows in which the changed bit is searched; a file with more of them is past help."""
 
 
 class DamagedRow(NamedTuple):
     """A row that does not match its checksum."""
 
-    table: Table
+    name: str
+    """Name for messages: its table and its primary key."""
     values: dict[str, Any]
-    seal: int | None
-    """Checksum in the file."""
-    change: row_checksums.Change | None
-    """The changed bit, if it is a single one."""
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Primary key as the file has it."""
-        return tuple(self.values[column] for column in self.table.key)
-
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        key = ", ".join(f"{column} {value!r}" for column, value in zip(self.table.key, self.key, strict=True))
-        return f"table {self.table.name}, row {key}"
 
 
 def check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
@@ -60,10 +42,7 @@ def _decoded(content: bytes) -> str:
 
 
 def _check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
-    with report.reading("the SQLite file"):
-        for (line,) in db.execute("PRAGMA integrity_check(20)").fetchall():
-            if line != "ok":
-                report.problem("the SQLite file", f"{line}; {REMEDY}")
+    check_pages(db, report)
     with report.reading("the SQLite file", "its list of tables"):
         _compare_schema(db, report)
     sealed = 0
@@ -74,35 +53,33 @@ def _check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
                     pass  # every row is read; in a backup the table has the bulk of all groups
                 continue
             for damaged in damaged_rows(db, name):
-                report.problem(damaged.name, _describe(damaged))
+                report.problem(damaged.name, f"it does not give the checksum beside it; {REMEDY}")
             sealed += db.execute(f"SELECT COUNT(*) FROM {name} WHERE seal IS NOT NULL").fetchone()[0]
     report.facts["sealed_rows"] = sealed
 
 
+def check_pages(db: sqlite3.Connection, report: VerifyReport) -> None:
+    """Report every problem that SQLite's own check finds."""
+    with report.reading("the SQLite file"):
+        for (line,) in db.execute("PRAGMA integrity_check(20)").fetchall():
+            if line != "ok":
+                report.problem("the SQLite file", f"{line}; {REMEDY}")
+
+
 def damaged_rows(db: sqlite3.Connection, name: str) -> Iterator[DamagedRow]:
     """Yield the rows of a table that do not match their checksum, or lack a checksum that they should have."""
-    table, searched = row_checksums.tables()[name], 0
+    table = row_checksums.tables()[name]
     columns = (*table.columns, *sorted({*table.key} - {*table.columns}))
     needed = row_checksums.SEALED[name].format(row=name) or "TRUE"
     rows = db.execute(f"SELECT {', '.join(columns)}, seal, {needed} FROM {name}")
     for *cells, seal, is_needed in rows:
-        values = tuple(cells[: len(table.columns)])
         if seal is None and not is_needed:
             continue
-        if seal is not None and row_checksums.checksum(*values) == seal:
+        if seal is not None and row_checksums.checksum(*cells[: len(table.columns)]) == seal:
             continue
-        change = None
-        if seal is not None and searched < MAX_SEARCHED_ROWS:
-            searched, change = searched + 1, row_checksums.find_change(table, values, seal)
-        yield DamagedRow(table, dict(zip(columns, cells, strict=True)), seal, change)
-
-
-def _describe(damaged: DamagedRow) -> str:
-    if damaged.change is None:
-        return f"it does not give the checksum beside it; {REMEDY}"
-    if damaged.change.column == "seal":
-        return "one bit of its checksum (column seal) has changed; `paceline ledger verify --repair` puts it right"
-    return f"one bit of its column {damaged.change.column} has changed; `paceline ledger verify --repair` puts it right"
+        values = dict(zip(columns, cells, strict=True))
+        key = ", ".join(f"{column} {values[column]!r}" for column in table.key)
+        yield DamagedRow(f"table {name}, row {key}", values)
 
 
 def _compare_schema(db: sqlite3.Connection, report: VerifyReport) -> None:

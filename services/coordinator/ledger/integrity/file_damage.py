@@ -40,8 +40,7 @@ def check_open_runs(db: sqlite3.Connection, path: Path) -> None:
     with tolerant(db):
         for damaged in damaged_rows(db, "runs"):
             if damaged.values["state"] not in ("succeeded", "failed", "cancelled"):
-                column = f", column {damaged.change.column}" if damaged.change else ""
-                raise Conflict(sentence(path, f"{damaged.name}{column} is not what was written"))
+                raise Conflict(sentence(path, f"{damaged.name} is not what was written"))
 
 
 @contextlib.contextmanager

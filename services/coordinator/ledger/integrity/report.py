@@ -25,7 +25,7 @@ UNREADABLE = (
 )
 """Errors of a comparison whose records are of another kind than was written."""
 
-REMEDY = "restore a backup, or run `paceline ledger verify --repair`"
+REMEDY = "restore a backup, or what `sqlite3 .recover` can read (docs/operate.md)"
 
 MAX_TEXT = 500
 """Characters of a problem: a damaged record can be of any length."""

@@ -5,8 +5,6 @@ over all other columns. Triggers of the writer's own connection keep it, so no s
 file, and so a row that another program has changed is found as well. Groups are sealed when they are trained or
 dropped, by the statements that end them (`assignment`): before that they change several times, each time a trigger
 would cost as much as the statement, and their state after each change is compared with other records.
-
-A single changed bit can be found again from the checksum, and then the row as it was.
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sqlite3
-import struct
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 from zlib import crc32
 
 from services.coordinator.ledger.schema import SCHEMA
@@ -49,9 +46,6 @@ UNSEALED = {
 """Columns that change with every lease, which verify compares with the groups, and those of bytes that a backup moves into
 the row, which have checksums of their own."""
 
-MAX_SEARCH_BYTES = 8192
-"""Size of a row in which a changed bit is searched: the time grows with the square of its size."""
-
 
 class Table(NamedTuple):
     """A table of the schema."""
@@ -61,14 +55,6 @@ class Table(NamedTuple):
     """Sealed columns, ordered by name, because an upgrade appends columns."""
     key: tuple[str, ...]
     """Columns of its primary key."""
-
-
-class Change(NamedTuple):
-    """A bit of a row that has changed."""
-
-    column: str
-    """Name of the column; `seal`: the row is right, and its checksum is not."""
-    was: Any
 
 
 @functools.cache
@@ -126,54 +112,3 @@ def keep(db: sqlite3.Connection) -> None:
                 f"CREATE TEMP TRIGGER seal_{name}_{event[:6].lower()} AFTER {event} ON main.{name} {when}"
                 f" BEGIN UPDATE {name} SET seal = {value} WHERE {of_key}; END"
             )
-
-
-def find_change(table: Table, values: tuple[Any, ...], seal: int) -> Change | None:
-    """Return the single bit that has changed in a row whose values no longer match the seal; None when more has
-    changed.
-    """
-    given = checksum(*values)
-    if isinstance(seal, int) and 0 <= seal < 1 << 32 and (given ^ seal).bit_count() == 1:
-        return Change("seal", given)
-    if sum(len(value) if isinstance(value, str | bytes) else 8 for value in values) > MAX_SEARCH_BYTES:
-        return None
-    for index, value in enumerate(values):
-        before, after = values[:index], values[index + 1 :]
-        for candidate in _one_bit_away(value):
-            if checksum(*before, candidate, *after) == seal:
-                return Change(table.columns[index], candidate)
-    return None
-
-
-def _one_bit_away(value: object) -> Iterator[Any]:
-    """Yield every value that differs from this value in one bit of what SQLite stores."""
-    if isinstance(value, str):
-        content = bytearray(value.encode(errors="surrogateescape"))
-        yield bytes(content)  # the bit that tells text from bytes
-        for changed in _flips(content):
-            with contextlib.suppress(UnicodeDecodeError):
-                yield changed.decode()
-    elif isinstance(value, bytes):
-        with contextlib.suppress(UnicodeDecodeError):
-            yield value.decode()
-        yield from _flips(bytearray(value))
-    elif isinstance(value, float):
-        yield from (
-            struct.unpack(">d", changed)[0] for changed in _flips(bytearray(struct.pack(">d", value)))
-        )
-        yield struct.unpack(">q", struct.pack(">d", value))[0]
-    else:  # a small number, or no value, can be in the row's header: 0, 1 and NULL have codes of their own
-        number = value if isinstance(value, int) else 0
-        yield from (None, 0, 1)
-        yield from (
-            struct.unpack(">q", changed)[0] for changed in _flips(bytearray(struct.pack(">q", number)))
-        )
-        yield struct.unpack(">d", struct.pack(">q", number))[0]
-
-
-def _flips(content: bytearray) -> Iterator[bytes]:
-    for index in range(len(content)):
-        for bit in range(8):
-            content[index] ^= 1 << bit
-            yield bytes(content)
-            content[index] ^= 1 << bit

@@ -143,13 +143,6 @@ class Episodes:
             (run_id, group_id),
         ).fetchall()
 
-    def remove_turn(self, turn: sqlite3.Row) -> list[sqlite3.Row]:
-        """Remove a turn. Return its (segment, start)."""
-        return self._db.execute(
-            f"DELETE FROM episodes WHERE {OF_SAMPLE} AND turn = ? RETURNING segment, start",
-            (turn["run_id"], turn["group_id"], turn["sample"], turn["life"], turn["turn"]),
-        ).fetchall()
-
     # Lives
 
     def lives(self, run_id: str, group_id: int, sample: int) -> Lives:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,38 +107,6 @@ def closed(make_world: MakeWorld, tmp_path: Path) -> World:
     world.ledger.close()
     assert problems(world.path, world.run_id) == []
     return world
-
-
-@pytest.fixture
-def spoiled(make_world: MakeWorld, tmp_path: Path) -> Callable[[str], tuple[World, list[str]]]:
-    """Return a function that changes a closed ledger by SQL and repairs it."""
-
-    def spoil(change: str) -> tuple[World, list[str]]:
-        world = closed(make_world, tmp_path)
-        with contextlib.closing(opened(world.path)) as db:
-            db.executescript(change)
-        assert problems(world.path, world.run_id)
-        lines: list[str] = []
-        repair(world.path, lines.append)
-        assert problems(world.path, world.run_id) == []
-        world.ledger = Ledger(world.path)
-        return world, lines
-
-    return spoil
-
-
-def test_a_changed_bit_of_a_turn_is_put_back(spoiled: Callable[[str], tuple[World, list[str]]]) -> None:
-    world, lines = spoiled("UPDATE episodes SET row_tokens = row_tokens + 16 WHERE sample = 1")
-    assert any("its column row_tokens was put back" in line for line in lines), lines
-    assert world.ledger.episodes.row_tokens(world.run_id, 2, 1, 1, 0) == 5
-
-
-def test_turns_behind_a_lost_one_are_taken_out(spoiled: Callable[[str], tuple[World, list[str]]]) -> None:
-    world, lines = spoiled("UPDATE episodes SET digest = 'nothing like it' WHERE sample = 0 AND turn = 1")
-    assert any("turn 2 of sample 0 was taken out" in line for line in lines), lines
-    turns = world.ledger.episodes.of_group(world.run_id, 2)
-    assert [(turn["sample"], turn["turn"]) for turn in turns] == [(0, 0), (1, 0)]
-    assert world.ledger.group_queries.open_tokens(world.run_id) == 6
 
 
 def test_lost_arrays_of_a_turn_end_its_life(make_world: MakeWorld, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from services.coordinator.ledger.backup import back_up
 from services.coordinator.ledger.ledger import Ledger
 from services.coordinator.main import main as coordinator
 
-HELP = "restore a backup, or run `paceline ledger verify --repair`"
+HELP = "restore a backup, or what `sqlite3 .recover` can read (docs/operate.md)"
 
 
 @pytest.fixture
@@ -73,6 +73,10 @@ def damage_text(folder: Path) -> None:
     change(folder, "UPDATE groups SET functions = CAST(x'fe' AS TEXT)")
 
 
+def damage_term(folder: Path) -> None:
+    change(folder, "UPDATE meta SET value = x'ff' WHERE key = 'term'")
+
+
 def damage_schema(folder: Path) -> None:
     """SQLite's message quotes what is no text any more."""
     path = folder / "ledger.sqlite"
@@ -81,7 +85,10 @@ def damage_schema(folder: Path) -> None:
     path.write_bytes(data)
 
 
-DAMAGES: list[Callable[[Path], None]] = [zero_header, truncate, smash_groups, damage_text, damage_schema]
+DAMAGES: list[Callable[[Path], None]] = [
+    *(zero_header, truncate, smash_groups, damage_text, damage_term),
+    damage_schema,
+]
 COMMANDS = {
     "samples": ["samples", "test-1", "--step", "0"],
     "backup": ["ledger", "backup", "{folder}/copy.sqlite"],
@@ -136,9 +143,7 @@ def test_up_says_that_the_file_is_damaged(folder: Path, damage: Callable[[Path],
 def test_a_coordinator_says_that_the_file_is_damaged(folder: Path, damage: Callable[[Path], None]) -> None:
     """It obeys no spec that is not what was submitted."""
     damage(folder)
-    with pytest.raises(
-        Conflict, match=r"damaged.*restore a backup, or run `paceline ledger verify --repair`"
-    ):
+    with pytest.raises(Conflict, match=r"damaged.*restore a backup, or what `sqlite3 .recover` can read"):
         Ledger(folder / "ledger.sqlite")
     result = CliRunner().invoke(coordinator, ["--directory", str(folder), "--port", "0"])
     assert result.exit_code == 1
@@ -162,20 +167,40 @@ def test_a_coordinator_that_meets_a_broken_page_says_so(folder: Path) -> None:
                 ledger.db.execute("UPDATE groups SET tokens = 1")
 
         with pytest.raises(
-            LedgerFault, match="is damaged: database disk image is malformed; restore a backup, or run"
+            LedgerFault, match="is damaged: database disk image is malformed; restore a backup, or what"
         ):
             update()
 
 
+@pytest.mark.parametrize(
+    ("damage", "at_rest"),
+    [*((damage, "plain") for damage in DAMAGES), *((damage, "encrypted") for damage in DAMAGES[:-1])],
+    indirect=["at_rest"],
+)
+def test_a_backup_serves_after_damage(folder: Path, damage: Callable[[Path], None]) -> None:
+    """It is put back as docs/operate.md says, beside the segments of the damaged ledger."""
+    path, copy = folder / "ledger.sqlite", folder / "backup.sqlite"
+    assert paceline("ledger", "backup", copy, "--directory", folder).exit_code == 0
+    damage(folder)
+    assert paceline("ledger", "verify", "--directory", folder).exit_code == 1
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    copy.rename(path)
+    result = paceline("ledger", "verify", "--directory", folder)
+    assert "all records agree" in result.output, result.output
+    with contextlib.closing(Ledger(path)) as ledger:
+        assert ledger.was_restored
+        assert ledger.payload("test-1", 0) is not None
+    assert "all records agree" in paceline("ledger", "verify", "--directory", folder).output
+
+
 @pytest.mark.parametrize("damage", [damage_spec, smash_groups, damage_schema])
-def test_verify_repairs_and_says_it(folder: Path, damage: Callable[[Path], None]) -> None:
+def test_repair_leaves_a_damaged_file_as_it_is(folder: Path, damage: Callable[[Path], None]) -> None:
     damage(folder)
     result = paceline("ledger", "verify", "--repair", "--directory", folder)
-    assert "is a copy of the SQLite file as it was" in result.output
-    if damage is damage_spec:
-        assert "column spec_yaml" in result.output
-        assert result.exit_code == 0, result.output
-        assert "all records agree" in result.output
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert HELP in result.output
 
 
 def test_verify_of_all_runs(folder: Path) -> None:
