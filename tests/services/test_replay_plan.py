@@ -43,10 +43,8 @@ def test_a_spec_that_cannot_be_read_names_its_run_and_what_helps(trained: World)
 
 
 def test_what_was_accepted_once_may_be_replayed_and_overrides_are_checked() -> None:
-    text = (
-        "policy: {model_name: m}\ndata: {train: d}\nrewards: [{function: length}]\nweights: {backend: nccl}\n"
-    )
+    text = "policy: {model_name: m}\ndata: {train: d}\nrewards: [{function: length}]\nweights: {store: relative}\n"
     spec = overridden(spec_from_yaml(text), ("loss_fn.ratio_clip_min=0.3",))
-    assert (spec.weights.backend, spec.loss_fn.ratio_clip_min) == ("nccl", 0.3)
+    assert (spec.weights.store, spec.loss_fn.ratio_clip_min) == ("relative", 0.3)
     with pytest.raises(SpecError, match="did you mean 'ratio_clip_min'"):
         overridden(spec, ("loss_fn.ratio_clip_mn=0.3",))

@@ -20,7 +20,6 @@ from paceline.spec.reading import (
     spec_from_yaml,
     spec_of_run,
     spec_to_yaml,
-    submitted_spec,
 )
 
 TREE: dict[str, Any] = {
@@ -317,15 +316,13 @@ def test_ways_of_dividing_a_model_that_do_not_exist_are_refused_by_name(spec_pat
         load_spec(spec_path, [f"policy.parallel.{key}=2"])
 
 
-def test_nccl_links_are_refused_with_what_to_use_and_pass_where_they_were_accepted(spec_path: Path) -> None:
-    message = refusal(spec_path, "weights.backend=nccl")
-    assert message.startswith("weights.backend: 'nccl' cannot be chosen: ")
-    assert "leave it out (auto), or use 'shared' on one host and 'gloo' between hosts" in message
-    chosen = load_spec(spec_path, ["policy.generation.backend=native"])
-    stored = spec_to_yaml(chosen).replace("backend: auto", "backend: nccl")
-    with pytest.raises(SpecError, match="'nccl' cannot be chosen"):
-        submitted_spec(stored)
-    assert spec_from_yaml(stored).weights.backend == "nccl"
+def test_a_choice_of_links_is_refused_with_what_brings_weights(spec_path: Path) -> None:
+    for backend in ("auto", "gloo", "nccl", "shared"):
+        message = refusal(spec_path, f"weights.backend={backend}")
+        assert message.startswith("weights.backend: unknown key; ")
+        assert (
+            "remove backend: agents of hosts bring weights, and with delta the object store does" in message
+        )
 
 
 def test_a_stored_spec_of_another_version_names_its_run_and_what_helps() -> None:

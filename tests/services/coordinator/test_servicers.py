@@ -52,7 +52,10 @@ async def test_health_says_serving(plane: Plane, service: str) -> None:
         ({"grpo": {"num_prompts_per_step": 0}}, "grpo.num_prompts_per_step"),
         ({"data": {"train": "/no/such/file.jsonl"}}, "data.train: no file '/no/such/file.jsonl'"),
         ({"weights": {"publish_interval": 5}}, "weights.publish_interval 5 exceeds"),
-        ({"weights": {"backend": "nccl"}}, "weights.backend: 'nccl' cannot be chosen"),
+        (
+            {"weights": {"backend": "gloo"}},
+            "weights.backend: unknown key; 'weights.backend' is weights.channel",
+        ),
         ({"name": "../../elsewhere"}, "'../../elsewhere'"),
         ({"policy": None}, "policy"),
     ],
