@@ -90,7 +90,7 @@ def test_a_joiner_without_an_agent_reads_the_store_and_serves(
     run_id = client.submit(spec).run_id
     wait_until(lambda: client.get(run_id).step >= 3, "no step 3")
     assert stored(cluster, run_id) == []  # agents bring the versions
-    monkeypatch.setenv(FOLDER_VARIABLE, "/nowhere")  # no agent can listen there
+    monkeypatch.setenv(FOLDER_VARIABLE, "/proc/nowhere")  # no agent can listen there
     name = cluster.add("rollout")
 
     def joined() -> list[Any]:
@@ -109,7 +109,7 @@ def test_a_joiner_without_an_agent_reads_the_store_and_serves(
 def test_a_run_without_agents_ends_well_by_the_store(
     make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FOLDER_VARIABLE, "/nowhere")
+    monkeypatch.setenv(FOLDER_VARIABLE, "/proc/nowhere")
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)  # that of the other cluster
     sizes = ClusterSection(rollout_workers=1, reward_workers=1, learner_ranks=2)
     with LocalCluster(tmp_path / "runs", sizes) as cluster, Client(cluster.address) as client:

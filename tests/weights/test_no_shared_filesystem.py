@@ -29,7 +29,7 @@ def elsewhere(directory: Path) -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_a_joiner_with_neither_agent_nor_store_is_named_with_what_helps(tmp_path: Path) -> None:
-    prefix = ("env", f"{FOLDER_VARIABLE}=/nowhere", *elsewhere(tmp_path / "runs"))
+    prefix = ("env", f"{FOLDER_VARIABLE}=/proc/nowhere", *elsewhere(tmp_path / "runs"))
     with ElasticRun(tmp_path, ranks=1, steps=1_000_000) as run:
         first = run.start_worker()
         until("the first steps", lambda: run.step() > 2 and run.version(first))

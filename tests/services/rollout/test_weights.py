@@ -146,6 +146,10 @@ BAD_OFFERS = [
     (stored_offer(algorithm="md5"), "checksum algorithm 'md5'"),
     (stored_offer(name="../../etc/passwd"), "an object may not be called '../../etc/passwd'"),
     (stored_offer(name=""), "an object may not be called ''"),
+    (
+        stored_offer(anchor_bytes=2**60),
+        "a version of 1152921504606846976 bytes is offered, and this host has",
+    ),
     (stored_offer(size_bytes=2**64 - 1), "cannot have 18446744073709551615 bytes"),
 ]
 
