@@ -1,5 +1,5 @@
 """What one GPU does, the most valuable first, within the minutes that it is given: the tests marked gpu, the card's ceilings,
-training by shape and settings, memory against the plan, attention and head alone, publishing beside training, engines alone
+training by shape and settings, memory against the plan, attention and head alone, engines alone
 and against the learner, the pause of a swap against the bus, checkpoints.
 
     python benchmarks/gpu.py [--minutes 30] [--only NAME ...] [--results FILE] [--again] [--model FOLDER] [--table | --list]
@@ -71,7 +71,6 @@ def cases(device: str, model: str = "") -> Iterator[Case]:
     yield _train("1.7B", 8192, SELECTIVE, packed=True)
     yield Case("attention", "kernels.attention", {"tokens": 8192})
     yield Case("head", "kernels.head", {"tokens": 8192, "hidden": 2048, "vocabulary": 151_936})
-    yield Case("publish 1.7B", "weights.publish", {"shape": "1.7B", "tokens": 4096})
     yield Case("mismatch native", "engines.mismatch", {**compared, "backend": "native"})
     yield Case("engine native", "engines.pace", {**load, "backend": "native"})
     yield _train("1.7B", 8192, {"compile": True}, packed=True)
@@ -105,7 +104,6 @@ def rehearsal() -> Iterator[Case]:
     yield _train("tiny", 128, {"activation_checkpointing": "full"}, packed=True)
     yield Case("attention", "kernels.attention", {"tokens": 64})
     yield Case("head", "kernels.head", {"tokens": 64, "hidden": 32, "vocabulary": 512})
-    yield Case("publish tiny", "weights.publish", {**tiny, "tokens": 128})
     yield Case(
         "mismatch native", "engines.mismatch", {**tiny, "backend": "native", "sequences": 4, "new_tokens": 8}
     )
@@ -192,7 +190,7 @@ def _in_child(log: str, output: Path, function: Any, arguments: tuple[Any, ...])
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     output.write_text(json.dumps(function(*arguments)))
-    end_process()  # threads of weight links drop tensors, which the interpreter's finalisation does not survive
+    end_process()  # threads of gloo and of readers drop tensors, which the interpreter's finalisation does not survive
 
 
 class Children:

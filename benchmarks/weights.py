@@ -1,22 +1,15 @@
 """The speed at which new weights reach rollout workers, against the best that the machine could do.
 
-    python benchmarks/weights.py [--sizes 1M,10M,50M,100M] [--receivers 1,2] [--rounds 7] [--json]
-
-Collective channel: bringing one version to all receivers, until they have compared its checksums, against a raw gloo
-broadcast of the same bytes; and the pause that the sampler sees against one copy of the weights in memory; in turns in
-one run. Receivers are processes with a native engine each. Sizes that do not fit in three quarters of the free memory are skipped and said so.
+    python benchmarks/weights.py [--hosts 8] [--delta-sizes 50M] [--rounds 7] [--json]
 
 By host (`--hosts 8`): one version along a chain of hosts, which are network namespaces with shaped links, against the time
 to one host (needs root, `ip` and `tc`); hundreds of simulated hosts against the formula and the coordinator's part
 (`--simulated 200`); and the time for which staging blocks two learner ranks against one copy of their shards
 (`--publish-bytes 2147483648`). What cannot be measured here is skipped and said so.
 
-Receiver to engine: from the offer to the engine's answer for one member of the host, through memory, against copying, hashing
-and copying the same bytes (benchmarks/weights/receive.py). `--receive-size ""` leaves it out.
-
 Delta channel: nanoseconds of an element in its codec, on one core, bytes and seconds of a version over Adam steps, and whether
 each of them is read back bit for bit
-(benchmarks/weights/delta.py says what the weights and the gradients are). `--sizes ""` leaves the collective channel out.
+(benchmarks/weights/delta.py says what the weights and the gradients are). `--delta-sizes ""` leaves it out.
 Results: docs/performance.md.
 """
 
@@ -34,13 +27,8 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import psutil
-from weights import chain, codec, collective, delta, many_hosts, publish_block, receive, shaped_hosts
+from weights import chain, codec, delta, many_hosts, publish_block, shaped_hosts
 from weights.models import SHAPES
-
-MEMORY_SHARE = 0.75
-COPIES = 3
-"""Copies of a model in each receiver: the engine's, the arriving one, the raw broadcast's."""
 
 
 def main() -> None:
@@ -48,11 +36,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", default="1M,10M,50M,100M", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--receivers", default="1,2", help="numbers of receivers, 1 to 8")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--receive-size", default="1B", help="size for receiver to engine; empty for none")
-    parser.add_argument("--delta-sizes", default="50M", help="sizes for the delta channel; empty for none")
+    parser.add_argument(
+        "--delta-sizes",
+        default="50M",
+        help=f"sizes for the delta channel, of {', '.join(SHAPES)}; empty for none",
+    )
     parser.add_argument("--lrs", default="1e-6,2e-6,3e-6", help="learning rates for the delta channel")
     parser.add_argument("--versions", type=int, default=50, help="deltas at each learning rate")
     parser.add_argument("--hosts", type=int, default=8, help="hosts of the shaped chain; 0 for none")
@@ -64,39 +53,13 @@ def main() -> None:
     options = parser.parse_args()
     result: dict[str, Any] = {"machine": _machine()}
     with tempfile.TemporaryDirectory(prefix="paceline-weights-") as name:
-        result |= _collective(Path(name), options)
         result |= _by_host(Path(name), options)
-        result |= _receive(Path(name), options)
         result |= _codec(options)
         result |= _delta(Path(name), options)
     result["load_average_after"] = os.getloadavg()[0]
     if options.json:
         json.dump(result, sys.stdout)
         print()
-
-
-def _collective(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    rows = []
-    for size in filter(None, options.sizes.split(",")):
-        for receivers in map(int, options.receivers.split(",")):
-            needed = _bytes(size) * (2 + COPIES * receivers)
-            if needed > psutil.virtual_memory().available * MEMORY_SHARE:
-                print(f"{size} to {receivers}: skipped, needs {needed / 1e9:.1f} GB", file=sys.stderr)
-                continue
-            row = collective.measure(directory, size, receivers, options.rounds)
-            rows.append(row)
-            print(
-                f"{size:>5} {row['bytes'] / 1e6:8.1f} MB to {receivers}: raw {row['raw_s']:.3f} s, transfer "
-                f"{row['transfer_s']:.3f} s ({row['fraction_of_raw']:.0%} of raw, {row['gigabytes_per_s']:.2f} GB/s), "
-                f"publish {row['publish_s']:.3f} s, pause {row['pause_s'] * 1e3:.1f} ms ({row['pause_over_memcpy']:.2f} × memcpy)",
-                file=sys.stderr,
-            )
-    large = [row for row in rows if row["bytes"] >= 100e6]
-    return {
-        "collective": rows,
-        "collective_fraction_of_raw": min((row["fraction_of_raw"] for row in large), default=None),
-        "sampler_pause_over_memcpy": max((row["pause_over_memcpy"] for row in large), default=None),
-    }
 
 
 def _by_host(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -130,22 +93,6 @@ def _by_host(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         print(f"{options.simulated} simulated hosts: {rows}", file=sys.stderr)
         found["simulated"] = rows
     return found
-
-
-def _receive(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    size = options.receive_size
-    row = None
-    if size and (needed := _bytes(size) * receive.COPIES) > psutil.virtual_memory().available * MEMORY_SHARE:
-        print(f"{size} from receiver to engine: skipped, needs {needed / 1e9:.1f} GB", file=sys.stderr)
-    elif size:
-        row = receive.measure(directory, size, options.rounds)
-        print(
-            f"{size:>5} {row['bytes'] / 1e6:8.1f} MB from offer to engine: {row['receive_to_engine_s']:.3f} s (receive and hash "
-            f"{row['receive_s']:.3f} s, pause {row['pause_s'] * 1e3:.0f} ms), {row['over_floor']:.2f} × copy + hash + copy "
-            f"({row['floor_s']:.3f} s), processor time {row['cpu_over_floor']:.2f} ×",
-            file=sys.stderr,
-        )
-    return {"receive_to_engine": row, "receive_to_engine_over_floor": row and row["over_floor"]}
 
 
 def _delta(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -183,11 +130,6 @@ def _codec(options: argparse.Namespace) -> dict[str, Any]:
         key: sum(row[key] for row in rows) / len(rows) if rows else None
         for key in ("encode_ns_per_element", "decode_ns_per_element")
     }
-
-
-def _bytes(size: str) -> int:
-    hidden, layers, vocabulary = SHAPES[size]
-    return 2 * (vocabulary * hidden + layers * 12 * hidden * hidden)
 
 
 def _machine() -> dict[str, Any]:

@@ -17,6 +17,11 @@ def error_text(error: BaseException) -> str:
     return f"{text} …" if len(lines) > 1 else text
 
 
+def first_line(error: BaseException) -> str:
+    """Return the error's message without the native stack trace that torch appends."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 def is_about_input(error: BaseException) -> bool:
     """Return whether an exception may be about the input that was processed: every Exception, and a panic of a library in
     Rust, which Python does not count among them. A lack of memory is about the machine."""

@@ -159,9 +159,6 @@ class Engine(Protocol):
     """Version of the weights in use; None before the first ones."""
     max_batch_size: int
     """Sequences that are decoded at a time; further ones wait."""
-    verifies_weights: bool
-    """Whether its workers compare the checksums of `HostWeights`, each of its part. Else it is quicker to compare them while
-    the bytes arrive; weights that were not verified are verified in any case."""
 
     @property
     def num_running(self) -> int:

@@ -47,8 +47,6 @@ class _Sequence:
 class TimedEngine:
     """`rollout.engine.Engine` without a model."""
 
-    verifies_weights = False
-
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False):
         self.version: Version | None = Version(0, 0) if load_weights else None
         self.max_batch_size = spec.policy.generation.batch_size(on_gpu=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,14 +41,6 @@ def configuration(size: str) -> Any:
         bos_token_id=None,
         pad_token_id=0,
     )
-
-
-def write_configuration(directory: Path, size: str) -> Path:
-    """A folder that a native engine can be built from; it holds no weights."""
-    folder = directory / size
-    folder.mkdir(parents=True, exist_ok=True)
-    configuration(size).save_pretrained(folder)
-    return folder
 
 
 def shapes(size: str) -> dict[str, torch.Tensor]:

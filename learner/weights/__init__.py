@@ -1,1 +1,1 @@
-"""Publishing weights: over links to each member, or through the store."""
+"""Publishing weights: by the agents of hosts, or through the store."""

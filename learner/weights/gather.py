@@ -34,7 +34,7 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
 
     A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
     converted to `dtype` (None keeps theirs) before they travel. The tensors are views of one allocation, laid out as
-    `paceline.weights.packing.plan` does, so a publisher sends them without another copy.
+    `paceline.weights.packing.plan` does, so they are written without another copy.
     """
     tensors = named_weights(model)
     return _gather(tensors, dtype, _allocate(tensors, dtype))

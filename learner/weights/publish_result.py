@@ -1,4 +1,4 @@
-"""Result of an attempt to bring one version to one member, which links and store offers report."""
+"""Result of an attempt to bring one version to one member."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Literal
 
 from paceline.groups import Version
 
-Failure = Literal["", "link", "silent", "refused", "interrupted"]
-"""Reason why a version did not reach a member: the link was not formed, broke or was too slow; no answer came; the
-answer was no; or the control plane was away."""
+Failure = Literal["", "link", "silent", "refused"]
+"""Reason why a version did not reach a member: the bytes did not arrive in time; no answer came; or the answer was no."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +21,10 @@ class PublishResult:
     version: Version
     ok: bool
     """True when the member acknowledged the version, which is the only proof."""
-    form_s: float = 0.0
-    """Seconds of forming the link; 0 when it existed."""
     transfer_s: float = 0.0
-    """Seconds of sending the buckets."""
+    """Seconds in which its host got the bytes."""
     ack_s: float = 0.0
-    """Seconds from the last bucket to the member's answer: checksums and the engine's swap."""
+    """Seconds from the last byte to the member's answer: checksums and the engine's swap."""
     size_bytes: int = 0
     failure: Failure = ""
     error: str = ""
-    fallback: str = ""
-    """Backend of the next attempt's link, if this attempt changed it."""

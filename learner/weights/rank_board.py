@@ -6,17 +6,23 @@ rank alone needs no network; several use a rendezvous that rank 0 serves for thi
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from datetime import timedelta
 from typing import Any, Protocol
 
 from learner.collectives import broadcast_bytes, world_size
-from paceline.weights.link import serve_rendezvous
 
 POLL_S = 0.5
 """Seconds after which a waiting thread checks again whether it has to stop."""
-CONNECT_S = 60.0
+CONNECT_TIMEOUT = timedelta(seconds=60)
+"""Longest attempt to reach the rendezvous, and the longest answer of it.
+
+Never short: before it connects, torch asks the resolver for the host's name (`getnameinfo` in c10d's socket.cpp), also for a
+numeric address and within the same time-out. One lost answer of a name server takes 5 s (resolv.conf(5), `timeout`), which
+failed every connection whose wait was not longer.
+"""
 
 
 class RankBoard(Protocol):
@@ -39,14 +45,41 @@ def make_board(host: str, reachable: str) -> RankBoard:
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
-        store, port = serve_rendezvous(host, 0, CONNECT_S)
+        store, port = serve_rendezvous(host)
         broadcast_bytes(f"{reachable} {port}".encode())
         return _TcpBoard(store)
     address, port_text = broadcast_bytes(b"").decode().split()
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, int(port_text), is_master=False, timeout=timedelta(seconds=CONNECT_S)
+        address, int(port_text), is_master=False, timeout=CONNECT_TIMEOUT
     )
     return _TcpBoard(store)
+
+
+def serve_rendezvous(bind_host: str) -> tuple[Any, int]:
+    """Start a rendezvous at a free port, on one address only. Return its TCP store and the port."""
+    import torch.distributed as dist
+
+    family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
+    # Left to itself the store listens on every interface.
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((bind_host, 0))
+        listener.listen(512)
+    except OSError:
+        listener.close()
+        raise
+    port = int(listener.getsockname()[1])
+    reachable = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(bind_host, bind_host)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        reachable,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=CONNECT_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
 
 
 class LocalBoard:

@@ -43,7 +43,7 @@ def end_process(status: int = 0) -> NoReturn:
     A thread of gloo drops the last operation's tensors after that operation was reported complete, and takes the GIL
     for it. When that meets the finalisation, the thread is unwound and the process aborts (`std::terminate` in
     `ProcessGroupGloo::runLoop`; seen in torch 2.13, on a busy machine in every second exit). `destroy_process_group`
-    does not join the thread while any DTensor keeps the group. A thread of a weight link, which nobody waits for, meets the
+    does not join the thread while any DTensor keeps the group. A thread that reads weights, which nobody waits for, meets the
     same end when it drops a tensor over shared memory. Exit handlers do not run.
     """
     sys.stdout.flush()

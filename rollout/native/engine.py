@@ -56,8 +56,6 @@ class _Update:
 class NativeEngine:
     """See `rollout.engine.Engine`. `device` is a torch device; `load_weights` as in `create_engine`."""
 
-    verifies_weights = False
-
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
         self._model = load_native_model(spec.policy, device, load_weights)
         self.max_batch_size = spec.policy.generation.batch_size(on_gpu=device.startswith("cuda"))

@@ -81,8 +81,6 @@ class _Sequence:
 class VllmEngine:
     """See `rollout.engine.Engine`. `device` is cpu or cuda; `load_weights` as in `create_engine`."""
 
-    verifies_weights = True
-
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
         """Begin to start the engine, and return at once; `ready` waits for it. Raises InvalidInput when vLLM or the model's
         config cannot be used.

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.error_texts import first_line
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
@@ -25,7 +26,6 @@ from paceline.weights.host_segment import HostSegment
 from paceline.weights.host_weights import HostWeights
 from paceline.weights.hosts.client import AgentClient
 from paceline.weights.hosts.manifest import HostManifest
-from paceline.weights.link import first_line
 from paceline.weights.manifest import WeightProgress
 from protos.paceline.v1 import host_agent_pb2, worker_pb2
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.error_texts import first_line
 from paceline.errors import Conflict, PacelineError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
-from paceline.weights.link import first_line
 from paceline.weights.manifest import Phase, WeightProgress, slowest_s
 from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer

@@ -16,7 +16,7 @@ from protos.paceline.v1 import worker_pb2
 
 ZONE_VARIABLE = "PACELINE_ZONE"
 WAIT_S = 15.0
-"""Seconds in which an agent has to be there; without one, weights come over links."""
+"""Seconds in which an agent has to be there; without one, weights come by the object store."""
 MAX_ZONE = 64
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class HostAgentConnection:
         client = self.client()
         if await asyncio.to_thread(client.wait, WAIT_S):
             return client
-        log.warning("this host has no agent for weights after %.0f s; they come over links", WAIT_S)
+        log.warning("this host has no agent for weights after %.0f s; they come by the object store", WAIT_S)
         return None
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class HostAgentConnection:
 
 def goes_by_host(spec: RunSpec) -> bool:
     """Return whether the run's weights are brought by hosts' agents, where there are any."""
-    return spec.weights.channel == "collective" and spec.weights.backend == "auto"
+    return spec.weights.channel == "collective"
 
 
 def _set_zone(_context: click.Context, _option: click.Parameter, zone: str) -> None:

@@ -30,7 +30,7 @@ from services.learner.nodes.settings import is_rank, node_settings, ranks_of_nod
 @worker_options(
     "learner",
     grace="Seconds for the last checkpoint at SIGTERM.",
-    host="Address to listen on, for gRPC and for weight links.",
+    host="Address to listen on, for gRPC and for the agent of this host.",
     port="gRPC port of rank 0",
 )
 @device_option

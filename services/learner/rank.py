@@ -75,7 +75,7 @@ class LearnerRank:
         self.reachable = reachable
         """Address of this machine for others."""
         self.weights_bind, self.weights_host = fabric or host, fabric or reachable
-        """Address that weight links listen on, and the one that members reach."""
+        """Address for weights and between ranks that this machine listens on, and the one that others reach."""
         self.cpu_chosen = False
         """True when the service was started with --device cpu."""
         self.grace_s = grace_s

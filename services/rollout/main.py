@@ -103,7 +103,7 @@ def main(
     shut_down_tracing()
     from paceline.host.process import end_process
 
-    end_process()  # its weight links have used gloo, which does not survive the interpreter's finalisation
+    end_process()  # a thread that reads weights, which nobody waits for, does not survive the interpreter's finalisation
 
 
 def _device(device: str) -> str:

@@ -72,7 +72,6 @@ class RolloutRun:
         membership: Membership,
         engine: Engine,
         tokenizer: Any,
-        host: str,
         directory: str,
         agent: AgentClient | None = None,
     ):
@@ -110,10 +109,8 @@ class RolloutRun:
             membership,
             engine,
             spec.weights.max_wait_s,
-            host,
             store_url,
             agent,
-            spec.weights.allow_plaintext_network,
         )
 
     @classmethod
@@ -124,10 +121,9 @@ class RolloutRun:
         member_id: str,
         membership: Membership,
         device: str,
-        host: str,
         agent: AgentClient | None = None,
     ) -> RolloutRun:
-        """Load tokenizer and engine; weights come later, to `host`, this machine's address for the learner, or by its `agent`.
+        """Load tokenizer and engine; weights come later, by this host's `agent` or from the object store.
 
         Raises InvalidInput for a model that cannot be used, EngineDied when the engine did not start.
         """
@@ -148,7 +144,6 @@ class RolloutRun:
             membership,
             engine,
             tokenizer,
-            host,
             assignment.directory,
             agent,
         )

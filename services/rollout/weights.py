@@ -1,5 +1,5 @@
-"""The way of weights to a rollout worker's engine: offers over links or from a store, the swap, the answer to the
-learner.
+"""The way of weights to a rollout worker's engine: versions in the memory of its host or in the object store, the
+swap, the answer to the learner.
 
 Offers come on the event loop, weights on the receivers' threads: those wait for one another and for the engine, which
 swaps between two decode steps. The engine's version only ever grows.
@@ -16,16 +16,16 @@ from contextlib import nullcontext
 
 import torch
 
+from paceline.error_texts import first_line
 from paceline.errors import Conflict, PacelineError, WireError
 from paceline.groups import Version
 from paceline.weights.host_weights import HostWeights
 from paceline.weights.hosts.client import AgentClient
-from paceline.weights.link import first_line
-from paceline.weights.offers import LinkOffer, StoreOffer
+from paceline.weights.offers import StoreOffer
+from paceline.weights.packing import check_fits
 from protos.paceline.v1 import worker_pb2
 from rollout.engine import Engine
 from rollout.weights.host_receiver import HostReceiver, check_plan
-from rollout.weights.link_receiver import WeightReceiver
 from rollout.weights.store_receiver import StoreReceiver
 from services.common.membership import Membership
 
@@ -43,8 +43,7 @@ PHASES = {
 
 
 class RolloutWeights:
-    """Receivers of one run for one engine. To be made on the event loop; `host` is this machine's address for the
-    learner."""
+    """Receivers of one run for one engine. To be made on the event loop."""
 
     def __init__(
         self,
@@ -53,13 +52,10 @@ class RolloutWeights:
         membership: Membership,
         engine: Engine,
         max_wait_s: float,
-        host: str,
         store_url: str,
         agent: AgentClient | None = None,
-        allow_plaintext: bool = False,
     ):
-        """`store_url` is the folder of the run's stored weights, `agent` the connection to this host's agent, `allow_plaintext` the
-        spec's `weights.allow_plaintext_network`."""
+        """`store_url` is the folder of the run's stored weights, `agent` the connection to this host's agent."""
         self._store_url = store_url
         self._run_id, self._member_id = run_id, member_id
         self._membership, self._engine = membership, engine
@@ -68,15 +64,6 @@ class RolloutWeights:
         self._pause_s = self._swap_s = 0.0
         self._report_s = min(REPORT_S, max_wait_s / 4)
         self._last_yes: worker_pb2.WeightAck | None = None
-        self._receiver = WeightReceiver(
-            run_id=run_id,
-            max_wait_s=max_wait_s,
-            on_weights=self._on_weights,
-            on_ack=self._on_ack,
-            host=host,
-            verify=not engine.verifies_weights,
-            allow_plaintext=allow_plaintext,
-        )
         self._store_receiver = StoreReceiver(run_id=run_id, on_weights=self._on_weights, on_ack=self._on_ack)
         self._agent = agent
         self._host_receiver: HostReceiver | None = None
@@ -95,23 +82,22 @@ class RolloutWeights:
             return
         try:
             check_plan(plan)
+            check_fits(plan.size_bytes)
             self._host_receiver.take_plan(plan, self._engine.version)
         except PacelineError as error:
             version = Version(plan.version.session, plan.version.step)
             self._on_ack(version, False, first_line(error))
 
     def offer(self, offer: worker_pb2.WeightOffer) -> None:
-        """Take the learner's offer of a version, over a link or from a store. An invalid offer is answered with an
-        error, as is one that fails later."""
+        """Take the learner's offer of a version in the object store. An invalid offer is answered with an error, as is
+        one that fails later."""
         try:
-            if not offer.HasField("stored"):
-                self._receiver.offer(LinkOffer.from_proto(offer))
-                return
             stored = StoreOffer.from_proto(offer)
             if stored.url != self._store_url:
                 raise WireError(
                     f"weights in {stored.url[:200]!r} are offered; the run's are in {self._store_url!r}"
                 )
+            check_fits(stored.snapshot_bytes)
             self._store_receiver.offer(stored)
         except Exception as error:
             if not isinstance(error, PacelineError):
@@ -127,7 +113,6 @@ class RolloutWeights:
                 progress.version: progress
                 for progress in (
                     *(self._host_receiver.at_work if self._host_receiver is not None else ()),
-                    *self._receiver.at_work,
                     *self._store_receiver.at_work,
                 )
             }
@@ -149,14 +134,12 @@ class RolloutWeights:
             await self._membership.report(worker_pb2.ConnectRequest(weight_ack=self._last_yes))
 
     def expelled(self, expelled: worker_pb2.Expelled) -> None:
-        """Keep the current version after a missed deadline, and take part again over a link of the next roster."""
+        """Keep the current version after a missed deadline, and take part again in the next roster."""
         version = None if self._engine.version is None else tuple(self._engine.version)
         log.warning("expelled from epoch %d, holding %s: %s", expelled.epoch, version, expelled.reason)
-        self._receiver.leave_epoch()
 
     def close(self) -> None:
         """Close the receivers."""
-        self._receiver.close()
         self._store_receiver.close()
         if self._host_receiver is not None:
             self._host_receiver.close()
@@ -164,7 +147,7 @@ class RolloutWeights:
     # On the receivers' threads
 
     def _on_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> None:
-        # A link and a store may bring weights at the same time. Other processes may receive into the segment.
+        # The agent and the store may bring weights at the same time. Other processes may receive into the segment.
         with self._swapping, weights.reading() if isinstance(weights, HostWeights) else nullcontext():
             serving = self._engine.version
             if serving is not None and version <= serving:

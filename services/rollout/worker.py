@@ -151,7 +151,7 @@ class RolloutWorker:
                     refuse_cpu(spec.cluster, "rollout")
                 agent = await self.agent.connected() if goes_by_host(spec) else None
                 run = await RolloutRun.start(
-                    spec, assignment, self.member_id, self.membership, self._device, self._host, agent
+                    spec, assignment, self.member_id, self.membership, self._device, agent
                 )
                 if agent is not None and (identity := agent.identity) is not None:
                     await self.membership.report(worker_pb2.ConnectRequest(host_agent=identity))

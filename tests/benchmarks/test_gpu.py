@@ -179,7 +179,7 @@ def test_results_become_tables(tmp_path: Path) -> None:
     known = {
         "train 8B 4096": {"does_not_fit": "too large"},
         "train 1.7B 8192 packed": row,
-        "publish 1.7B": {"gather_s": 0.123456},
+        "save 1.7B": {"save_s": 0.123456},
     }
     results.write_text(json.dumps({"H100, torch 2.11.0": {"machine": CARD, "cases": known}}))
     lines = run("--table", "--results", str(results)).stdout.splitlines()
@@ -189,4 +189,4 @@ def test_results_become_tables(tmp_path: Path) -> None:
         "| 1.7B | 8192 | packed, activation_checkpointing full | 0.500 s | 16,384 | 300.0 | 0.30 | 50.0 GB | 48.0 GB | 1.04 |"
         in lines
     )
-    assert 'publish 1.7B: `{"gather_s": 0.1235}`' in lines
+    assert 'save 1.7B: `{"save_s": 0.1235}`' in lines

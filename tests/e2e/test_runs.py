@@ -46,7 +46,7 @@ def test_a_run_learns_evaluates_checkpoints_and_exports(
     assert all(max(version["acknowledged"], version["members"]) <= 2 for version in versions.values())
     assert versions[24]["acknowledged"] >= 1, "the last version is skipped by nobody"
     assert {
-        *("epoch", "session", "size_bytes", "gather_s", "wait_s", "form_s", "transfer_s", "answer_s"),
+        *("epoch", "session", "size_bytes", "gather_s", "wait_s", "transfer_s", "answer_s"),
         *("publish_s", "swap_s", "pause_s", "failures"),
     } <= versions[24].keys()
     expected = {

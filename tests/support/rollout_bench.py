@@ -29,7 +29,6 @@ class Engine:
     """Engine that answers with one token; `fault` may raise for a request."""
 
     num_running, num_waiting, capacity, max_batch_size, version = 0, 0, 64, 64, None
-    verifies_weights = False
 
     def __init__(self) -> None:
         self.fault: Callable[[GenerationRequest], None] = lambda request: None
@@ -94,9 +93,7 @@ class Bench:
         membership: Any = self.exchange
         engine: Any = self.engine
         spec = make_spec(directory)
-        self.run = RolloutRun(
-            spec, "run-1", "rollout-1", membership, engine, tokenizer, "127.0.0.1", "/runs/run-1"
-        )
+        self.run = RolloutRun(spec, "run-1", "rollout-1", membership, engine, tokenizer, "/runs/run-1")
         self.working = asyncio.create_task(self.run.generate_forever())
 
 

@@ -382,9 +382,7 @@ class ElasticRun:
         return None
 
 
-def make_spec(
-    directory: Path, steps: int, max_wait_s: float, step_s: float, backend: str = "auto"
-) -> RunSpec:
+def make_spec(directory: Path, steps: int, max_wait_s: float, step_s: float) -> RunSpec:
     """A model of some megabytes, so that a version is several buckets, on the task of the demo.
 
     The reward takes its time, so that a step takes a little more than `step_s` whatever the processor, and leaves some of
@@ -418,7 +416,7 @@ def make_spec(
             },
             "async_grpo": {"max_trajectory_age_steps": 3, "late_wait_s": 2.0},
             "rewards": [{"function": f"{reward}:digits"}],
-            "weights": {"max_wait_s": max_wait_s, "bucket_mb": 1, "backend": backend},
+            "weights": {"max_wait_s": max_wait_s},
             # The judge replays from one of them, and compares with exports.
             "checkpointing": {"save_period": 10, "keep_top_k": 20, "export_dtype": "float32"},
             "logger": {"tensorboard": False},

@@ -3,9 +3,7 @@
     PACELINE_FAULT=/path/of/orders.json python faulty_rollout.py OPTIONS…
 
 At SIGUSR1 it reads the orders: `{"phase": "transfer", "signal": "SIGKILL", "report": "/path"}`. `phase` is where it happens:
-`form` in the middle of forming a link, after both sides have met (the link that it has is broken first, so that another
-one is formed), or when the coordinator has planned a version for its host; `transfer` with some buckets of a version received
-and others not, or when its host's agent has news of it; `answer` with the new weights in use and the acknowledgement not yet
+`form` when the coordinator has planned a version for its host; `transfer` when its host's agent has news of it; `answer` with the new weights in use and the acknowledgement not yet
 sent. Its host's agent is `faulty_agent.py`. `signal` is what the process does to itself there, or `wait`: then it stands still until
 SIGUSR2. Just before, one line of JSON is appended to the report.
 """
@@ -21,18 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import paceline.weights.hosts.client
-import paceline.weights.link
 import services.rollout.main
 import services.rollout.weights
-from paceline.errors import Unavailable
 from paceline.groups import Version
 from protos.paceline.v1 import host_agent_pb2, worker_pb2
 from rollout.weights.host_receiver import HostReceiver
-from rollout.weights.link_receiver import WeightReceiver
 
 ORDERS = Path(os.environ["PACELINE_FAULT"])
-RECEIVED_BYTES = 2 << 20
-"""Some of the soak model's bytes, at least one bucket, not all."""
 
 armed, go_on = threading.Event(), threading.Event()
 orders: dict[str, str] = {}
@@ -44,14 +37,9 @@ def arm(*_: object) -> None:
     armed.set()
 
 
-def is_ordered(phase: str) -> bool:
-    """Return whether harm is to be done, and in this phase."""
-    return armed.is_set() and orders["phase"] == phase
-
-
 def strike(phase: str) -> None:
     """Harms this process, once, if it is armed for this phase."""
-    if not is_ordered(phase):
+    if not armed.is_set() or orders["phase"] != phase:
         return
     armed.clear()
     go_on.clear()
@@ -61,26 +49,6 @@ def strike(phase: str) -> None:
         go_on.wait()  # the driver sends SIGUSR2 or kills this process
     else:
         os.kill(os.getpid(), signal.Signals[orders["signal"]])
-
-
-class FaultyReceiver(WeightReceiver):
-    """The receiver with the moments of transfer and answer."""
-
-    def __init__(self, **settings: Any) -> None:
-        answer = settings.pop("on_ack")
-
-        def on_progress(version: Version, received_bytes: int) -> None:
-            if is_ordered("form"):
-                raise Unavailable("this link is broken on purpose")
-            if received_bytes >= RECEIVED_BYTES:
-                strike("transfer")
-
-        def on_ack(version: Version, ok: bool, message: str) -> None:
-            if ok:
-                strike("answer")
-            answer(version, ok, message)
-
-        super().__init__(**settings, on_progress=on_progress, on_ack=on_ack)
 
 
 class FaultyHostReceiver(HostReceiver):
@@ -111,14 +79,6 @@ class FaultyHostReceiver(HostReceiver):
 
 def main() -> None:
     """Serves, with the seams in place."""
-    form = paceline.weights.link._gloo
-
-    def form_and_strike(*arguments: Any) -> Any:
-        strike("form")  # both sides have met in the store; the other one is forming and waits for this one
-        return form(*arguments)
-
-    paceline.weights.link._gloo = form_and_strike
-    services.rollout.weights.WeightReceiver = FaultyReceiver  # type: ignore[misc]
     services.rollout.weights.HostReceiver = FaultyHostReceiver  # type: ignore[misc]
     paceline.weights.hosts.client.MODULE = "faulty_agent"
     signal.signal(signal.SIGUSR1, arm)

@@ -3,10 +3,9 @@ round.
 
     python tests/weights/weight_soak.py --rounds 20 --phase transfer --signal SIGSTOP --target agent
 
-Three ranks of a learner and three receivers as real processes on loopback. In each round one receiver harms itself in the
-middle of forming a link, in the middle of a transfer, or between its swap and its acknowledgement (`faulty_rollout.py`), and
-another process is started in its place (target `worker`; with `links` its weights come over a link instead of by agents); or
-the agent of its host does so, alone or with the worker (targets `agent` and `host`, `faulty_agent.py`): every receiver is on a
+Three ranks of a learner and three receivers as real processes on loopback. In each round one receiver harms itself when a
+version is planned for its host, in the middle of a transfer, or between its swap and its acknowledgement (`faulty_rollout.py`),
+and another process is started in its place (target `worker`); or the agent of its host does so, alone or with the worker (targets `agent` and `host`, `faulty_agent.py`): every receiver is on a
 host of its own, so that one reads from another; or a learner rank is killed while every receiver holds a part of a version. Then
 it is asked: did the learner's next step begin within `weights.max_wait_s`, did the replacement serve the current version
 within 15 s, do all receivers sample like a Hugging Face model with the learner's weights, and did the one that was stopped
@@ -29,7 +28,7 @@ from elastic_run import ElasticRun, Hang, Worker, until
 
 PHASES = ("form", "transfer", "answer")
 SIGNALS = ("SIGKILL", "SIGSTOP")
-TARGETS = ("worker", "agent", "host", "links")
+TARGETS = ("worker", "agent", "host")
 MAX_WAIT_S = 4.0
 REPLACEMENT_S = 15.0
 RECEIVERS = 3
@@ -211,8 +210,7 @@ def main(
     of_receivers = tuple(phase for phase in wanted if phase != "learner")
     at_once = [of_receivers] if together and of_receivers else [(phase,) for phase in of_receivers]
     hang = ""
-    backend = "gloo" if target == "links" else "auto"
-    with ElasticRun(directory, ranks=3, steps=1_000_000, max_wait_s=MAX_WAIT_S, backend=backend) as run:
+    with ElasticRun(directory, ranks=3, steps=1_000_000, max_wait_s=MAX_WAIT_S) as run:
         soak = Soak(run, target)
         try:
             soak.begin(len(of_receivers) + 2 if together else RECEIVERS)

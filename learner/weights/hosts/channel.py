@@ -1,11 +1,11 @@
 """The channel by hosts: every rank stages its shards in its host's memory, and the hosts' agents bring them to all others.
 
 Rank 0 adds the manifest, with the digests that the agents of all the learner's hosts made, and tells the coordinator, which
-tells each host where to read. Members without an agent, and those that agents failed to reach several times, get their weights
-over links and from the object store (`learner.weights.collective`), out of a copy that is made for them alone.
+tells each host where to read. Members without an agent, and those that agents failed to reach several times, read the run's
+object store, which rank 0 writes for them alone.
 
-Threads of rank 0: one completes manifests (`_complete_forever`), one copies for links (`_copy_forever`). `close` alone waits for
-them, for a moment.
+Threads of rank 0: one completes manifests (`_complete_forever`), one puts versions into the store (`_store_forever`). `close`
+alone waits for them, for a moment.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from learner.weights.catch_up import CatchUp
 from learner.weights.channel import WithoutMembers
 from learner.weights.hosts.members import HostMembers
 from learner.weights.hosts.shard_writer import ShardWriter
 from learner.weights.hosts.stage import RankStage
-from learner.weights.publisher import Publisher
 from learner.weights.rank_board import RankBoard
-from paceline.errors import Conflict, InvalidInput, PacelineError, Unavailable
+from learner.weights.shards import whole_slices
+from learner.weights.store.offers import StoreOffers
+from learner.weights.store.writer import StoreWriter
+from paceline.errors import InvalidInput, PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.host_segment import HostSegment
@@ -38,7 +39,7 @@ from paceline.weights.hosts.manifest import HostManifest, PieceAlgorithm
 from paceline.weights.packing import empty_flat, views
 from protos.paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
 
-COPY_RETRY_S = 0.5
+STORE_RETRY_S = 0.5
 CLOSE_WAIT_S = 2.0
 """Longest wait for threads that end; one that copies a large version is left behind."""
 NO_AGENT = b"0" * 16
@@ -130,7 +131,7 @@ class HostChannel(WithoutMembers):
 
 class Rank0HostChannel(HostChannel):
     """The channel on rank 0. `announce(version, seconds)` is called before a member can have the version, `send` with what the
-    coordinator has to tell all hosts."""
+    coordinator has to tell all hosts. `store` writes for the members of `offers`, and belongs to rank 0 alone."""
 
     def __init__(
         self,
@@ -140,12 +141,12 @@ class Rank0HostChannel(HostChannel):
         writer: ShardWriter,
         *,
         members: HostMembers,
-        publisher: Publisher,
-        catch_up: CatchUp,
+        offers: StoreOffers,
+        store: StoreWriter,
         announce: Callable[[Version, float], None],
         send: Callable[[worker_pb2.HostVersion], None],
     ) -> None:
-        self._members, self._publisher, self._catch_up = members, publisher, catch_up
+        self._members, self._offers, self._store = members, offers, store
         self._announce, self._send = announce, send
         self._changed = threading.Condition()
         self._staged: list[tuple[Version, list[bytes]]] = []
@@ -154,9 +155,10 @@ class Rank0HostChannel(HostChannel):
         """The newest version with its manifest."""
         self._here: tuple[Version, int, HostSegment] | None = None
         """The newest complete version of this host, with its generation."""
-        self._linked: tuple[str, ...] = ()
-        """Members that get their weights over links."""
-        self._copied: Version | None = None
+        self._needs_store = False
+        """True while a member gets its weights from the object store."""
+        self._put: Version | None = None
+        """The newest version that was put into the object store."""
         self._roster: tuple[int, tuple[str, ...], frozenset[str]] = (0, (), frozenset())
         self._overtaken = threading.Event()
         """Set when waiting for the other hosts' digests is pointless."""
@@ -165,10 +167,16 @@ class Rank0HostChannel(HostChannel):
         super().__init__(client, hosts, board, writer)
         self._threads = [
             threading.Thread(target=run, name=f"weights{run.__name__}", daemon=True)
-            for run in (self._complete_forever, self._copy_forever)
+            for run in (self._complete_forever, self._store_forever)
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """See `WeightChannel.wants_snapshot`: rank 0 alone writes the store."""
+        self._store.check()
+        return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
         """See `WeightChannel.publish`."""
@@ -183,16 +191,16 @@ class Rank0HostChannel(HostChannel):
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """See `WeightChannel.acknowledge`."""
         self._members.answer(member_id, version, ok, message)
-        self._catch_up.answer(member_id, version, ok, message, damaged)
-        self._publisher.acknowledge(member_id, version, ok, message)
+        self._offers.answer(member_id, version, ok, message, damaged)
+        with self._changed:  # it may need a snapshot
+            self._changed.notify_all()
 
     def progress(
         self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
     ) -> None:
         """See `WeightChannel.progress`."""
         self._members.progress(member_id, version, received_bytes, loading)
-        self._catch_up.progress(member_id)
-        self._publisher.progress(member_id, version)
+        self._offers.progress(member_id)
 
     def interrupt(self, reason: str) -> None:
         """See `WeightChannel.interrupt`."""
@@ -202,8 +210,7 @@ class Rank0HostChannel(HostChannel):
         if newest is not None:
             self._send(newest[1])
         self._divide()
-        self._catch_up.interrupt()
-        self._publisher.interrupt(reason)
+        self._offers.interrupt()
 
     def close(self) -> None:
         """See `WeightChannel.close`."""
@@ -216,25 +223,25 @@ class Rank0HostChannel(HostChannel):
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         self._members.close()
-        self._catch_up.close()
-        self._publisher.close()
+        self._offers.close()
+        self._store.close()
 
     def member_failed(self) -> None:
-        """Give members that agents cannot reach their weights over links."""
+        """Offer members that agents cannot reach the versions in the object store."""
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the roster among hosts' agents and links."""
+        """Divide the roster among hosts' agents and the object store."""
         with self._changed:
             epoch, member_ids, by_host = self._roster
             hosted = [m for m in member_ids if m in by_host and not self._members.failed_often(m)]
-            linked = tuple(m for m in member_ids if m not in hosted)
-            self._linked = linked
+            stored = [m for m in member_ids if m not in hosted]
+            self._needs_store = bool(stored)
             self._changed.notify_all()
             newest = self._newest
         self._members.set_members(epoch, hosted)
-        self._catch_up.set_members(epoch, linked)
-        if linked and newest is not None:
+        self._offers.set_members(epoch, stored)
+        if stored and newest is not None:
             self._follow(newest[1])
 
     def _on_staged(self, version: Version, digests: list[bytes]) -> None:
@@ -313,8 +320,8 @@ class Rank0HostChannel(HostChannel):
         return self._notes[key]
 
     def _follow(self, message: worker_pb2.HostVersion) -> None:
-        """Have this host's agent complete a version, which links are to send; with one learner host it is complete."""
-        if not self._linked and self._hosts.num_hosts > 1:
+        """Have this host's agent complete a version, which is to be stored; with one learner host it is complete."""
+        if not self._needs_store and self._hosts.num_hosts > 1:
             return
         plan = worker_pb2.HostPlan(
             run_id=message.run_id,
@@ -326,42 +333,51 @@ class Rank0HostChannel(HostChannel):
         )
         self._stage.send(host_agent_pb2.AgentRequest(plan=plan))
 
-    def _copy_forever(self) -> None:
+    def _store_forever(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._must_copy)
+                # No deadline: a member without an agent may never come.
+                self._changed.wait_for(
+                    lambda: self._closed.is_set() or self._is_due() or self._wants_snapshot()
+                )
                 if self._closed.is_set():
                     return
-                assert self._here is not None
-                assert self._newest is not None
-                version, generation, segment = self._here
-                manifest = self._newest[0]
+                due = (self._here, self._newest) if self._is_due() else None
             try:
-                self._copy(version, generation, segment, manifest)
-            except Conflict:
-                return  # the run ends
+                if due is None:
+                    self._offers.snapshot_ordered()
+                    self._store.put_snapshot()
+                else:
+                    assert due[0] is not None
+                    assert due[1] is not None
+                    self._put_into_store(*due[0], due[1][0])
             except Unavailable:
-                self._closed.wait(COPY_RETRY_S)  # it was overwritten by a newer one, which is on its way here
+                self._closed.wait(
+                    STORE_RETRY_S
+                )  # it was overwritten by a newer one, which is on its way here
             except Exception as error:
-                unforeseen.note("copying weights for links", error)
-                self._closed.wait(COPY_RETRY_S)
+                unforeseen.note("copying weights for the object store", error)
+                self._closed.wait(STORE_RETRY_S)
 
-    def _must_copy(self) -> bool:
-        if self._closed.is_set():
-            return True
-        wanted = bool(self._linked) and self._here is not None and self._newest is not None
-        return wanted and self._here is not None and (self._copied is None or self._copied < self._here[0])
+    def _is_due(self) -> bool:
+        """Return whether a version is here that the store needs and has not got."""
+        if not self._needs_store or self._here is None or self._newest is None:
+            return False
+        return self._put is None or self._put < self._here[0]
 
-    def _copy(self, version: Version, generation: int, segment: HostSegment, manifest: HostManifest) -> None:
-        """Copy a version out of the host's memory, which takes newer ones, for links and the object store."""
+    def _wants_snapshot(self) -> bool:
+        return self._put is not None and self._offers.wants_snapshot
+
+    def _put_into_store(
+        self, version: Version, generation: int, segment: HostSegment, manifest: HostManifest
+    ) -> None:
+        """Copy a version out of the host's memory, which takes newer ones, for the object store."""
         flat = empty_flat(manifest.layout)
         with segment.reading(generation):
             flat.copy_(segment.flat())
-        tensors = views(flat, manifest.layout)
-        self._publisher.stage(version, tensors)
-        self._catch_up.stage(version, tensors)
+        self._store.put(version, *whole_slices(views(flat, manifest.layout)))
         with self._changed:
-            self._copied = version
+            self._put = version
 
 
 def agree_on_hosts(

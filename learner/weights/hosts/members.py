@@ -3,7 +3,7 @@
 Nothing is sent to them from here: the coordinator tells each host where to read. A member has `max_wait_s` for its first
 report on a version, and as long between two reports; while bytes arrive there is no other limit, and without new bytes it is
 twenty times that plus the time that the bytes need at the slowest rate. A member that loads a version is not behind because of the
-next one. A member that fails `PATIENCE` times in a row is to get its weights over a link.
+next one. A member that fails `PATIENCE` times in a row is to read the object store.
 
 One thread waits for deadlines and calls `on_result`; one condition guards the state.
 """

@@ -127,7 +127,7 @@ class RankStage:
                 if self._closed or time.monotonic() > deadline_s:
                     raise Unavailable(
                         f"this host's agent gave no memory for version {version.step} within {MEMORY_S:.0f} s; its log says "
-                        "why (weights.backend: gloo does without agents)"
+                        "why (weights.channel: delta does without agents)"
                     )
                 self._changed.wait(0.1)
             self._begun_with = asked

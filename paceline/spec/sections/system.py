@@ -25,33 +25,21 @@ class WeightsSection(Section):
     """Transport of new weights to the rollout workers."""
 
     channel: Literal["collective", "delta"] = "collective"
-    """`collective`: the whole model over a link to each worker. `delta`: changed elements through a store."""
+    """`collective`: the whole model from host to host, by their agents; a worker whose host has none reads the store. `delta`:
+    changed elements through the store, without agents."""
     store: str | None = None
     """Folder of stored weights: a path or any fsspec URL; default `weights/` in the run's directory. A relative path in
     a spec's file is relative to the directory in which the command runs."""
     anchor_interval: PositiveInt = 50
     """Versions between two that are stored in full; one comes earlier when the deltas since the last outweigh it."""
-    backend: Literal["auto", "gloo", "shared"] = "auto"
-    """auto: by the agents of hosts, from host to host; to workers without one by shared (memory of the host, which
-    both map) where a learner with GPUs and its workers are on one host, else by gloo (TCP); a worker that `shared` does not reach gets its weights by gloo."""
     publish_interval: PositiveInt = 1
     """Steps between two published versions."""
     max_wait_s: Annotated[float, Field(gt=0, le=604_800)] = 30.0
     """Longest silence of a member during a transfer: a member that for this long neither takes bytes nor reports
     that it is loading them is expelled."""
-    bucket_mb: PositiveInt = 64
-    """Size of one packed bucket."""
     allow_plaintext_network: bool = False
-    """Allow weights in the clear between hosts with certificates (`--tls-dir`): links by gloo, a learner on several hosts, an object
-    store without TLS. The agents of hosts use TLS in any case."""
-
-    @model_validator(mode="after")
-    def _check(self) -> WeightsSection:
-        if self.channel == "delta" and self.backend != "auto":
-            raise ValueError(
-                f"backend {self.backend!r} with channel 'delta': only the collective channel has a backend; remove it"
-            )
-        return self
+    """Allow weights in the clear between hosts with certificates (`--tls-dir`): a learner on several hosts, an object store
+    without TLS. The agents of hosts use TLS in any case."""
 
     @field_validator("store")
     @classmethod

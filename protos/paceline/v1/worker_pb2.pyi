@@ -93,13 +93,11 @@ class _PublishFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Publis
     PUBLISH_FAILURE_UNSPECIFIED: _PublishFailure.ValueType  # 0
     """No failure."""
     PUBLISH_FAILURE_LINK: _PublishFailure.ValueType  # 1
-    """The link was not formed or did not carry the bytes in time, or broke."""
+    """The bytes did not arrive in time."""
     PUBLISH_FAILURE_SILENT: _PublishFailure.ValueType  # 2
-    """The bytes were sent, but no answer came in time."""
+    """The bytes arrived, but no answer came in time."""
     PUBLISH_FAILURE_REFUSED: _PublishFailure.ValueType  # 3
     """The member refused the version in its answer."""
-    PUBLISH_FAILURE_INTERRUPTED: _PublishFailure.ValueType  # 4
-    """The control plane was away; not a fault of the member."""
 
 class PublishFailure(_PublishFailure, metaclass=_PublishFailureEnumTypeWrapper):
     """Reason for which a version did not reach a member."""
@@ -107,13 +105,11 @@ class PublishFailure(_PublishFailure, metaclass=_PublishFailureEnumTypeWrapper):
 PUBLISH_FAILURE_UNSPECIFIED: PublishFailure.ValueType  # 0
 """No failure."""
 PUBLISH_FAILURE_LINK: PublishFailure.ValueType  # 1
-"""The link was not formed or did not carry the bytes in time, or broke."""
+"""The bytes did not arrive in time."""
 PUBLISH_FAILURE_SILENT: PublishFailure.ValueType  # 2
-"""The bytes were sent, but no answer came in time."""
+"""The bytes arrived, but no answer came in time."""
 PUBLISH_FAILURE_REFUSED: PublishFailure.ValueType  # 3
 """The member refused the version in its answer."""
-PUBLISH_FAILURE_INTERRUPTED: PublishFailure.ValueType  # 4
-"""The control plane was away; not a fault of the member."""
 Global___PublishFailure: _TypeAlias = PublishFailure  # noqa: Y015
 
 @_typing.final
@@ -870,8 +866,8 @@ Global___Epoch: _TypeAlias = Epoch  # noqa: Y015
 
 @_typing.final
 class Expelled(_message.Message):
-    """A rollout worker missed a deadline of its weight link and is no longer in the roster. It goes on with the version
-    that it holds while admission allows, drops its link, and reports its run as ready in order to be in the next roster.
+    """A rollout worker missed a deadline for a version and is no longer in the roster. It goes on with the version that it
+    holds while admission allows, and reports its run as ready in order to be in the next roster.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -984,8 +980,8 @@ Global___RankLost: _TypeAlias = RankLost  # noqa: Y015
 
 @_typing.final
 class WeightOffer(_message.Message):
-    """One version for one member. The member forms the link if there is none under this prefix, receives the weights,
-    verifies them, loads them into the engine and acknowledges.
+    """One version in the object store for one member. The member reads the weights, verifies them, loads them into the
+    engine and acknowledges.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -993,15 +989,8 @@ class WeightOffer(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     MEMBER_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    BACKEND_FIELD_NUMBER: _builtins.int
-    STORE_HOST_FIELD_NUMBER: _builtins.int
-    STORE_PORT_FIELD_NUMBER: _builtins.int
-    PREFIX_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    MANIFEST_FIELD_NUMBER: _builtins.int
     MAX_WAIT_S_FIELD_NUMBER: _builtins.int
-    TRACEPARENT_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run that the weights belong to."""
@@ -1009,29 +998,15 @@ class WeightOffer(_message.Message):
     """Epoch in which the member was named."""
     member_id: _builtins.str
     """The receiving member."""
-    attempt: _builtins.int
-    """Attempt at a link with this member; every attempt has a different prefix."""
-    backend: _builtins.str
-    """`gloo` or `shared`."""
-    store_host: _builtins.str
-    """Host of the rendezvous, the TCP store where the link is formed."""
-    store_port: _builtins.int
-    """Port of the rendezvous."""
-    prefix: _builtins.str
-    """Prefix of this link's keys in the rendezvous."""
-    manifest: _builtins.bytes
-    """Names, dtypes, shapes, packing and checksums as JSON."""
     max_wait_s: _builtins.float
-    """Deadline of each operation on the link, in seconds."""
-    traceparent: _builtins.str
-    """W3C trace context of the publish."""
+    """Longest silence of the member, in seconds."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """The version."""
 
     @_builtins.property
     def stored(self) -> Global___StoredWeights:
-        """Set when the version is read from an object store: then there is no link, and fields 5 to 8 and 10 are empty."""
+        """Where the version is."""
 
     def __init__(
         self,
@@ -1039,20 +1014,13 @@ class WeightOffer(_message.Message):
         run_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         member_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        backend: _builtins.str = ...,
-        store_host: _builtins.str = ...,
-        store_port: _builtins.int = ...,
-        prefix: _builtins.str = ...,
         version: _common_pb2.PolicyVersion | None = ...,
-        manifest: _builtins.bytes = ...,
         max_wait_s: _builtins.float = ...,
-        traceparent: _builtins.str = ...,
         stored: Global___StoredWeights | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stored", b"stored", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "backend", b"backend", "epoch", b"epoch", "manifest", b"manifest", "max_wait_s", b"max_wait_s", "member_id", b"member_id", "prefix", b"prefix", "run_id", b"run_id", "store_host", b"store_host", "store_port", b"store_port", "stored", b"stored", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "max_wait_s", b"max_wait_s", "member_id", b"member_id", "run_id", b"run_id", "stored", b"stored", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1521,7 +1489,6 @@ class PublishReport(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     PUBLISH_S_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
-    FORM_S_FIELD_NUMBER: _builtins.int
     ACK_S_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
@@ -1540,8 +1507,6 @@ class PublishReport(_message.Message):
     """Seconds from staging to acknowledgement."""
     transfer_s: _builtins.float
     """Seconds of the transfer alone."""
-    form_s: _builtins.float
-    """Seconds that forming the link took; 0 when it existed."""
     ack_s: _builtins.float
     """Seconds from the last byte to the member's answer."""
     failure: Global___PublishFailure.ValueType
@@ -1562,13 +1527,12 @@ class PublishReport(_message.Message):
         size_bytes: _builtins.int = ...,
         publish_s: _builtins.float = ...,
         transfer_s: _builtins.float = ...,
-        form_s: _builtins.float = ...,
         ack_s: _builtins.float = ...,
         failure: Global___PublishFailure.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_s", b"ack_s", "epoch", b"epoch", "error", b"error", "failure", b"failure", "form_s", b"form_s", "member_id", b"member_id", "ok", b"ok", "publish_s", b"publish_s", "run_id", b"run_id", "size_bytes", b"size_bytes", "transfer_s", b"transfer_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_s", b"ack_s", "epoch", b"epoch", "error", b"error", "failure", b"failure", "member_id", b"member_id", "ok", b"ok", "publish_s", b"publish_s", "run_id", b"run_id", "size_bytes", b"size_bytes", "transfer_s", b"transfer_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerServiceStub:
-    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it.
+    """Membership of workers. Every worker opens its connections itself; only agents of hosts connect to one another.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class WorkerServiceStub:
 
 
 class WorkerServiceServicer:
-    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it.
+    """Membership of workers. Every worker opens its connections itself; only agents of hosts connect to one another.
     """
 
     def Connect(self, request_iterator, context):
@@ -105,7 +105,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService:
-    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it.
+    """Membership of workers. Every worker opens its connections itself; only agents of hosts connect to one another.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it."""
+    """Membership of workers. Every worker opens its connections itself; only agents of hosts connect to one another."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -44,7 +44,7 @@ class WorkerServiceStub:
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it."""
+    """Membership of workers. Every worker opens its connections itself; only agents of hosts connect to one another."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_worker_pb2.ConnectRequest, _worker_pb2.ConnectResponse]  # type: ignore[assignment]
@@ -57,7 +57,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Tells a worker to take nothing new, to finish or return what it holds, and to leave. NOT_FOUND for no member."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Membership of workers. Every worker opens its connections itself; only weight links may need a connection to it."""
+    """Membership of workers. Every worker opens its connections itself; only agents of hosts connect to one another."""
 
     @_abc_1.abstractmethod
     def Connect(

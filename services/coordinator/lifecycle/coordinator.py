@@ -118,7 +118,7 @@ class Coordinator:
         self.commands = Commands(
             self.context, self.states, self.faults, self.pool.assignments, resumption, members
         )
-        self.queue = RunQueue(ledger, directory, self.lock, self.watchers, self._bundles, host)
+        self.queue = RunQueue(ledger, directory, self.lock, self.watchers, self._bundles)
         self.starter = RunStarter(
             self.context, self.states, self.faults, self.pool, self._prompts, self._bundles
         )

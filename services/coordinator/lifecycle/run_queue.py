@@ -56,10 +56,7 @@ class RunQueue:
         lock: asyncio.Lock,
         watchers: Watchers,
         bundles: RunBundles,
-        host: str = "127.0.0.1",
     ):
-        """`host` is the address that the coordinator listens on."""
-        self._host = host
         self._ledger, self._directory, self._lock, self._watchers = ledger, directory, lock, watchers
         self._bundles = bundles
         self._reading = asyncio.Lock()
@@ -79,7 +76,7 @@ class RunQueue:
             )
         spec, text = await self._read(spec_yaml)
         refuse_large_groups(spec)
-        check_network(spec, self._host, self._ledger.store)
+        check_network(spec, self._ledger.store)
         caller = current_caller()
         if caller is not None and spec.priority > 0 and not caller.steers_all:
             raise NotPermitted(

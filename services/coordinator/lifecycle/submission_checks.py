@@ -21,7 +21,7 @@ from paceline.files.storage import Folder, is_url
 from paceline.models.architectures import check_architecture
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS
-from paceline.weights.plain_network import check_plain, check_store
+from paceline.weights.plain_network import check_store
 from services.coordinator.lifecycle import source_files
 from services.coordinator.lifecycle.environment_checks import check_environment
 from services.coordinator.lifecycle.run_data import RunData, open_data
@@ -68,13 +68,10 @@ def _changed_texts(policy: PolicySection, first: Sequence[Any]) -> list[str]:
     ]
 
 
-def check_network(spec: RunSpec, host: str, store: str) -> None:
-    """Check that the run's weights stay on one host or are encrypted, for a coordinator that listens on `host` and names the root
-    `store` for large files. Raises InvalidInput."""
+def check_network(spec: RunSpec, store: str) -> None:
+    """Check that the run's object stores are reached over TLS, for a coordinator that names the root `store` for large files.
+    Raises InvalidInput."""
     allowed = spec.weights.allow_plaintext_network
-    if spec.weights.channel == "collective" and spec.weights.backend == "gloo":
-        remedy = "remove it, so that the agents of hosts bring weights"
-        check_plain("weights.backend 'gloo' beside a coordinator", [host], allowed=allowed, remedy=remedy)
     for url in (spec.weights.store, spec.checkpointing.checkpoint_dir, store):
         check_store(url or "", os.environ, allowed=allowed)
 

@@ -59,7 +59,7 @@ class Member:
     suspected: bool = False
     """Silent for half the time-out: out of the roster until it reports again."""
     expelled: bool = False
-    """It missed a deadline of its weight link: out of the roster until it reports that it is ready."""
+    """It missed a deadline for a version: out of the roster until it reports that it is ready."""
     named_in: int = 0
     """Number of the roster (epoch) that it entered last; reports on earlier rosters do not concern it any more."""
     draining: bool = False

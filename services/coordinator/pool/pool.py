@@ -332,7 +332,7 @@ class Pool:
             self._runs.server.wake("lease", "task")
 
     async def expel(self, member: Member, report: worker_pb2.PublishReport) -> None:
-        """Expel a member that missed a deadline of its weight link: the next roster is without it, and it is notified."""
+        """Expel a member that missed a deadline for a version: the next roster is without it, and it is notified."""
         if member.expelled:
             return
         member.expelled = True

@@ -265,7 +265,6 @@ VERSIONS = Part("weights", "Weights by version", "One line for each published ve
     Metric("failures", "transfers", "transfers that failed", "0"),
     Metric("gather_s", "s", "gathering from the ranks"),
     Metric("wait_s", "s", "time in which training stood still for it"),
-    Metric("form_s", "s", "forming the link"),
     Metric("transfer_s", "s", "sending the bytes"),
     Metric("answer_s", "s", "from the last byte to the answer"),
     Metric("publish_s", "s", "from staging to the answer"),

@@ -86,7 +86,6 @@ class WeightRecords:
             return []
         record.raise_to(
             size_bytes=float(report.size_bytes),
-            form_s=seconds(report.form_s),
             transfer_s=seconds(report.transfer_s),
             answer_s=seconds(report.ack_s),
             publish_s=seconds(report.publish_s),

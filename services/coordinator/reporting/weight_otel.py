@@ -16,7 +16,6 @@ from services.coordinator.reporting.weight_metrics import VersionRecord
 SECONDS = {
     "gather_s": "The learner's ranks put a bucket together",
     "wait_s": "The learner's next step waited for the copy",
-    "form_s": "A link to a member was formed",
     "transfer_s": "The buckets were sent",
     "answer_s": "From the last bucket to the member's acknowledgement",
     "publish_s": "From the offer to the acknowledgement",

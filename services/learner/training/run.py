@@ -1,8 +1,8 @@
 """The learner's work on one run, as each rank does it: next batch, train, publish, receipt, checkpoint.
 
 All ranks go through the same collectives in the same order: they agree before every step (`StepAgreement`), then come the
-step's own collectives, then gathering for publishing, checkpoint or export. Publishing to members happens on rank 0's link
-threads, from a staged copy, while the next step trains. No step waits for a rollout worker.
+step's own collectives, then gathering for publishing, checkpoint or export. Publishing to members happens in other
+threads and processes, from a staged copy, while the next step trains. No step waits for a rollout worker.
 """
 
 from __future__ import annotations

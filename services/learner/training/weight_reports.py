@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from learner.weights.publish_result import PublishResult
 from paceline.groups import Version
-from paceline.weights.offers import LinkOffer, StoreOffer
+from paceline.weights.offers import StoreOffer
 from protos.paceline.v1 import worker_pb2
 
 FAILURES = {
@@ -14,22 +14,16 @@ FAILURES = {
     "link": worker_pb2.PUBLISH_FAILURE_LINK,
     "silent": worker_pb2.PUBLISH_FAILURE_SILENT,
     "refused": worker_pb2.PUBLISH_FAILURE_REFUSED,
-    "interrupted": worker_pb2.PUBLISH_FAILURE_INTERRUPTED,
 }
 
 
 class WeightReports:
-    """Reports of one run, from any thread. `send` queues a report, `warn` puts a sentence into the run's events."""
+    """Reports of one run, from any thread. `send` queues a report."""
 
     def __init__(
-        self,
-        run_id: str,
-        max_wait_s: float,
-        send: Callable[[worker_pb2.ConnectRequest], None],
-        warn: Callable[[str], None],
+        self, run_id: str, max_wait_s: float, send: Callable[[worker_pb2.ConnectRequest], None]
     ) -> None:
-        self._run_id, self._max_wait_s = run_id, max_wait_s
-        self._send, self._warn = send, warn
+        self._run_id, self._max_wait_s, self._send = run_id, max_wait_s, send
 
     def staged(self, version: Version, gather_s: float) -> None:
         """Report that a version is staged; its copy took `gather_s` seconds."""
@@ -37,7 +31,7 @@ class WeightReports:
         staged.version.session, staged.version.step = version
         self._send(worker_pb2.ConnectRequest(staged=staged))
 
-    def offer(self, offer: LinkOffer | StoreOffer) -> None:
+    def offer(self, offer: StoreOffer) -> None:
         """Send an offer to its member."""
         self._send(worker_pb2.ConnectRequest(weight_offer=offer.to_proto(self._max_wait_s)))
 
@@ -46,12 +40,7 @@ class WeightReports:
         self._send(worker_pb2.ConnectRequest(host_version=version))
 
     def result(self, result: PublishResult) -> None:
-        """Report how an attempt to bring a version to a member ended; warn when its link goes by TCP from now on."""
-        if result.fallback:
-            self._warn(
-                f"weights did not reach {result.member_id} through the host's memory: {result.error}. They go to it by TCP "
-                f"({result.fallback}) from now on"
-            )
+        """Report how an attempt to bring a version to a member ended."""
         report = worker_pb2.PublishReport(
             run_id=self._run_id,
             member_id=result.member_id,
@@ -59,9 +48,8 @@ class WeightReports:
             ok=result.ok,
             error=result.error,
             size_bytes=result.size_bytes,
-            publish_s=result.form_s + result.transfer_s + result.ack_s,
+            publish_s=result.transfer_s + result.ack_s,
             transfer_s=result.transfer_s,
-            form_s=result.form_s,
             ack_s=result.ack_s,
             failure=FAILURES[result.failure],
         )

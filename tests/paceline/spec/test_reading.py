@@ -311,6 +311,15 @@ def test_ways_of_dividing_a_model_that_do_not_exist_are_refused_by_name(spec_pat
         load_spec(spec_path, [f"policy.parallel.{key}=2"])
 
 
+def test_a_choice_of_links_is_refused_with_what_brings_weights(spec_path: Path) -> None:
+    for backend in ("auto", "gloo", "nccl", "shared"):
+        message = refusal(spec_path, f"weights.backend={backend}")
+        assert message.startswith("weights.backend: unknown key; ")
+        assert (
+            "remove backend: agents of hosts bring weights, and with delta the object store does" in message
+        )
+
+
 def test_a_stored_spec_of_another_version_names_its_run_and_what_helps() -> None:
     text = spec_to_yaml(parse_spec(TREE))
     spec, warnings = spec_of_run("sums-1", text + "telepathy: {range: 3}\n")

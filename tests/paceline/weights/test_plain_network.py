@@ -6,7 +6,6 @@ import pytest
 
 from paceline.errors import InvalidInput
 from paceline.tls.folder import VARIABLE
-from paceline.weights.link import SENDER, form_link
 from paceline.weights.plain_network import check_plain, check_store
 
 
@@ -53,18 +52,3 @@ def test_an_object_store_has_to_be_reached_over_tls(url: str, endpoint: str, is_
         return
     with pytest.raises(InvalidInput, match="give it an https:// endpoint"):
         check_store(url, environment, allowed=False)
-
-
-@pytest.mark.usefixtures("with_certificates")
-def test_neither_side_forms_a_link_by_gloo_beyond_this_host() -> None:
-    for host, store_host in (("10.0.0.2", "127.0.0.1"), ("127.0.0.1", "10.0.0.2")):
-        with pytest.raises(InvalidInput, match=r"a link by gloo at 10\.0\.0\.2.*weights\.backend auto"):
-            form_link(
-                backend="gloo",
-                store_host=store_host,
-                store_port=9,
-                prefix="p",
-                rank=SENDER,
-                max_wait_s=1.0,
-                host=host,
-            )

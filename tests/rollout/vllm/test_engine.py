@@ -17,23 +17,21 @@ import torch
 
 from learner.batch.samples import TrainingSample, pack_samples
 from learner.model.policy import load_policy, packed_logprobs
-from paceline.errors import EngineDied, InvalidInput
+from paceline.errors import EngineDied, InvalidInput, WireError
 from paceline.groups import Completion, Version
 from paceline.spec import PolicySection, RunSpec
-from paceline.weights.link import SENDER, form_link, serve_rendezvous
-from paceline.weights.manifest import WeightManifest
-from paceline.weights.offers import LinkOffer
+from paceline.weights.host_weights import HostWeights
 from paceline.weights.packing import checksums, pack, plan
+from paceline.weights.segment_pair import SegmentPair
 from rollout.engine import Engine, GenerationRequest, SamplingParams
 from rollout.vllm.process_guard import VARIABLE
-from rollout.weights.link_receiver import WeightReceiver
 
 pytestmark = pytest.mark.vllm
 NUM_SEQUENCES = 64
 NUM_VERSIONS = 5
 TOKENS_EACH = 32
 """Fewest tokens of a sequence under each version: together more than a block of the KV cache, which is 128 on a CPU."""
-LINK_WAIT_S = 300.0
+WAIT_S = 300.0
 SHARED_BYTES = 5 * 32 * 4
 """Norms of the two layers and the last one, which both workers of a tensor-parallel engine load."""
 PROMPTS = [np.arange(1 + i % 20, dtype=np.int32) % 23 for i in range(NUM_SEQUENCES)]
@@ -72,62 +70,28 @@ def learner_logprobs(folder: Path, model: Any, completions: list[Completion], dt
 Deliver = Callable[[Version, dict[str, torch.Tensor]], Awaitable[Any]]
 
 
-class MemoryLink:
-    """A learner and a worker's receiver with a link through host memory between them, and the engine behind it."""
+class HostMemory:
+    """A host's memory that versions arrive in, and the engine that loads them from there."""
 
     def __init__(self, engine: Engine) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._store, self._port = serve_rendezvous("127.0.0.1", 0, LINK_WAIT_S)
-        self._sender: Any = None
-        self._answers: asyncio.Queue[tuple[bool, str]] = asyncio.Queue()
+        self._engine, self._segments = engine, SegmentPair()
         self.pauses_s: list[float] = []
-        self.receiver = WeightReceiver(
-            run_id="run",
-            max_wait_s=LINK_WAIT_S,
-            on_weights=lambda version, weights: self.pauses_s.append(
-                asyncio.run_coroutine_threadsafe(engine.update_weights(version, weights), self._loop).result()
-            ),
-            on_ack=lambda version, ok, message: self._loop.call_soon_threadsafe(
-                self._answers.put_nowait, (ok, message)
-            ),
-            verify=not engine.verifies_weights,
-        )
 
     async def deliver(self, version: Version, tensors: dict[str, torch.Tensor], damage: int = 0) -> None:
-        """Send a version, with one byte changed on its way where `damage` is not 0. Raises AssertionError if it is refused."""
+        """Bring a version, with one byte changed on its way where `damage` is not 0. Raises what the engine does."""
         layout = plan(tensors, 1 << 12)
-        flat = pack(tensors, layout).clone()
+        flat = pack(tensors, layout)
         manifest = layout.with_checksums(checksums(flat, layout))
+        segment, generation = self._segments.begin(layout.total_bytes, layout.bucket_bytes, WAIT_S)
+        segment.flat().copy_(flat)
         if damage:
-            flat[-1] ^= damage
-        offer = LinkOffer(
-            "run",
-            1,
-            "m",
-            version.step + 1,
-            "shared",
-            "127.0.0.1",
-            self._port,
-            "p",
-            *version,
-            manifest.to_bytes(),
-        )
-        await asyncio.to_thread(self._send, offer, flat, manifest)
-        ok, message = await self._answers.get()
-        assert ok, message
-
-    def _send(self, offer: LinkOffer, flat: torch.Tensor, manifest: WeightManifest) -> None:
-        self.receiver.offer(offer)
-        if self._sender is None:
-            self._sender = form_link(
-                backend="shared",
-                store_host="127.0.0.1",
-                store_port=self._port,
-                prefix="p",
-                rank=SENDER,
-                max_wait_s=LINK_WAIT_S,
-            )
-        self._sender.send(flat, manifest)
+            segment.flat()[-1] ^= damage
+        segment.complete()
+        try:
+            weights = HostWeights(segment, generation, manifest)
+            self.pauses_s.append(await self._engine.update_weights(version, weights))
+        finally:
+            self._segments.release(segment)
 
 
 async def check_versions(
@@ -264,14 +228,14 @@ async def test_two_parallel_workers_hold_exact_versions_of_an_untied_llama(
     reference_logprobs: Any,
     parallel: str,
 ) -> None:
-    """The versions come over a link into segments that both workers map; each verifies and loads its part."""
+    """The versions come into segments that both workers map; each verifies and loads its part."""
     model = make_model("llama", tied=False)
     workers = {f"{parallel}_parallel_size": 2}
     spec = make_spec(model, backend="vllm", max_batch_size=NUM_SEQUENCES, vllm_cfg=workers)
     engine = await started(start_engine(spec))
-    link = MemoryLink(engine)
-    await check_versions(engine, make_model, "llama", False, reference_logprobs, link.deliver)
-    assert min(link.pauses_s) > 0
+    memory = HostMemory(engine)
+    await check_versions(engine, make_model, "llama", False, reference_logprobs, memory.deliver)
+    assert min(memory.pauses_s) > 0
 
     whole = sum(tensor.nbytes for tensor in model.state_dict().values())
     largest = max(tensor.nbytes for tensor in model.state_dict().values())
@@ -288,17 +252,14 @@ async def test_two_parallel_workers_hold_exact_versions_of_an_untied_llama(
         assert max(loaded) <= 0.6 * whole
 
     # One worker sees a byte that is not the sender's: no worker loads anything.
-    with pytest.raises(
-        AssertionError, match=r"worker [01] of the engine: tensor '[^']*' arrived with xxh3_64"
-    ):
-        await link.deliver(
+    with pytest.raises(WireError, match=r"worker [01] of the engine: tensor '[^']*' arrived with xxh3_64"):
+        await memory.deliver(
             Version(1, NUM_VERSIONS), make_model("llama", tied=False, seed=99).state_dict(), damage=1
         )
     last = make_model("llama", tied=False, seed=NUM_VERSIONS - 1)
     (still,) = await asyncio.gather(*map(engine.generate, requests(16)[5:6]))
     assert [span.step for span in still.spans] == [NUM_VERSIONS - 1]
     assert np.abs(still.logprobs - reference_logprobs(last, PROMPTS[5], still)).max() <= 2e-5
-    link.receiver.close()
 
 
 def mixed_logprobs(model: Any, cache: Any, ids_1L: torch.Tensor, start: int) -> Any:

@@ -53,8 +53,8 @@ async def test_health_says_serving(plane: Plane, service: str) -> None:
         ({"data": {"train": "/no/such/file.jsonl"}}, "data.train: no file '/no/such/file.jsonl'"),
         ({"weights": {"publish_interval": 5}}, "weights.publish_interval 5 exceeds"),
         (
-            {"weights": {"backend": "nccl"}},
-            "weights.backend: has to be one of 'auto', 'gloo', 'shared' (got 'nccl')",
+            {"weights": {"backend": "gloo"}},
+            "weights.backend: unknown key; 'weights.backend' is weights.channel",
         ),
         ({"name": "../../elsewhere"}, "'../../elsewhere'"),
         ({"policy": None}, "policy"),

@@ -16,7 +16,7 @@ DEADLINE_S = 60.0
 
 
 def offer(member_id: str, step: int) -> worker_pb2.ConnectRequest:
-    message = worker_pb2.WeightOffer(member_id=member_id, manifest=b"m" * 100)
+    message = worker_pb2.WeightOffer(member_id=member_id)
     message.version.step = step
     return worker_pb2.ConnectRequest(weight_offer=message)
 

@@ -177,9 +177,7 @@ class Served:
         self.worker.membership._context.term()
         membership: Any = None  # nothing is requested of the exchange
         engine = create_engine(spec)
-        self.run = RolloutRun(
-            spec, RUN, "rollout-1", membership, engine, make_tokenizer(), "127.0.0.1", "/runs/run-1"
-        )
+        self.run = RolloutRun(spec, RUN, "rollout-1", membership, engine, make_tokenizer(), "/runs/run-1")
         self.worker._run = self.run
         self.server = GrpcServer("127.0.0.1", 0)
         self.server.add(

@@ -1,4 +1,4 @@
-"""Which members are behind, which have fallen silent, and which are to get links."""
+"""Which members are behind, which have fallen silent, and which are to read the store."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_newer_versions_alone_are_no_progress_of_a_member_that_gets_no_bytes(ben
     assert "no new bytes" in result.error
 
 
-def test_a_member_that_fails_often_is_to_get_a_link_until_it_succeeds(bench: Bench) -> None:
+def test_a_member_that_fails_often_is_to_read_the_store_until_it_succeeds(bench: Bench) -> None:
     bench.members.set_members(1, ["a"])
     bench.members.publish(V1, SIZE)
     for attempt in range(PATIENCE):

@@ -25,7 +25,7 @@ def test_a_version_is_done_when_its_whole_epoch_has_it_and_shows_the_slowest() -
     records = WeightRecords()
     assert records.stage(staged(3), epoch=7, members=2) == []
     records.acknowledge(worker_pb2.WeightAck(version=at(3), swap_s=0.25, pause_s=0.125))
-    assert records.publish(published(3, "a", form_s=0.5, transfer_s=1.0, ack_s=0.25, publish_s=2.0)) == []
+    assert records.publish(published(3, "a", transfer_s=1.0, ack_s=0.25, publish_s=2.0)) == []
     refused = worker_pb2.PublishReport(version=at(3), member_id="b", ok=False)
     assert records.publish(refused) == []
     records.acknowledge(worker_pb2.WeightAck(version=at(3), swap_s=0.5, pause_s=0.0625))
@@ -40,7 +40,6 @@ def test_a_version_is_done_when_its_whole_epoch_has_it_and_shows_the_slowest() -
         "size_bytes": 100.0,
         "gather_s": 0.5,
         "wait_s": 0.75,
-        "form_s": 0.5,
         "transfer_s": 4.0,
         "answer_s": 0.25,
         "publish_s": 5.0,

@@ -1,4 +1,4 @@
-"""The learner's weight channel and the control plane's messages: its offers of links, and its reports on them."""
+"""The learner's weight channel and the control plane's messages: what hosts are told, what members are offered, and the reports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from learner.weights.channel import WeightChannel
+from learner.weights.hosts.members import PATIENCE
 from paceline.groups import Version
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
@@ -22,7 +23,6 @@ from services.learner.training.weight_channel import make_channel
 
 DEADLINE_S = 60.0
 MODEL = torch.nn.Linear(2, 2)
-NO_AGENT = "a host of the learner has no agent for weights, its log says why; every worker gets its own copy over a link"
 SPEC = """
 policy: {model_name: org/model}
 data: {train: org/data}
@@ -72,54 +72,68 @@ def open_channel(tmp_path: Path) -> Iterator[Open]:
         channel.close()
 
 
-def offered(channel: WeightChannel, rank: Rank) -> worker_pb2.WeightOffer:
-    channel.set_members(1, ["m"])
-    channel.publish(Version(1, 0), MODEL)
-    offer = rank.next("weight_offer")
-    assert isinstance(offer, worker_pb2.WeightOffer)
-    return offer
-
-
-@pytest.mark.parametrize(
-    ("device", "reachable", "cluster", "backend"),
-    [
-        ("cpu", "127.0.0.1", "{}", "gloo"),
-        ("cpu", "127.0.0.1", "{rollout_gpus: [0]}", "gloo"),
-        ("cuda", "127.0.0.1", "{}", "shared"),
-        ("cuda", "192.0.2.1", "{}", "gloo"),
-        ("cuda", "192.0.2.1", "{rollout_gpus: [0], learner_gpus: [0]}", "shared"),
-        ("cuda", "192.0.2.1", "{rollout_gpus: [0], learner_gpus: [1]}", "shared"),
-    ],
-)
-def test_auto_picks_only_what_can_form(
-    open_channel: Open, device: str, reachable: str, cluster: str, backend: str
-) -> None:
-    rank = Rank(device, reachable)
-    channel, warnings = open_channel(f"cluster: {cluster}\n", rank)
-    assert offered(channel, rank).backend == backend
-    assert warnings == [NO_AGENT]
-
-
-def test_a_member_that_cannot_map_memory_is_reached_by_tcp_and_that_is_said(open_channel: Open) -> None:
-    rank = Rank("cuda", "127.0.0.1")
-    channel, warnings = open_channel("cluster: {}\n", rank)
-    assert offered(channel, rank).backend == "shared"
-    channel.acknowledge("m", Version(1, 0), False, "no such process", False)
-    assert rank.next("publish").failure == worker_pb2.PUBLISH_FAILURE_REFUSED
-    assert rank.next("weight_offer").backend == "gloo"
-    assert warnings == [
-        NO_AGENT,
-        "weights did not reach m through the host's memory: the member refused: no such process. They go to it by TCP "
-        "(gloo) from now on",
-    ]
-
-
-def test_with_an_agent_hosts_are_told_and_only_workers_without_one_are_offered_a_link(
-    open_channel: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def with_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rank]:
+    """A rank on a host with an agent."""
     monkeypatch.setenv(LABEL_VARIABLE, str(tmp_path))
     rank = Rank("cpu", "127.0.0.1")
     rank.agent = HostAgentConnection("127.0.0.1:1", "127.0.0.1", "127.0.0.1")
+    yield rank
+    rank.agent.close()
+
+
+def test_where_no_agent_can_start_the_object_store_serves_and_that_is_said(
+    open_channel: Open, tmp_path: Path
+) -> None:
+    rank = Rank("cpu", "127.0.0.1")
+    channel, warnings = open_channel("weights: {}\n", rank)
+    channel.set_members(1, ["m"], ["m"])
+    channel.publish(Version(1, 0), MODEL)
+    offer = rank.next("weight_offer")
+    assert (offer.member_id, offer.stored.url) == ("m", str(tmp_path / "weights"))
+    assert warnings == [
+        "a host of the learner has no agent for weights, its log says why; every worker reads them in "
+        f"{tmp_path / 'weights'}, as with weights.channel: delta"
+    ]
+
+
+def test_a_member_that_agents_fail_to_reach_is_offered_the_store_and_that_is_said(
+    open_channel: Open, with_agent: Rank, tmp_path: Path
+) -> None:
+    channel, warnings = open_channel("weights: {max_wait_s: 60}\n", with_agent)
+    channel.set_members(1, ["m"], ["m"])
+    channel.publish(Version(1, 0), MODEL)
+    with_agent.next("host_version")
+    for _ in range(PATIENCE):
+        channel.acknowledge("m", Version(1, 0), False, "no route", False)
+        assert with_agent.next("publish").failure == worker_pb2.PUBLISH_FAILURE_REFUSED
+    assert with_agent.next("weight_offer").stored.url == str(tmp_path / "weights")
+    assert warnings == [
+        "3 attempts in a row to bring weights to m failed, the last with version 0: the member refused: no route. It is "
+        f"offered the versions in {tmp_path / 'weights'} from now on"
+    ]
+
+
+def test_a_member_whose_stored_version_is_damaged_gets_a_snapshot(
+    open_channel: Open, with_agent: Rank
+) -> None:
+    channel, _ = open_channel("weights: {max_wait_s: 60}\n", with_agent)
+    channel.set_members(1, ["m"])
+    channel.publish(Version(1, 0), MODEL)
+    assert with_agent.next("weight_offer").stored.anchor_version.step == 0
+    channel.acknowledge("m", Version(1, 0), True, "", False)
+    channel.publish(Version(1, 1), MODEL)
+    offer = with_agent.next("weight_offer")
+    assert (offer.version.step, offer.stored.anchor_version.step) == (1, 0)
+    channel.acknowledge("m", Version(1, 1), False, "damaged", True)
+    assert with_agent.next("weight_offer").stored.anchor_version.step == 1
+    assert not channel.wants_snapshot  # rank 0 has written it alone
+
+
+def test_with_an_agent_hosts_are_told_and_only_workers_without_one_are_offered_the_store(
+    open_channel: Open, with_agent: Rank, tmp_path: Path
+) -> None:
+    rank = with_agent
     channel, warnings = open_channel("weights: {max_wait_s: 60}\n", rank)
     channel.set_members(4, ["with", "without"], ["with"])
     channel.publish(Version(1, 0), MODEL)
@@ -127,9 +141,8 @@ def test_with_an_agent_hosts_are_told_and_only_workers_without_one_are_offered_a
     assert announced.sources == [rank.agent.identity.address]
     assert announced.size_bytes == 64 + 2 * 4  # a matrix of 16 bytes in its place of 64, and a bias
     offer = rank.next("weight_offer")
-    assert offer.member_id == "without"
+    assert (offer.member_id, offer.stored.url) == ("without", str(tmp_path / "weights"))
     channel.acknowledge("with", Version(1, 0), True, "", False)
     result = rank.next("publish")
     assert (result.member_id, result.ok, result.epoch) == ("with", True, 4)
     assert warnings == []
-    rank.agent.close()
