@@ -120,9 +120,9 @@ lint-python: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m services.cli.reference --check
-	$(BIN)/python -m services.coordinator.reporting.metric_table --check
-	$(BIN)/python -m services.tracking.names --check
+	$(BIN)/python -m paceline.services.cli.reference --check
+	$(BIN)/python -m paceline.services.coordinator.reporting.metric_table --check
+	$(BIN)/python -m paceline.services.tracking.names --check
 
 # The contract is compared with main: the remote's where there is one, else the local branch. CI has npx and
 # therefore skips nothing.
@@ -171,10 +171,10 @@ audit: ## Look all locked packages up in the databases of known vulnerabilities;
 	(set -x; $(AUDIT_VENV)/bin/pip-audit --strict --disable-pip --no-deps -r $(AUDIT_VENV)/torch.txt) || status=1; exit $$status
 
 pages: $(STAMP) ## Generate the pages of keys, commands, interfaces, foreign names, metrics and models in docs/
-	$(BIN)/python -m services.cli.reference
-	$(BIN)/python -m services.coordinator.reporting.metric_table
+	$(BIN)/python -m paceline.services.cli.reference
+	$(BIN)/python -m paceline.services.coordinator.reporting.metric_table
 	$(BIN)/python tests/support/models/models_page.py
-	$(BIN)/python -m services.tracking.names
+	$(BIN)/python -m paceline.services.tracking.names
 	$(BIN)/python docs/site/licences.py
 
 site: $(STAMP) ## Build the documentation as a site, build/site/html; warnings are errors

@@ -25,9 +25,9 @@ from objective_runs.curves import Style, write_curves
 from objective_runs.policy import imitate_until, train
 
 from paceline.client import Client
+from paceline.services.demo.run import make_files
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec.reading import load_spec
-from services.demo.run import make_files
-from services.local.cluster import LocalCluster
 
 STARTS_AT = 0.45
 HELD_OUT = 1000

@@ -101,12 +101,12 @@ def measure(folder: Path, shape: Shape, rounds: int) -> dict[str, float]:
     import torch
 
     torch.set_num_threads(1)
-    from learner.batch.samples import TrainingSample
-    from learner.step.trainer import Trainer
     from paceline.groups import Version
+    from paceline.learner.batch.samples import TrainingSample
+    from paceline.learner.step.trainer import Trainer
+    from paceline.rollout.engine import GenerationRequest, SamplingParams
+    from paceline.rollout.engines import create_engine
     from paceline.spec.reading import parse_spec
-    from rollout.engine import GenerationRequest, SamplingParams
-    from rollout.engines import create_engine
 
     spec = parse_spec(shape.spec_tree(str(folder)))
     dice = np.random.default_rng(0)

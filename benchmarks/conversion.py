@@ -22,7 +22,7 @@ LIMIT = 1.3
 MEASURED = """
 import sys
 from pathlib import Path
-from services.cli.main import main
+from paceline.services.cli.main import main
 main(sys.argv[1:], standalone_mode=False)
 lines = Path("/proc/self/status").read_text().splitlines()
 print(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")))

@@ -33,9 +33,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from paceline.groups import Version
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
+from paceline.rollout.engines import create_engine
 from paceline.spec import RunSpec
-from rollout.engine import Engine, GenerationRequest, SamplingParams
-from rollout.engines import create_engine
 
 SAMPLES_PER_PROMPT = 8
 

@@ -33,9 +33,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.client import Client
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
-from services.local.cluster import LocalCluster
 
 BATCH_GROUPS, GROUP_SIZE, BATCHES = 4, 4, 4
 IN_FLIGHT = BATCH_GROUPS * GROUP_SIZE * BATCHES

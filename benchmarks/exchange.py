@@ -43,12 +43,12 @@ from exchange_load import COMPLETIONS, REWARD_WORKERS, Load, Members
 
 from paceline.client import Client
 from paceline.host.freed_memory import keep_freed_memory
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
 from paceline.tls.authority import issue, make_authority
 from paceline.tls.folder import VARIABLE
-from protos.paceline.v1 import common_pb2
-from services.local.cluster import LocalCluster
+from paceline.v1 import common_pb2
 
 GROUPS_PER_STEP = 128
 MAX_AGE = 15

@@ -27,9 +27,9 @@ from paceline.groups import Completion, Group, VersionSpan
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.folder import tls_folder
 from paceline.token import metadata, read_token, token_path
+from paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL, encode_result
-from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from protos.paceline.v1 import exchange_pb2 as pb
 
 COMPLETIONS = 4
 BYTES_PER_TOKEN = 12

@@ -27,11 +27,11 @@ from typing import Any, TextIO
 
 import torch
 
-from learner.batch.examples import ExampleSource
-from learner.checkpoints.export import export_pretrained
-from learner.step.trainer import Trainer
-from learner.weights.gather import gather_weights
 from paceline.data.tokens import load_tokenizer
+from paceline.learner.batch.examples import ExampleSource
+from paceline.learner.checkpoints.export import export_pretrained
+from paceline.learner.step.trainer import Trainer
+from paceline.learner.weights.gather import gather_weights
 from paceline.spec import RunSpec
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
     python benchmarks/head.py [--vocabularies 16384,65536,151936] [--tokens 1024,4096,16384] [--hidden 64] [--json]
 
-Forward and backward of `learner.model.logprobs.chunked_logprobs` in float32, and of the plain way (log_softmax of all
+Forward and backward of `paceline.learner.model.logprobs.chunked_logprobs` in float32, and of the plain way (log_softmax of all
 logits) where its logits have at most 2^26 elements. The megabytes are the peak above the inputs, without the two gradients
 that are the result: on a CPU the process's resident memory, on a GPU the allocator's.
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from learner.model.logprobs import chunked_logprobs
+from paceline.learner.model.logprobs import chunked_logprobs
 
 PLAIN_LOGITS = 1 << 26
 """Most logits of which the plain way is measured: it takes some 20 bytes for each."""

@@ -86,8 +86,8 @@ def as_rank(source: str, out: Path) -> None:
         dist.init_process_group("gloo")
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        from learner.checkpoints.export import export_live
-        from learner.model.policy import load_policy
+        from paceline.learner.checkpoints.export import export_live
+        from paceline.learner.model.policy import load_policy
         from paceline.spec import PolicySection
 
         policy = PolicySection(model_name=source, precision="float32")

@@ -20,11 +20,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import psutil
 
 from paceline.client import Client, state_name
+from paceline.services.demo.model import make_model
+from paceline.services.demo.task import write_data
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
-from services.demo.model import make_model
-from services.demo.task import write_data
-from services.local.cluster import LocalCluster
 
 ROLES = ("coordinator", "rollout", "reward", "learner")
 GROUPS_PER_STEP = 32

@@ -144,8 +144,8 @@ def measure(folder: Path, policy: dict[str, Any], tokens: int, device_name: str)
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
-        from learner.batch.samples import TrainingSample
-        from learner.step.trainer import Trainer
+        from paceline.learner.batch.samples import TrainingSample
+        from paceline.learner.step.trainer import Trainer
         from paceline.models.memory_estimate import estimate
         from paceline.models.shape import read_shape
         from paceline.spec.reading import parse_spec

@@ -152,7 +152,7 @@ def main(
         up = [
             sys.executable,
             "-c",
-            "from services.cli.main import main; main()",
+            "from paceline.services.cli.main import main; main()",
             "up",
             str(folder / "spec.yaml"),
         ]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from objective_runs.policy import imitate_teacher
 
-from services.demo.run import make_files
+from paceline.services.demo.run import make_files
 
 FAMILIES = ("policy", "examples", "distillation")
 

@@ -23,8 +23,8 @@ from oracle.cases import CASES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learner.objectives.base import Denominators, TokenArrays
-from learner.objectives.policy import policy_loss
+from paceline.learner.objectives.base import Denominators, TokenArrays
+from paceline.learner.objectives.policy import policy_loss
 from paceline.spec import LossSection
 
 LENGTHS = (24, 1, 9, 0, 17, 5, 24, 12)

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from paceline.groups import Completion, Group, VersionSpan
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
 from paceline.wire import encode_result
-from services.coordinator.ledger.ledger import Ledger
 
 RUN = "long-1"
 COMPLETIONS, METRICS, STORED_STEPS = 8, 80, 50
@@ -213,7 +213,15 @@ def main() -> None:
             started_s = time.perf_counter()
             make_ledger(folder, options.steps, options.groups)
             print(f"made the ledger in {time.perf_counter() - started_s:.0f} s", flush=True)
-        command = [sys.executable, "-m", "services.dashboard.main", "--directory", str(folder), "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "paceline.services.dashboard.main",
+            "--directory",
+            str(folder),
+            "--port",
+            "0",
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             link = server.stdout.readline().split()[-1]

@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 import zmq
 
-from services.dashboard.access import Access, Role
+from paceline.services.dashboard.access import Access, Role
 
 VIEWS = {
     "runs": (3.0, [("RunService/List", {})]),
@@ -137,9 +137,9 @@ def measure_throughput(folder: Path, workers: int, seconds: float, rounds: int) 
     from exchange_load import REWARD_WORKERS, Load, Members
 
     from paceline.client import Client
+    from paceline.services.local.cluster import LocalCluster
     from paceline.spec import ClusterSection
-    from protos.paceline.v1 import common_pb2
-    from services.local.cluster import LocalCluster
+    from paceline.v1 import common_pb2
 
     folder.mkdir(parents=True, exist_ok=True)
     cluster = LocalCluster(folder / "runs", ClusterSection())
@@ -188,8 +188,8 @@ def measure_memory(folder: Path, seconds: float) -> dict[str, Any]:
     """Return what the page's calls add to the memory of a coordinator with a long run."""
     from page import RUN, make_ledger
 
+    from paceline.services.local.cluster import LocalCluster
     from paceline.spec import ClusterSection
-    from services.local.cluster import LocalCluster
 
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "ledger.sqlite").exists():

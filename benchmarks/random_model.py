@@ -18,8 +18,8 @@ def write_random_model(folder: Path, config: Any, shard_bytes: int) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from learner.checkpoints.model_folder import own_names
-    from learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
+    from paceline.learner.checkpoints.model_folder import own_names
+    from paceline.learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
 
     folder.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):

@@ -32,7 +32,7 @@ def make_model(folder: Path, hidden: int, layers: int) -> int:
     import torch
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-    from services.demo.model import make_tokenizer
+    from paceline.services.demo.model import make_tokenizer
 
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
@@ -58,8 +58,8 @@ def make_model(folder: Path, hidden: int, layers: int) -> int:
 
 def measure(folder: Path, texts: int, tokens: int, budget: int, device: str) -> dict[str, Any]:
     """Return the texts a second of both ways, and their ratio."""
-    from reward.models.scorer import load_scorer
-    from reward.models.settings import ModelSettings
+    from paceline.reward.models.scorer import load_scorer
+    from paceline.reward.models.settings import ModelSettings
 
     dice = random.Random(0)
     lengths = [dice.randint(tokens // 2, tokens + tokens // 2) for _ in range(texts)]

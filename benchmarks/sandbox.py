@@ -24,9 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from reward.sandbox import Limits, Sandbox, make_sandbox  # noqa: E402
-from reward.sandbox.choosing import NAMES  # noqa: E402
-from reward.sandbox.workspace import Workspace  # noqa: E402
+from paceline.reward.sandbox import Limits, Sandbox, make_sandbox  # noqa: E402
+from paceline.reward.sandbox.choosing import NAMES  # noqa: E402
+from paceline.reward.sandbox.workspace import Workspace  # noqa: E402
 
 WARM_UP = 8
 PROGRAM = {"main.py": b"print(int(input()) + 1)"}

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import itertools
 
 from benchmarks.scaling_simulation.pools import SimulatedPool, SimulatedRun
-from services.coordinator.scaling.policy import Bounds, Measurement, PoolState, decide
+from paceline.services.coordinator.scaling.policy import Bounds, Measurement, PoolState, decide
 
 PERIOD_S = 15.0
 BATCH, MAX_AGE = 64, 5

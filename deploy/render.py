@@ -32,7 +32,7 @@ COMPOSE_HEAD = """#
 # published on this host's loopback only. On Linux 6.12 Paceline's secrets are hidden from user code; PACELINE_REQUIRE_ISOLATION=1
 # requires it, 0 turns it off (docs/security.md). PACELINE_STORAGE_KEY encrypts files. The page's links, which carry keys:
 #
-#   docker compose -f deploy/compose.yaml exec dashboard python -m services.dashboard.links 127.0.0.1:7081
+#   docker compose -f deploy/compose.yaml exec dashboard python -m paceline.services.dashboard.links 127.0.0.1:7081
 """
 
 
@@ -65,7 +65,7 @@ def _stage(target: str, image: str, role: Role) -> str:
         address = (
             f"127.0.0.1:{port}" if "grpc" in role["ports"] else f"http://127.0.0.1:{port}{role['health']}"
         )
-        health = ["python", "-m", "services.common.healthcheck", address]
+        health = ["python", "-m", "paceline.services.common.healthcheck", address]
         lines += [
             "EXPOSE " + " ".join(str(number) for number in role["ports"].values()),
             "HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 \\",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from environment.hosting.pool import Instance
-from environment.limits import Stopwatch, cut_to_tokens
-from environment.notes import clean, digest
-from environment.protocols import SampledTurn
-from environment.rendering.protocol import Parsed, Rendering
-from environment.setting import EpisodeSetting
 from paceline.chat.messages import Json
+from paceline.environment.hosting.pool import Instance
+from paceline.environment.limits import Stopwatch, cut_to_tokens
+from paceline.environment.notes import clean, digest
+from paceline.environment.protocols import SampledTurn
+from paceline.environment.rendering.protocol import Parsed, Rendering
+from paceline.environment.setting import EpisodeSetting
 
 
 class Acted(NamedTuple):

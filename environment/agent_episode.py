@@ -11,14 +11,14 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from environment.agent_session import AgentTurns
-from environment.hosting.commands import run_command
-from environment.hosting.faults import CannotGoOn, EnvironmentFailed
-from environment.hosting.pool import SampleDeaths
-from environment.life import FinishedSample, Life
-from environment.limits import Stopwatch
-from environment.protocols import SessionAddress
-from environment.setting import GroupContext
+from paceline.environment.agent_session import AgentTurns
+from paceline.environment.hosting.commands import run_command
+from paceline.environment.hosting.faults import CannotGoOn, EnvironmentFailed
+from paceline.environment.hosting.pool import SampleDeaths
+from paceline.environment.life import FinishedSample, Life
+from paceline.environment.limits import Stopwatch
+from paceline.environment.protocols import SessionAddress
+from paceline.environment.setting import GroupContext
 from paceline.errors import Conflict
 
 DONE, TRUNCATED = "done", "truncated"

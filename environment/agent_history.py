@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from environment.notes import digest
-from environment.protocols import SampledTurn
-from environment.rendering.protocol import Conversation
 from paceline.chat.messages import Json, Message
 from paceline.data.messages import read_message
+from paceline.environment.notes import digest
+from paceline.environment.protocols import SampledTurn
+from paceline.environment.rendering.protocol import Conversation
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from environment.agent_history import Asked
-from environment.life import Life
-from environment.notes import digest
-from environment.protocols import AgentRequest, SampledTurn
-from environment.rows import RowTokens
+from paceline.environment.agent_history import Asked
+from paceline.environment.life import Life
+from paceline.environment.notes import digest
+from paceline.environment.protocols import AgentRequest, SampledTurn
+from paceline.environment.rows import RowTokens
 from paceline.groups import IntArray
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 
 @dataclass(eq=False)

@@ -18,21 +18,21 @@ from typing import Any
 
 import numpy as np
 
-from environment.agent_history import Asked, History, read_messages
-from environment.agent_record import TakenTurn, digest_of, left_out_of, recorded_turns
-from environment.hosting.faults import EnvironmentFailed
-from environment.life import FinishedSample, Life
-from environment.limits import Stopwatch
-from environment.notes import clean, json_text, sample_text
-from environment.protocols import AgentAnswer, AgentRequest, LeaseLost, SampledTurn, TurnRequest
-from environment.rendering.protocol import Conversation, Rendering
-from environment.rows import Place
-from environment.setting import GroupContext
 from paceline.chat.messages import Json
 from paceline.data.messages import api_message
+from paceline.environment.agent_history import Asked, History, read_messages
+from paceline.environment.agent_record import TakenTurn, digest_of, left_out_of, recorded_turns
+from paceline.environment.hosting.faults import EnvironmentFailed
+from paceline.environment.life import FinishedSample, Life
+from paceline.environment.limits import Stopwatch
+from paceline.environment.notes import clean, json_text, sample_text
+from paceline.environment.protocols import AgentAnswer, AgentRequest, LeaseLost, SampledTurn, TurnRequest
+from paceline.environment.rendering.protocol import Conversation, Rendering
+from paceline.environment.rows import Place
+from paceline.environment.setting import GroupContext
 from paceline.errors import Conflict, PromptTooLong
 from paceline.groups import IntArray
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 Trains = Callable[[Sequence[Any], Sequence[Any]], Awaitable[bool]]
 """The user's `train_call`."""

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from environment.acting import Acted, act
-from environment.hosting.faults import CannotGoOn, EnvironmentFailed, TimeIsUp
-from environment.hosting.pool import Instance, SampleDeaths
-from environment.life import FinishedSample, Life
-from environment.limits import Stopwatch
-from environment.notes import clean, json_text, rewards_of, sample_text
-from environment.protocols import SampledTurn, TurnRequest
-from environment.rendering.protocol import Conversation
-from environment.rows import RowTokens
-from environment.setting import GroupContext
 from paceline.chat.messages import Json
+from paceline.environment.acting import Acted, act
+from paceline.environment.hosting.faults import CannotGoOn, EnvironmentFailed, TimeIsUp
+from paceline.environment.hosting.pool import Instance, SampleDeaths
+from paceline.environment.life import FinishedSample, Life
+from paceline.environment.limits import Stopwatch
+from paceline.environment.notes import clean, json_text, rewards_of, sample_text
+from paceline.environment.protocols import SampledTurn, TurnRequest
+from paceline.environment.rendering.protocol import Conversation
+from paceline.environment.rows import RowTokens
+from paceline.environment.setting import GroupContext
 from paceline.errors import InvalidInput, PromptTooLong
 from paceline.groups import IntArray
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 NAME_COLUMN = "environment"
 """Column that names the class where the spec has several."""

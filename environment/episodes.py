@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from environment.hosting.pool import UserCode
-from environment.life import FinishedSample
-from environment.protocols import EpisodeLease, GroupRows, Journal, SessionHost, TokenSource
-from environment.rows import build_rows, joined
-from environment.sample import finish_sample
-from environment.setting import EpisodeSetting, GroupContext
+from paceline.environment.hosting.pool import UserCode
+from paceline.environment.life import FinishedSample
+from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, SessionHost, TokenSource
+from paceline.environment.rows import build_rows, joined
+from paceline.environment.sample import finish_sample
+from paceline.environment.setting import EpisodeSetting, GroupContext
 from paceline.groups import IntArray, Rows
 
 T = TypeVar("T")

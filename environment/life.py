@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from environment.counts import EpisodeCounts
-from environment.protocols import Journal, SampledTurn, SampleJournal
-from environment.rows import Place, RowTokens, turn_arrays
-from environment.seeds import turn_seed
+from paceline.environment.counts import EpisodeCounts
+from paceline.environment.protocols import Journal, SampledTurn, SampleJournal
+from paceline.environment.rows import Place, RowTokens, turn_arrays
+from paceline.environment.seeds import turn_seed
 from paceline.episodes import TurnArrays
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 
 class FinishedSample(NamedTuple):

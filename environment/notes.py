@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from paceline.chat.messages import Json
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 
 def json_text(value: Any) -> str:

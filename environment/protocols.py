@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 from paceline.episodes import TurnArrays
 from paceline.errors import PacelineError
 from paceline.groups import Completion, FloatArray, IntArray, Rows, VersionSpan
-from protos.paceline.v1 import common_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
 
 
 class LeaseLost(PacelineError):

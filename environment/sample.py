@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from environment.agent_episode import AgentEpisode
-from environment.class_episode import ClassEpisode
-from environment.hosting.faults import CannotGoOn, EnvironmentFailed, EnvironmentLost, ServiceAway
-from environment.hosting.pool import SampleDeaths
-from environment.life import FinishedSample, Life
-from environment.notes import sample_text
-from environment.protocols import SampleJournal
-from environment.setting import GroupContext
 from paceline.backoff import ExponentialBackoff
+from paceline.environment.agent_episode import AgentEpisode
+from paceline.environment.class_episode import ClassEpisode
+from paceline.environment.hosting.faults import CannotGoOn, EnvironmentFailed, EnvironmentLost, ServiceAway
+from paceline.environment.hosting.pool import SampleDeaths
+from paceline.environment.life import FinishedSample, Life
+from paceline.environment.notes import sample_text
+from paceline.environment.protocols import SampleJournal
+from paceline.environment.setting import GroupContext
 
 log = logging.getLogger(__name__)
 

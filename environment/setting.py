@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from environment.counts import EpisodeCounts
-from environment.hosting.pool import UserCode
-from environment.protocols import EpisodeLease, Journal, SessionHost, TokenSource, TurnParams
-from environment.rendering.choosing import Renderings, choose_renderings
-from environment.rows import TextOf
 from paceline.chat.completion_texts import text_of
+from paceline.environment.counts import EpisodeCounts
+from paceline.environment.hosting.pool import UserCode
+from paceline.environment.protocols import EpisodeLease, Journal, SessionHost, TokenSource, TurnParams
+from paceline.environment.rendering.choosing import Renderings, choose_renderings
+from paceline.environment.rows import TextOf
 from paceline.spec import RunSpec
 from paceline.spec.sections.environment import EnvironmentSection
 

@@ -16,9 +16,9 @@ _PLACES = {
     "RunState": "paceline.client",
     "RunSpec": "paceline.spec",
     "PacelineError": "paceline.errors",
-    "LocalCluster": "services.local.cluster",
-    "TrainedRun": "services.local.one_call",
-    "train": "services.local.one_call",
+    "LocalCluster": "paceline.services.local.cluster",
+    "TrainedRun": "paceline.services.local.one_call",
+    "train": "paceline.services.local.one_call",
 }
 __all__ = ["Client", "Event", "LocalCluster", "PacelineError", "RunSpec", "RunState", "TrainedRun", "train"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import grpc
 
     from paceline.files.bounded_cache import HeldFolder
-    from protos.paceline.v1.bundle_pb2 import PutRequest
+    from paceline.v1.bundle_pb2 import PutRequest
 
 PART_BYTES = 1 << 20
 CALL_S = 60.0
@@ -65,7 +65,7 @@ def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s:
 
 def _missing(channel: grpc.Channel, bundle: Bundle) -> list[tuple[str, int]]:
     """Return digest and offset of the files that the coordinator lacks, the manifest last."""
-    from protos.paceline.v1 import bundle_pb2, bundle_pb2_grpc
+    from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 
     manifest = bundle.manifest
     request = bundle_pb2.MissingRequest()
@@ -77,7 +77,7 @@ def _missing(channel: grpc.Channel, bundle: Bundle) -> list[tuple[str, int]]:
 
 
 def _put(channel: grpc.Channel, bundle: Bundle, missing: list[tuple[str, int]]) -> None:
-    from protos.paceline.v1 import bundle_pb2_grpc
+    from paceline.v1 import bundle_pb2_grpc
 
     failed: list[PacelineError] = []
 
@@ -97,7 +97,7 @@ def _put(channel: grpc.Channel, bundle: Bundle, missing: list[tuple[str, int]]) 
 
 def _parts(bundle: Bundle, sha256: str, offset: int) -> Iterator[PutRequest]:
     """Yield a file in parts from `offset` on, at least one. Raises SpecError when it cannot be read or has another size."""
-    from protos.paceline.v1.bundle_pb2 import PutRequest
+    from paceline.v1.bundle_pb2 import PutRequest
 
     if sha256 == bundle.manifest.digest:
         text = bundle.manifest.text
@@ -130,7 +130,7 @@ def fetch(channel: grpc.Channel, sha256: str, size: int, patience_s: float = PAT
     byte."""
     import grpc
 
-    from protos.paceline.v1 import bundle_pb2, bundle_pb2_grpc
+    from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 
     stub, offset = bundle_pb2_grpc.BundleServiceStub(channel), 0
     backoff, progress_s = ExponentialBackoff(FIRST_PAUSE_S, MAX_PAUSE_S), time.monotonic()

@@ -35,8 +35,8 @@ from paceline.worker_calls import WorkerCalls
 if TYPE_CHECKING:
     from paceline.bundle.collecting import Bundle
     from paceline.spec import RunSpec
-    from protos.paceline.v1.run_pb2 import Run, SubmitRequest, SubmitResponse
-    from protos.paceline.v1.status_pb2 import StatusResponse
+    from paceline.v1.run_pb2 import Run, SubmitRequest, SubmitResponse
+    from paceline.v1.status_pb2 import StatusResponse
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 OPENING_S = 3600.0
@@ -76,7 +76,7 @@ class Client(WorkerCalls):
         `token_file` holds the coordinator's token; by default as `paceline.token` finds it. `tls_dir` has certificates
         (`paceline.tls.folder`); by default that of the environment.
         """
-        from protos.paceline.v1 import run_pb2_grpc, status_pb2_grpc
+        from paceline.v1 import run_pb2_grpc, status_pb2_grpc
 
         super().__init__(address, timeout_s, wait_s, token_file, tls_dir)
         self._reconnect_s = reconnect_s
@@ -103,7 +103,7 @@ class Client(WorkerCalls):
         """
         from paceline.models.auto_settings import checked_plan
         from paceline.spec.reading import load_spec, spec_to_yaml
-        from protos.paceline.v1.run_pb2 import SubmitRequest
+        from paceline.v1.run_pb2 import SubmitRequest
 
         if isinstance(spec, str | Path):
             spec = load_spec(spec, tuple(overrides))
@@ -160,13 +160,13 @@ class Client(WorkerCalls):
 
     def get(self, run_id: str) -> Run:
         """Return a run. Raises NotFound."""
-        from protos.paceline.v1.run_pb2 import GetRequest
+        from paceline.v1.run_pb2 import GetRequest
 
         return self._call(lambda: self._runs.Get(GetRequest(run_id=run_id), timeout=self._timeout_s)).run
 
     def runs(self) -> list[Run]:
         """Return all runs of the coordinator, oldest first."""
-        from protos.paceline.v1.run_pb2 import ListRequest
+        from paceline.v1.run_pb2 import ListRequest
 
         runs: list[Run] = []
         request = ListRequest()
@@ -179,21 +179,21 @@ class Client(WorkerCalls):
 
     def cancel(self, run_id: str) -> Run:
         """End a run. Raises NotFound, Conflict."""
-        from protos.paceline.v1.run_pb2 import CancelRequest
+        from paceline.v1.run_pb2 import CancelRequest
 
         request = CancelRequest(run_id=run_id)
         return self._call(lambda: self._runs.Cancel(request, timeout=self._timeout_s)).run
 
     def pause(self, run_id: str) -> Run:
         """Pause a running run: no further lease and no further batch. Raises NotFound, Conflict."""
-        from protos.paceline.v1.run_pb2 import PauseRequest
+        from paceline.v1.run_pb2 import PauseRequest
 
         return self._call(lambda: self._runs.Pause(PauseRequest(run_id=run_id), timeout=self._timeout_s)).run
 
     def resume(self, run_id: str) -> Run:
         """Continue a paused run; queue a failed one again, with all its open groups. If the files of its functions are on
         this machine, the run goes on with them as they are now. Raises NotFound, Conflict, InvalidInput."""
-        from protos.paceline.v1.run_pb2 import ResumeRequest
+        from paceline.v1.run_pb2 import ResumeRequest
 
         request = ResumeRequest(run_id=run_id, bundle=self._corrected_bundle(self.get(run_id)))
         return self._call(lambda: self._runs.Resume(request, timeout=self._timeout_s)).run
@@ -216,7 +216,7 @@ class Client(WorkerCalls):
     def checkpoint(self, run_id: str, timeout_s: float = 600.0) -> str:
         """Order a checkpoint of the run that trains and return its folder, once it is complete; at once if the newest step has
         one. Raises NotFound; Conflict when no learner has the run; Unavailable after `timeout_s`."""
-        from protos.paceline.v1.run_pb2 import RunServiceCheckpointRequest
+        from paceline.v1.run_pb2 import RunServiceCheckpointRequest
 
         request = RunServiceCheckpointRequest(run_id=run_id)
         ordered = self._call(lambda: self._runs.Checkpoint(request, timeout=self._timeout_s))
@@ -232,7 +232,7 @@ class Client(WorkerCalls):
     def drop_groups(self, run_id: str, group_ids: Sequence[int]) -> Run:
         """Remove groups from the next batch of a paused run; the batch is fixed anew without them. Raises NotFound,
         Conflict, InvalidInput."""
-        from protos.paceline.v1.run_pb2 import DropGroupsRequest
+        from paceline.v1.run_pb2 import DropGroupsRequest
 
         request = DropGroupsRequest(run_id=run_id, group_ids=group_ids)
         return self._call(lambda: self._runs.DropGroups(request, timeout=self._timeout_s)).run
@@ -245,7 +245,7 @@ class Client(WorkerCalls):
         """
         import grpc
 
-        from protos.paceline.v1.run_pb2 import WatchRequest
+        from paceline.v1.run_pb2 import WatchRequest
 
         backoff = ExponentialBackoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         heard_s, first = time.monotonic(), True
@@ -311,7 +311,7 @@ class Client(WorkerCalls):
     @property
     def records(self) -> Records:
         """All that the coordinator has on record: metrics, samples, groups, books, specs, logs."""
-        from protos.paceline.v1.records_pb2_grpc import RecordsServiceStub
+        from paceline.v1.records_pb2_grpc import RecordsServiceStub
 
         return Records(partial(self._unary, RecordsServiceStub(self._channel)))
 
@@ -333,7 +333,7 @@ class Client(WorkerCalls):
     @property
     def models(self) -> Models:
         """The registered models: register, list, show, promote and roll back versions."""
-        from protos.paceline.v1.registry_pb2_grpc import ModelServiceStub
+        from paceline.v1.registry_pb2_grpc import ModelServiceStub
 
         return Models(partial(self._unary, ModelServiceStub(self._channel)))
 
@@ -343,6 +343,6 @@ class Client(WorkerCalls):
 
     def status(self) -> StatusResponse:
         """Return what limits the run that trains, in words and by pool."""
-        from protos.paceline.v1.status_pb2 import StatusRequest
+        from paceline.v1.status_pb2 import StatusRequest
 
         return self._call(lambda: self._status.Status(StatusRequest(), timeout=self._timeout_s))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.errors import NotFound
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.records_pb2 import (
+    from paceline.v1.records_pb2 import (
         GetBooksResponse,
         GetGroupLifeResponse,
         MemberGauges,
@@ -79,7 +79,7 @@ class Records:
     ) -> Columns:
         """Return metrics by name (`*` stands for any characters), averaged down to `max_points`, as columns: `step` (the first one
         of a point), `time` and a column for each metric. Raises NotFound, InvalidInput."""
-        from protos.paceline.v1.records_pb2 import GetMetricsRequest
+        from paceline.v1.records_pb2 import GetMetricsRequest
 
         request = GetMetricsRequest(
             run_id=run_id, names=names, kind=kind, from_step=from_step, to_step=to_step, max_points=max_points
@@ -98,13 +98,13 @@ class Records:
 
     def metric_names(self, run_id: str, kind: str = "step") -> list[str]:
         """Return the names of a run's metrics. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import GetMetricsRequest
+        from paceline.v1.records_pb2 import GetMetricsRequest
 
         return list(self._call("GetMetrics", GetMetricsRequest(run_id=run_id, kind=kind)).names)
 
     def events(self, run_id: str, *, kinds: Sequence[str] = (), after: int = 0) -> Iterator[RecordedEvent]:
         """Yield the events of a run so far, oldest first, of some kinds or all. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import ListEventsRequest
+        from paceline.v1.records_pb2 import ListEventsRequest
 
         while True:
             page = self._call("ListEvents", ListEventsRequest(run_id=run_id, kinds=kinds, after=after))
@@ -172,7 +172,7 @@ class Records:
     def sample_groups(self, run_id: str, **filters: Any) -> Iterator[SampleGroup]:
         """Yield the messages of groups that pass filters, which are fields of ListSamplesRequest. Raises NotFound,
         InvalidInput."""
-        from protos.paceline.v1.records_pb2 import ListSamplesRequest
+        from paceline.v1.records_pb2 import ListSamplesRequest
 
         for page in self._pages("ListSamples", ListSamplesRequest(run_id=run_id, **filters)):
             yield from page.groups
@@ -180,7 +180,7 @@ class Records:
     def attempts(self, run_id: str) -> Iterator[tuple[Any, list[float]]]:
         """Yield the prompt of each scored training group, and the total rewards of its completions; not-a-number for a completion
         that no function scored. Dropped groups are included. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import ListAttemptsRequest
+        from paceline.v1.records_pb2 import ListAttemptsRequest
 
         for page in self._pages("ListAttempts", ListAttemptsRequest(run_id=run_id)):
             for attempt in page.attempts:
@@ -188,7 +188,7 @@ class Records:
 
     def group_life(self, run_id: str, group_id: int) -> GetGroupLifeResponse:
         """Return what happened to a group. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import GetGroupLifeRequest
+        from paceline.v1.records_pb2 import GetGroupLifeRequest
 
         response: GetGroupLifeResponse = self._call(
             "GetGroupLife", GetGroupLifeRequest(run_id=run_id, group_id=group_id)
@@ -199,28 +199,28 @@ class Records:
 
     def books(self, run_id: str) -> GetBooksResponse:
         """Return the token accounting of a run. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import GetBooksRequest
+        from paceline.v1.records_pb2 import GetBooksRequest
 
         response: GetBooksResponse = self._call("GetBooks", GetBooksRequest(run_id=run_id))
         return response
 
     def verify(self, run_id: str, *, deep: bool = False) -> Verified:
         """Compare all records of a run, on the coordinator's host; may take minutes. Raises NotFound, Busy."""
-        from protos.paceline.v1.records_pb2 import VerifyRunRequest
+        from paceline.v1.records_pb2 import VerifyRunRequest
 
         response = self._call("VerifyRun", VerifyRunRequest(run_id=run_id, deep=deep))
         return Verified(list(response.problems), json.loads(response.facts_json))
 
     def batches(self, run_id: str, from_step: int = 0) -> Iterator[RecordedBatch]:
         """Yield the batches of a run by step. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import ListBatchesRequest
+        from paceline.v1.records_pb2 import ListBatchesRequest
 
         for page in self._pages("ListBatches", ListBatchesRequest(run_id=run_id, from_step=from_step)):
             yield from page.batches
 
     def newest_trained_step(self, run_id: str) -> int:
         """Return the newest trained step. Raises NotFound without any."""
-        from protos.paceline.v1.records_pb2 import ListBatchesRequest
+        from paceline.v1.records_pb2 import ListBatchesRequest
 
         for page in self._pages(
             "ListBatches", ListBatchesRequest(run_id=run_id, newest_first=True, page_size=10)
@@ -232,7 +232,7 @@ class Records:
 
     def checkpoints(self, run_id: str) -> list[RecordedCheckpoint]:
         """Return the checkpoints of a run, oldest first. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import ListCheckpointsRequest
+        from paceline.v1.records_pb2 import ListCheckpointsRequest
 
         return list(self._call("ListCheckpoints", ListCheckpointsRequest(run_id=run_id)).checkpoints)
 
@@ -240,38 +240,38 @@ class Records:
 
     def spec_yaml(self, run_id: str) -> str:
         """Return the resolved spec of a run. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import GetSpecRequest
+        from paceline.v1.records_pb2 import GetSpecRequest
 
         return str(self._call("GetSpec", GetSpecRequest(run_id=run_id)).spec_yaml)
 
     def spec(self, run_id: str) -> list[SpecKey]:
         """Return the values of a run's spec, with what differs from the defaults. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import GetSpecRequest
+        from paceline.v1.records_pb2 import GetSpecRequest
 
         return list(self._call("GetSpec", GetSpecRequest(run_id=run_id)).keys)
 
     def spec_difference(self, run_id: str, other_run_id: str) -> list[SpecDifference]:
         """Return the keys in which the specs of two runs differ. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import CompareSpecsRequest
+        from paceline.v1.records_pb2 import CompareSpecsRequest
 
         request = CompareSpecsRequest(run_id=run_id, other_run_id=other_run_id)
         return list(self._call("CompareSpecs", request).differences)
 
     def log_names(self) -> list[str]:
         """Return the names of the services' logs; empty unless `paceline up` runs the coordinator."""
-        from protos.paceline.v1.records_pb2 import ReadLogRequest
+        from paceline.v1.records_pb2 import ReadLogRequest
 
         return list(self._call("ReadLog", ReadLogRequest()).names)
 
     def log_tail(self, name: str, max_bytes: int = 0) -> str:
         """Return the end of a service's log. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import ReadLogRequest
+        from paceline.v1.records_pb2 import ReadLogRequest
 
         return str(self._call("ReadLog", ReadLogRequest(name=name, max_bytes=max_bytes)).text)
 
     def gauges(self) -> list[MemberGauges]:
         """Return the current members with the gauges of their newest heartbeats."""
-        from protos.paceline.v1.records_pb2 import ListGaugesRequest
+        from paceline.v1.records_pb2 import ListGaugesRequest
 
         return list(self._call("ListGauges", ListGaugesRequest()).members)
 
@@ -285,7 +285,7 @@ class Records:
     ) -> Columns:
         """Return what pools, or the `members` that are named, did over time, as columns: `time` and `<pool>/<gauge>` or
         `<member>/<gauge>`; None where there is no reading. Raises InvalidInput."""
-        from protos.paceline.v1.records_pb2 import GetGaugeHistoryRequest
+        from paceline.v1.records_pb2 import GetGaugeHistoryRequest
 
         request = GetGaugeHistoryRequest(
             from_time=from_time, to_time=to_time, max_points=max_points, member_ids=members
@@ -299,7 +299,7 @@ class Records:
     def token_statistics(self, run_id: str, step: int, group_id: int | None = None) -> list[TokenNumbers]:
         """Return the learner's log-probabilities and entropies of the tokens of a few groups of a step (`logger.keep_token_stats`);
         empty where none are kept. Raises NotFound."""
-        from protos.paceline.v1.records_pb2 import GetTokenStatisticsRequest
+        from paceline.v1.records_pb2 import GetTokenStatisticsRequest
 
         request = GetTokenStatisticsRequest(run_id=run_id, step=step, group_id=group_id)
         return list(self._call("GetTokenStatistics", request).completions)

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.run_pb2 import Run
+    from paceline.v1.run_pb2 import Run
 
 
 class RunState(StrEnum):
@@ -22,7 +22,7 @@ class RunState(StrEnum):
     @classmethod
     def of(cls, run: Run) -> RunState:
         """Return the state of a run's message."""
-        from protos.paceline.v1 import run_pb2
+        from paceline.v1 import run_pb2
 
         return cls(run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower())
 

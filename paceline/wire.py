@@ -19,7 +19,7 @@ from paceline.array_frames import Buffer, concatenated, load_arrays, named_array
 from paceline.errors import WireError
 from paceline.groups import BoolArray, Completion, FloatArray, Group, IntArray, Rows, VersionSpan
 from paceline.row_arrays import RowArrays, check_spans_of_row, encode_rows
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 PROTOCOL = 3
 """Version of the exchange's messages and of the worker stream."""

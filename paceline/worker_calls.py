@@ -10,8 +10,8 @@ from paceline.connection import Connection
 from paceline.errors import InvalidInput, Unavailable
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.rollout_pb2 import GeneratedCompletion
-    from protos.paceline.v1.worker_pb2 import Member
+    from paceline.v1.rollout_pb2 import GeneratedCompletion
+    from paceline.v1.worker_pb2 import Member
 
 
 class WorkerCalls(Connection):
@@ -19,7 +19,7 @@ class WorkerCalls(Connection):
 
     def members(self) -> list[Member]:
         """Return every worker that belongs to the coordinator now."""
-        from protos.paceline.v1.worker_pb2 import ListMembersRequest
+        from paceline.v1.worker_pb2 import ListMembersRequest
 
         call = lambda: self._stub().ListMembers(ListMembersRequest(), timeout=self._timeout_s)  # noqa: E731
         return list(self._call(call).members)
@@ -27,7 +27,7 @@ class WorkerCalls(Connection):
     def drain(self, member_id: str, grace_s: float = 60.0) -> int:
         """Tell a worker to finish or return its work within `grace_s` seconds, and to leave; return the number of groups and
         tasks that it holds. Raises NotFound, Unavailable."""
-        from protos.paceline.v1.worker_pb2 import WorkerServiceDrainRequest
+        from paceline.v1.worker_pb2 import WorkerServiceDrainRequest
 
         request = WorkerServiceDrainRequest(member_id=member_id, grace_s=grace_s)
         return int(self._call(lambda: self._stub().Drain(request, timeout=self._timeout_s)).held)
@@ -50,7 +50,7 @@ class WorkerCalls(Connection):
         """
         if n < 1 or (temperature is not None and temperature <= 0):
             raise InvalidInput(f"n is {n} and temperature {temperature}; both have to be above 0")
-        from protos.paceline.v1 import rollout_pb2, rollout_pb2_grpc
+        from paceline.v1 import rollout_pb2, rollout_pb2_grpc
 
         request = rollout_pb2.GenerateRequest(prompt=prompt, n=n, seed=seed)
         if temperature is not None:
@@ -80,7 +80,7 @@ class WorkerCalls(Connection):
         `functions` are built-ins or of the current run (default: all of it); `columns` are lists as long as
         `completions`; `worker` is the host:port of a reward worker. Raises Unavailable when there is none.
         """
-        from protos.paceline.v1 import reward_pb2, reward_pb2_grpc
+        from paceline.v1 import reward_pb2, reward_pb2_grpc
 
         request = reward_pb2.ScoreRequest(
             functions=functions,
@@ -99,7 +99,7 @@ class WorkerCalls(Connection):
 
     def _address_of(self, role: str) -> str:
         """Return the address of a live worker of the role: the worker with the newest weights."""
-        from protos.paceline.v1.common_pb2 import Role
+        from paceline.v1.common_pb2 import Role
 
         found = [m for m in self.members() if m.role == Role.Value(role) and m.address]
         if not found:
@@ -110,6 +110,6 @@ class WorkerCalls(Connection):
         return str(newest.address)
 
     def _stub(self) -> Any:
-        from protos.paceline.v1.worker_pb2_grpc import WorkerServiceStub
+        from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 
         return WorkerServiceStub(self._channel)

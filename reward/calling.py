@@ -11,9 +11,9 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from reward.builtin.inputs import MissingColumn
-from reward.loading import RewardFunction
-from reward.trainer_view import CallView, TrainerView
+from paceline.reward.builtin.inputs import MissingColumn
+from paceline.reward.loading import RewardFunction
+from paceline.reward.trainer_view import CallView, TrainerView
 
 TRAINER_ARGUMENTS = frozenset(TrainerView().arguments())
 WRONG_CALL = re.compile(

@@ -37,7 +37,7 @@ def load_function(function: str, kwargs: Mapping[str, Any] | None = None) -> Rew
 
 
 def _builtin(name: str) -> RewardFunction:
-    from reward.builtin import BUILTIN_FUNCTIONS
+    from paceline.reward.builtin import BUILTIN_FUNCTIONS
 
     if name in BUILTIN_FUNCTIONS:
         return BUILTIN_FUNCTIONS[name]
@@ -48,7 +48,7 @@ def _builtin(name: str) -> RewardFunction:
 
 
 def _settings() -> Mapping[str, Callable[[object], Any]]:
-    from reward.builtin import SETTINGS
+    from paceline.reward.builtin import SETTINGS
 
     return SETTINGS
 

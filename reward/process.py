@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from paceline.reward.endpoints.settings import KEY_VARIABLE
+from paceline.reward.sandbox.remote import TOKEN_VARIABLE
 from paceline.spec import RewardFunctionSection
 from paceline.user_code.frames import encode
 from paceline.user_code.process import UserProcess
 from paceline.user_code.surroundings import Surroundings
-from reward.endpoints.settings import KEY_VARIABLE
-from reward.sandbox.remote import TOKEN_VARIABLE
 
 
 class RewardProcess(UserProcess):

@@ -17,13 +17,13 @@ import numpy as np
 
 from paceline.errors import Conflict, InvalidInput, Unavailable, Unreadable
 from paceline.groups import FloatArray
+from paceline.reward.models.pool import RewardModels
+from paceline.reward.process import RewardProcess
+from paceline.reward.results import FailureKind, RewardFailure, RewardResult
+from paceline.reward.trainer_view import MAX_COLUMNS, checked_extra, checked_metrics, checked_usage
 from paceline.spec import RewardFunctionSection
 from paceline.user_code.ends import ProcessDied, ProcessTimeout
 from paceline.user_code.frames import encode
-from reward.models.pool import RewardModels
-from reward.process import RewardProcess
-from reward.results import FailureKind, RewardFailure, RewardResult
-from reward.trainer_view import MAX_COLUMNS, checked_extra, checked_metrics, checked_usage
 
 
 class RewardRunner:

@@ -16,13 +16,13 @@ import numpy as np
 
 from paceline.errors import InvalidInput, PromptTooLong
 from paceline.groups import Completion, FloatArray, IntArray, Version
+from paceline.rollout.stop_strings import StopStrings
 from paceline.spec import GenerationSection
-from rollout.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     import torch
 
-    from protos.paceline.v1 import common_pb2
+    from paceline.v1 import common_pb2
 
 
 MAX_ID = 2**31 - 1

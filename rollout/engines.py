@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
+from paceline.rollout.engine import Engine
 from paceline.spec import RunSpec
-from rollout.engine import Engine
 
 
 def create_engine(spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> Engine:
@@ -21,14 +21,14 @@ def create_engine(spec: RunSpec, *, device: str = "cpu", load_weights: bool = Fa
         has_vllm = importlib.util.find_spec("vllm") is not None
         backend = "vllm" if device.startswith("cuda") and has_vllm else "native"
     if backend == "native":
-        from rollout.native.engine import NativeEngine
+        from paceline.rollout.native.engine import NativeEngine
 
         return NativeEngine(spec, device=device, load_weights=load_weights)
     if backend == "vllm":
-        from rollout.vllm.arguments import require_vllm
+        from paceline.rollout.vllm.arguments import require_vllm
 
         require_vllm()
-        from rollout.vllm.engine import VllmEngine
+        from paceline.rollout.vllm.engine import VllmEngine
 
         return VllmEngine(spec, device=device, load_weights=load_weights)
     raise ValueError(f"unknown policy.generation.backend {backend!r}")

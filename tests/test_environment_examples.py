@@ -25,13 +25,13 @@ from episode_world import (
     run_group,
 )
 
-from environment.hosting.pool import UserCode
-from environment.protocols import GroupRows, TurnRequest
-from environment.setting import EpisodeSetting
 from paceline.data.prompts import open_prompts
+from paceline.environment.hosting.pool import UserCode
+from paceline.environment.protocols import GroupRows, TurnRequest
+from paceline.environment.setting import EpisodeSetting
+from paceline.services.environment.sessions.server import SessionServer
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
-from services.environment.sessions.server import SessionServer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "environments"
 Say = Callable[[TurnRequest, int], str]

@@ -21,13 +21,13 @@ from python_path import python_path
 from paceline.data.prompts import open_prompts
 from paceline.data.rows import open_rows
 from paceline.errors import InvalidInput, SpecError
+from paceline.reward.builtin import SETTINGS
+from paceline.reward.runner import RewardRunner
+from paceline.services.cli.running.train import load_for
+from paceline.services.coordinator.lifecycle.run_data import open_data
+from paceline.services.local.one_call import TrainedRun, assembled
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
-from reward.builtin import SETTINGS
-from reward.runner import RewardRunner
-from services.cli.running.train import load_for
-from services.coordinator.lifecycle.run_data import open_data
-from services.local.one_call import TrainedRun, assembled
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -108,9 +108,11 @@ async def test_the_notebook_makes_a_run_whose_functions_score(
         return TrainedRun("run-1", tmp_path, tmp_path, [{"step": 0, "reward": 0.5}], [], {})
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("services.local.one_call.train", train)
-    monkeypatch.setattr("services.local.one_call.samples", lambda *_: [{"prompt": "1+1=", "completions": []}])
-    monkeypatch.setattr("services.demo.model.make_model", lambda *_, **__: None)
+    monkeypatch.setattr("paceline.services.local.one_call.train", train)
+    monkeypatch.setattr(
+        "paceline.services.local.one_call.samples", lambda *_: [{"prompt": "1+1=", "completions": []}]
+    )
+    monkeypatch.setattr("paceline.services.demo.model.make_model", lambda *_, **__: None)
     run_notebook(EXAMPLES / "notebook" / "train.ipynb")
     (spec,) = made
     assert len(open_prompts(spec.data, 0)) == 100

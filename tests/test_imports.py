@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "services": set(PACKAGES),
 }
 HEAVY = {"torch", "transformers", "vllm", "datasets", "grpc"}
-READS_PICKLE = "learner.checkpoints.listed_pickle"
+READS_PICKLE = "paceline.learner.checkpoints.listed_pickle"
 """Decodes torch's checkpoint metadata, with a list of the classes that it may name."""
 PICKLING = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
@@ -105,7 +105,7 @@ def test_importing_the_core_loads_nothing_heavy(statement: str) -> None:
 
 
 def test_help_loads_neither_torch_nor_grpc() -> None:
-    code = "import sys; from services.cli.main import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
+    code = "import sys; from paceline.services.cli.main import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
     *_, loaded = fresh_interpreter(code).splitlines()
     assert "click" in loaded.split()
     assert not {name.split(".")[0] for name in loaded.split()} & HEAVY
@@ -121,7 +121,9 @@ def test_the_coordinator_reaches_nothing_that_runs_user_code() -> None:
     modules = {
         module_name(path).removesuffix(".__init__"): path for package in PACKAGES for path in sources(package)
     }
-    reached = reachable([name for name in modules if name.startswith("services.coordinator")], modules)
+    reached = reachable(
+        [name for name in modules if name.startswith("paceline.services.coordinator")], modules
+    )
     assert "paceline.spec.reading" in reached
     assert not {name for name in reached if runs_code(modules[name])}
     assert runs_code(modules["paceline.user_code.loading"])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from trained_ledger import RUN_ID, Writer
 
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
-from services.local.cluster import LocalCluster
 
 NOTEBOOK = Path(__file__).resolve().parent.parent / "examples" / "notebook" / "look.ipynb"
 STEPS = 40

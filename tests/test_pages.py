@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from paceline.migration.writing import import_config
+from paceline.services.cli.main import main as paceline
 from paceline.spec.foreign.names import table
 from paceline.spec.keys import ITEM, keys
-from services.cli.main import main as paceline
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [

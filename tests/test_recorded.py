@@ -19,10 +19,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from learner.checkpoints.export import checkpoint_weights
+from paceline.learner.checkpoints.export import checkpoint_weights
+from paceline.services.cli.main import main
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec.reading import spec_of_run
-from services.cli.main import main
-from services.coordinator.ledger.ledger import Ledger
 
 ARCHIVE = Path(__file__).parent / "data" / "recorded.tar.xz"
 CHAIN = "6a28c117993e6a3663e6087136cd81928382baa3fbdf2b14ecc49c3f102abada"

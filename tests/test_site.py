@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from paceline.services.cli.main import COMMANDS
+from paceline.services.cli.reference import generated
+from paceline.services.coordinator.reporting import metric_table
+from paceline.services.dashboard.methods import methods
 from paceline.spec.keys import keys
-from services.cli.main import COMMANDS
-from services.cli.reference import generated
-from services.coordinator.reporting import metric_table
-from services.dashboard.methods import methods
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "docs" / "site" / "build.py"

@@ -22,9 +22,9 @@ import psutil
 
 from end_to_end.workload import REWARD_FILE, REWARD_NAME, Workload
 from paceline.client import Client, state_name
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
 from paceline.spec.reading import apply_override, parse_spec
-from services.local.cluster import LocalCluster
 
 ROLES = ("coordinator", "rollout", "reward", "learner")
 

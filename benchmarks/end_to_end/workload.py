@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.demo.model import CHARACTERS, make_model
-from services.demo.task import write_data
+from paceline.services.demo.model import CHARACTERS, make_model
+from paceline.services.demo.task import write_data
 
 SEED = 0
 NUM_PROMPTS = 4096

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_cases.training import mixed_lengths, seconds
-from learner.batch.layout import SequenceLayout
-from learner.model.attention import _by_runs, _flash, prefer_flash_attention_3
-from learner.model.logprobs import chunked_logprobs
 from paceline.host.page_lock import PageLocks
+from paceline.learner.batch.layout import SequenceLayout
+from paceline.learner.model.attention import _by_runs, _flash, prefer_flash_attention_3
+from paceline.learner.model.logprobs import chunked_logprobs
 from paceline.weights.host_segment import HostSegment
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from learner.batch.samples import TrainingSample
-from learner.step.trainer import Trainer
 from paceline.host.memory import available_bytes
+from paceline.learner.batch.samples import TrainingSample
+from paceline.learner.step.trainer import Trainer
 from paceline.models.auto_settings import planned
 from paceline.models.memory_estimate import estimate
 from paceline.models.memory_plan import Room

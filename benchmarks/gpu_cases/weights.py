@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases.training import batch_of, fitting, room_of, seconds
-from learner.checkpoints import checkpoint
-from learner.step.trainer import Trainer
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.step.trainer import Trainer
 
 
 def save_and_load(folder: Path, device: torch.device, tokens: int) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from paceline.groups import Completion, Version, VersionSpan
+from paceline.rollout.engine import GenerationRequest
 from paceline.spec import RunSpec
-from rollout.engine import GenerationRequest
 
 DECODE_STEP_S = 0.02
 """Seconds of one decode step, whatever the batch."""
@@ -45,7 +45,7 @@ class _Sequence:
 
 
 class TimedEngine:
-    """`rollout.engine.Engine` without a model."""
+    """`paceline.rollout.engine.Engine` without a model."""
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False):
         self.version: Version | None = Version(0, 0) if load_weights else None

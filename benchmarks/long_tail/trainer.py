@@ -6,16 +6,16 @@ import os
 import time
 from collections.abc import Sequence
 
-from learner.batch.samples import TrainingSample
-from learner.step.plan import batch_metrics, plan_updates
-from learner.step.trainer import Trainer
+from paceline.learner.batch.samples import TrainingSample
+from paceline.learner.step.plan import batch_metrics, plan_updates
+from paceline.learner.step.trainer import Trainer
 
 VARIABLE = "LONG_TAIL_TOKENS_PER_S"
 """Environment variable with the tokens that the learner trains in a second."""
 
 
 class TimedTrainer(Trainer):
-    """`learner.step.trainer.Trainer` that sleeps instead of its passes and its optimizer's step."""
+    """`paceline.learner.step.trainer.Trainer` that sleeps instead of its passes and its optimizer's step."""
 
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """As `Trainer.train_step`; loss and gradient norm are 0."""

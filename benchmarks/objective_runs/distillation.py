@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from learner.batch.examples import ExampleSource
-from learner.checkpoints.export import export_pretrained
-from learner.step.trainer import Trainer
-from learner.weights.gather import gather_weights
 from objective_runs import examples, policy
 from paceline.data.tokens import load_tokenizer
+from paceline.learner.batch.examples import ExampleSource
+from paceline.learner.checkpoints.export import export_pretrained
+from paceline.learner.step.trainer import Trainer
+from paceline.learner.weights.gather import gather_weights
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
 

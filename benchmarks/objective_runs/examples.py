@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from learner.batch.examples import ExampleSource
-from learner.batch.samples import TrainingSample, pack_samples
-from learner.model.policy import packed_logprobs
-from learner.step.trainer import Trainer
 from paceline.data.tokens import encode_exchange, load_tokenizer
+from paceline.learner.batch.examples import ExampleSource
+from paceline.learner.batch.samples import TrainingSample, pack_samples
+from paceline.learner.model.policy import packed_logprobs
+from paceline.learner.step.trainer import Trainer
+from paceline.services.demo.task import teach
 from paceline.spec import RunSpec
-from services.demo.task import teach
 
 CPU = torch.device("cpu")
 

@@ -18,19 +18,19 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from learner.batch.examples import ExampleSource
-from learner.batch.samples import sequences_from_groups
-from learner.checkpoints.export import export_pretrained
-from learner.step.trainer import Trainer
-from learner.weights.gather import gather_weights
 from paceline.data.tokens import encode_prompt
 from paceline.groups import Completion, Group, Version
+from paceline.learner.batch.examples import ExampleSource
+from paceline.learner.batch.samples import sequences_from_groups
+from paceline.learner.checkpoints.export import export_pretrained
+from paceline.learner.step.trainer import Trainer
+from paceline.learner.weights.gather import gather_weights
+from paceline.rollout.engine import GenerationRequest, SamplingParams
+from paceline.rollout.native.engine import NativeEngine
+from paceline.services.demo.model import make_tokenizer
 from paceline.spec import RunSpec
 from paceline.spec.presets import PresetName
 from paceline.spec.reading import load_spec
-from rollout.engine import GenerationRequest, SamplingParams
-from rollout.native.engine import NativeEngine
-from services.demo.model import make_tokenizer
 
 CPU = torch.device("cpu")
 SAMPLE_TIMEOUT_S = 300.0

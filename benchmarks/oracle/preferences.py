@@ -10,10 +10,10 @@ from oracle.preference_cases import DPO_CASES, KTO, ORPO, REWARD_CASES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learner.objectives.dpo import PairLogRatios, preference_loss
-from learner.objectives.kto import kto_loss
-from learner.objectives.orpo import orpo_loss
-from learner.objectives.reward_model import reward_model_loss
+from paceline.learner.objectives.dpo import PairLogRatios, preference_loss
+from paceline.learner.objectives.kto import kto_loss
+from paceline.learner.objectives.orpo import orpo_loss
+from paceline.learner.objectives.reward_model import reward_model_loss
 
 LENGTHS = (12, 3, 7, 1, 5, 9, 4, 12)
 """Tokens of four chosen, then of their rejected completions."""

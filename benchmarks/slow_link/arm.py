@@ -14,8 +14,8 @@ from end_to_end.paceline_side import make_spec
 from end_to_end.workload import Workload
 
 from paceline.client import Client, state_name
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
-from services.local.cluster import LocalCluster
 from slow_link.site import FAR, NEAR, Sites
 
 RUN_TIMEOUT_S = 3600.0
@@ -67,7 +67,7 @@ def _start_worker(directory: Path, sites: Sites, place: str, coordinator: str) -
     command = [
         sys.executable,
         "-m",
-        "services.rollout.main",
+        "paceline.services.rollout.main",
         "--coordinator",
         coordinator,
         "--host",

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from learner.weights.shards import whole_slices
-from learner.weights.store.version_source import chunk_bits
+from paceline.learner.weights.shards import whole_slices
+from paceline.learner.weights.store.version_source import chunk_bits
 from paceline.weights.delta_codec import decode, encode
 from paceline.weights.store_layout import RankLayout
 from weights.delta import WARM_UP, Trained

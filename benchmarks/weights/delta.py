@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from learner.weights.rank_board import LocalBoard
-from learner.weights.shards import whole_slices
-from learner.weights.store.chain import Stored
-from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
+from paceline.learner.weights.rank_board import LocalBoard
+from paceline.learner.weights.shards import whole_slices
+from paceline.learner.weights.store.chain import Stored
+from paceline.learner.weights.store.writer import StoreWriter
+from paceline.rollout.weights.store_reader import StoreReader
 from paceline.spec import OptimizerSection
 from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer
-from rollout.weights.store_reader import StoreReader
 from weights.models import random_weights
 
 WARM_UP = 20

@@ -16,14 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from paceline.groups import Version
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.pool.host_plans import HostPlans
+from paceline.v1 import common_pb2, worker_pb2
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.manifest import HostManifest
 from paceline.weights.hosts.pieces import Owned, joined
 from paceline.weights.hosts.transport import Channel, Listener, TcpTransport
 from paceline.weights.manifest import TensorPlan, WeightManifest
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.pool.host_plans import HostPlans
 
 RUN, TOKEN = "run", b"t" * 32
 TIMEOUT_S = 300.0

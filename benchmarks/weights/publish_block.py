@@ -1,7 +1,7 @@
 """The time for which publishing blocks training, against one copy of the same shards in memory.
 
 Two ranks share a model by FSDP2 on gloo. In turns in one run each copies its shards into memory that it keeps, and stages a
-version in its host's memory by the host's agent (`learner.weights.hosts.stage`); ranks begin together each time.
+version in its host's memory by the host's agent (`paceline.learner.weights.hosts.stage`); ranks begin together each time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from learner.weights.hosts.shard_writer import ShardWriter
-from learner.weights.hosts.stage import RankStage
 from paceline.groups import Version
+from paceline.learner.weights.hosts.shard_writer import ShardWriter
+from paceline.learner.weights.hosts.stage import RankStage
 from paceline.weights.hosts.client import AgentClient
 from paceline.weights.hosts.local_socket import LABEL_VARIABLE, socket_name
 

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.groups import Version
+from paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
 from paceline.weights.host_segment import HostSegment
 from paceline.weights.hosts.chain import Hop, upstreams
 from paceline.weights.hosts.client import AgentClient
 from paceline.weights.hosts.manifest import HostManifest
 from paceline.weights.hosts.pieces import Owned, bucket_bytes_for, joined
 from paceline.weights.manifest import TensorPlan, WeightManifest
-from protos.paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "run"
@@ -97,7 +97,15 @@ class AgentHost:
         with (folder / f"{namespace}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *("ip", "netns", "exec", namespace, sys.executable, "-m", "services.host_agent.main"),
+                    *(
+                        "ip",
+                        "netns",
+                        "exec",
+                        namespace,
+                        sys.executable,
+                        "-m",
+                        "paceline.services.host_agent.main",
+                    ),
                     *("--socket", str(socket), "--host", address, "--stay"),
                 ],
                 env=environment,

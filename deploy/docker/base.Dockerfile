@@ -42,7 +42,7 @@ COPY --from=source /src /src
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py control \
     && /opt/paceline/bin/python /locks/compile.py hf_xet s3fs tokenizers transformers zstandard \
-        services.cli.main services.coordinator.main services.dashboard.links services.dashboard.main services.common.healthcheck \
+        paceline.services.cli.main paceline.services.coordinator.main paceline.services.dashboard.links paceline.services.dashboard.main paceline.services.common.healthcheck \
     && /opt/paceline/bin/python /locks/collect.py /root-of-image
 
 # The same with what reads Parquet and the hub's data sets.
@@ -55,7 +55,7 @@ COPY --from=source /src /src
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py control \
     && /opt/paceline/bin/python /locks/compile.py datasets pyarrow.parquet s3fs tokenizers transformers \
-        services.cli.main services.coordinator.main services.common.healthcheck \
+        paceline.services.cli.main paceline.services.coordinator.main paceline.services.common.healthcheck \
     && /opt/paceline/bin/python /locks/collect.py /root-of-image
 
 FROM ${BASE} AS worker-build
@@ -72,8 +72,8 @@ COPY deploy/docker/trim.py deploy/docker/compile.py /locks/
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py \
     && /opt/paceline/bin/python /locks/compile.py datasets peft pyarrow.parquet s3fs torch transformers \
-        services.environment.main services.learner.main services.learner.rank services.reward.main services.rollout.main \
-        services.common.healthcheck
+        paceline.services.environment.main paceline.services.learner.main paceline.services.learner.rank paceline.services.reward.main paceline.services.rollout.main \
+        paceline.services.common.healthcheck
 
 FROM ${GPU_BASE} AS gpu-build
 ARG PIP_INDEX_URL

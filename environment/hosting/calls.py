@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from environment.hosting.values import InvalidValue
+from paceline.environment.hosting.values import InvalidValue
 from paceline.errors import Unavailable
 from paceline.user_code.child import is_out_of_memory, is_unreachable
 from paceline.user_code.loading import describe_error

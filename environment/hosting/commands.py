@@ -16,7 +16,7 @@ from asyncio.subprocess import DEVNULL
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from environment.hosting.faults import EnvironmentFailed, EnvironmentLost
+from paceline.environment.hosting.faults import EnvironmentFailed, EnvironmentLost
 from paceline.errors import InvalidInput
 from paceline.user_code.box import Box
 from paceline.user_code.ends import describe_end, kill_group
@@ -25,7 +25,7 @@ from paceline.user_code.surroundings import ROOT, Surroundings
 COLUMN = re.compile(r"\{(\w+)\}")
 KEPT_BYTES = 64 << 10
 """End of an output that is kept."""
-BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from environment.hosting.launching import main; main()"
+BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from paceline.environment.hosting.launching import main; main()"
 
 
 async def run_command(

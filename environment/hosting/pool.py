@@ -15,9 +15,9 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any
 
-from environment.hosting.classes import ClassFacts
-from environment.hosting.faults import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
-from environment.hosting.slots import Slot
+from paceline.environment.hosting.classes import ClassFacts
+from paceline.environment.hosting.faults import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
+from paceline.environment.hosting.slots import Slot
 from paceline.errors import Conflict, InvalidInput, Unavailable, Unreadable
 from paceline.host.cores import usable_cores
 from paceline.spec.sections.environment import EnvironmentSection

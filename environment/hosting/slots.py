@@ -24,7 +24,7 @@ class Slot:
     def __init__(self, load: dict[str, Any], num_lanes: int) -> None:
         named = [*load["classes"].values(), *load["tools"], load["agent"], load["train_call"]]
         surroundings = Surroundings(tuple(file_of(code) for code in named if code))
-        self.process = SharedProcess("environment.hosting.worker", {"load": load}, surroundings)
+        self.process = SharedProcess("paceline.environment.hosting.worker", {"load": load}, surroundings)
         self.num_sessions = 0
         self.retired = False
         self.killed = False

@@ -1,6 +1,6 @@
 """The process in which environments and agents run: it loads the user's code once, then answers many calls at a time.
 
-`environment.hosting.pool` starts it. Messages, each with the `id` of its reply:
+`paceline.environment.hosting.pool` starts it. Messages, each with the `id` of its reply:
 
 service → process   {"load": {"classes": {name: "file:Class"}, "tools": ["file:function"], "agent": "file:function", "train_call": "file:function",
                               "memory_mb": n, "lanes": n}}   once, first
@@ -33,8 +33,8 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from environment.hosting.calls import Lanes, Reply, accepted, failure_reply
-from environment.hosting.classes import (
+from paceline.environment.hosting.calls import Lanes, Reply, accepted, failure_reply
+from paceline.environment.hosting.classes import (
     ClassFacts,
     NoEnvironment,
     facts_of,
@@ -43,7 +43,7 @@ from environment.hosting.classes import (
     load_tools,
     schema_of,
 )
-from environment.hosting.values import (
+from paceline.environment.hosting.values import (
     InvalidValue,
     decode_state,
     encode_state,

@@ -6,11 +6,11 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from environment.rendering.family import FamilyRendering, family_of
-from environment.rendering.protocol import Conversation, Rendering
-from environment.rendering.template import TemplateRendering
-from environment.rendering.texts import TextRendering
 from paceline.chat.call_formats import CallFormat
+from paceline.environment.rendering.family import FamilyRendering, family_of
+from paceline.environment.rendering.protocol import Conversation, Rendering
+from paceline.environment.rendering.template import TemplateRendering
+from paceline.environment.rendering.texts import TextRendering
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from environment.protocols import SampledTurn
 from paceline.chat.messages import Json
+from paceline.environment.protocols import SampledTurn
 from paceline.groups import IntArray
 
 

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from environment.protocols import SampledTurn
-from environment.rendering.protocol import Conversation, Parsed
-from environment.rendering.texts import read_turn
 from paceline.chat.answer_reader import AnswerReader
 from paceline.chat.call_formats import CallFormat
 from paceline.chat.messages import Json
 from paceline.chat.rendering import ChatTemplate
 from paceline.data.tokens import render_chat
+from paceline.environment.protocols import SampledTurn
+from paceline.environment.rendering.protocol import Conversation, Parsed
+from paceline.environment.rendering.texts import read_turn
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from environment.protocols import SampledTurn
-from environment.rendering.protocol import Call, Conversation, Parsed
 from paceline.chat.answer_reader import AnswerReader, calls_of, content_of, read_answer, reasoning_of
 from paceline.chat.call_formats import CallFormat
 from paceline.chat.messages import Json
 from paceline.data.tokens import encode_continuation, encode_prompt
+from paceline.environment.protocols import SampledTurn
+from paceline.environment.rendering.protocol import Call, Conversation, Parsed
 from paceline.groups import IntArray
 
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.collectives import max_over_ranks, sum_over_ranks
 from paceline.advantages import TRL_STD_EPSILON, group_advantages
+from paceline.learner.collectives import max_over_ranks, sum_over_ranks
 from paceline.rewards import Float64Array, totals
 from paceline.spec import RunSpec
 

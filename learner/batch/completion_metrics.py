@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from learner.collectives import rows_of_all_ranks
 from paceline.groups import Group
+from paceline.learner.collectives import rows_of_all_ranks
 
 PERCENTILES = (50, 90, 99)
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from learner.batch.encoding import ExampleEncoder
-from learner.batch.samples import TrainingSample
 from paceline.data.examples import open_examples
 from paceline.data.prompts import PromptSource
 from paceline.errors import InvalidInput
 from paceline.groups import FloatArray
+from paceline.learner.batch.encoding import ExampleEncoder
+from paceline.learner.batch.samples import TrainingSample
 from paceline.spec import RunSpec
 
 

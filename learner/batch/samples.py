@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.batch.layout import SequenceLayout
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, FloatArray, Group, IntArray, Rows, Turn
+from paceline.learner.batch.layout import SequenceLayout
 from paceline.spec import RunSpec
 
 
@@ -67,7 +67,7 @@ class TrainingSample:
     versions_T: IntArray | None = None
     """[T] step of the version that sampled each token; None for supervised data."""
     rewards_F: FloatArray | None = None
-    """[F] rewards as given, NaN for None: `learner.step.assign_advantages` computes advantages from them."""
+    """[F] rewards as given, NaN for None: `paceline.learner.step.assign_advantages` computes advantages from them."""
     trained_T: np.ndarray | None = None
     """[T] bool: True for completion tokens that train; None is all. The others are only context."""
     label: PreferenceLabel | None = None

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from learner.batch.examples import ExampleSource
-from learner.collectives import max_over_ranks, world_size
 from paceline.errors import InvalidInput
+from paceline.learner.batch.examples import ExampleSource
+from paceline.learner.collectives import max_over_ranks, world_size
 
 
 def check_rows(source: ExampleSource, device: torch.device, rank: int) -> None:

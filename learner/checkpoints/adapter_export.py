@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from learner.checkpoints.export_folder import written_beside
-from learner.checkpoints.export_manifest import write_export_manifest
+from paceline.learner.checkpoints.export_folder import written_beside
+from paceline.learner.checkpoints.export_manifest import write_export_manifest
 from paceline.registry.origin import Origin
 from paceline.spec import LoraSection
 from paceline.weights.lora_names import A_SUFFIX, FINGERPRINT, PREFIX

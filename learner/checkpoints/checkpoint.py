@@ -37,19 +37,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_collectively
 from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
 
-from learner.checkpoints.files import files_of_all_ranks
-from learner.checkpoints.listed_pickle import restrict_rank_objects
-from learner.checkpoints.manifest import CheckpointManifest, write_manifest
-from learner.checkpoints.metadata import StatePlanner
-from learner.checkpoints.state_files import state_reader, state_writer
-from learner.checkpoints.verification import Location, Verified, verify
-from learner.collectives import world_size
-from learner.model.adapter import has_adapter, is_part_of_adapter
-from learner.step.critic import Critic
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, InvalidInput, PacelineError, Unavailable
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints.files import files_of_all_ranks
+from paceline.learner.checkpoints.listed_pickle import restrict_rank_objects
+from paceline.learner.checkpoints.manifest import CheckpointManifest, write_manifest
+from paceline.learner.checkpoints.metadata import StatePlanner
+from paceline.learner.checkpoints.state_files import state_reader, state_writer
+from paceline.learner.checkpoints.verification import Location, Verified, verify
+from paceline.learner.collectives import world_size
+from paceline.learner.model.adapter import has_adapter, is_part_of_adapter
+from paceline.learner.step.critic import Critic
 
 restrict_rank_objects()  # before the ranks exchange any object
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from learner.checkpoints.adapter_export import export_adapter
-from learner.checkpoints.checkpoint import read_state
-from learner.checkpoints.export_folder import written_beside
-from learner.checkpoints.model_folder import ModelFolder, empty_model, own_names
-from learner.checkpoints.verification import Location, Verified, verify
-from learner.model.adapter import adapter_weights, add_adapter, is_part_of_adapter
-from learner.weights.gather import gather_merged, is_first_rank
-from learner.weights.stream import Piece, Weight, export_weights, pieces
 from paceline.errors import InvalidInput
+from paceline.learner.checkpoints.adapter_export import export_adapter
+from paceline.learner.checkpoints.checkpoint import read_state
+from paceline.learner.checkpoints.export_folder import written_beside
+from paceline.learner.checkpoints.model_folder import ModelFolder, empty_model, own_names
+from paceline.learner.checkpoints.verification import Location, Verified, verify
+from paceline.learner.model.adapter import adapter_weights, add_adapter, is_part_of_adapter
+from paceline.learner.weights.gather import gather_merged, is_first_rank
+from paceline.learner.weights.stream import Piece, Weight, export_weights, pieces
 from paceline.models.pretrained import load_pretrained
 from paceline.registry.origin import Origin
 from paceline.spec import PolicySection
@@ -118,7 +118,7 @@ def export_checkpoint(
     float32. `origin` is the checkpoint's run.
 
     An adapter is merged into its base; with `adapter_only` it is written alone, in peft's format. Host memory must hold
-    one tensor, or the base of an adapter. Raises also what `learner.checkpoints.verification.verify` raises.
+    one tensor, or the base of an adapter. Raises also what `paceline.learner.checkpoints.verification.verify` raises.
     """
     wanted = dtype or torch.float32
     if adapter_only:
@@ -165,7 +165,7 @@ def checkpoint_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process group.
 
-    An adapter is merged into its base. Raises what `learner.checkpoints.verification.verify` raises.
+    An adapter is merged into its base. Raises what `paceline.learner.checkpoints.verification.verify` raises.
     """
     if policy.lora_cfg.enabled:
         return gather_merged(_adapted_model(checkpoint, expected_sha256, policy))

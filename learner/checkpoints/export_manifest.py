@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from learner.checkpoints.manifest import hash_files
 from paceline.files.names import EXPORT_MANIFEST
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints.manifest import hash_files
 from paceline.registry.origin import Origin
 
 

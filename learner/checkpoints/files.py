@@ -11,11 +11,11 @@ import time
 
 import torch.distributed as dist
 
-from learner.checkpoints.manifest import CheckpointFile, hash_files
-from learner.checkpoints.metadata import METADATA, decode_metadata, files_of
-from learner.collectives import gather_bytes
 from paceline.errors import Conflict, Unavailable
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints.manifest import CheckpointFile, hash_files
+from paceline.learner.checkpoints.metadata import METADATA, decode_metadata, files_of
+from paceline.learner.collectives import gather_bytes
 
 LATE_PAUSES_S = (0.5, 1.0, 2.0)
 """Seconds before each further check for a file of another rank: a network file system may show it late."""

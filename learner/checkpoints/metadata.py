@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from learner.checkpoints.listed_pickle import ListedUnpickler
 from paceline.errors import Conflict
+from paceline.learner.checkpoints.listed_pickle import ListedUnpickler
 
 METADATA = ".metadata"
 

@@ -24,13 +24,13 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from learner.checkpoints.export_manifest import write_export_manifest
-from learner.checkpoints.other_files import copy_files_of_policy
-from learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
-from learner.weights.stream import Piece, Weight
 from paceline.data.tokens import padding_token_id
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source, tokenizer_source
+from paceline.learner.checkpoints.export_manifest import write_export_manifest
+from paceline.learner.checkpoints.other_files import copy_files_of_policy
+from paceline.learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
+from paceline.learner.weights.stream import Piece, Weight
 from paceline.models.pretrained import skeleton
 from paceline.registry.origin import Origin
 from paceline.spec import PolicySection

@@ -12,10 +12,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from learner.checkpoints.metadata import METADATA
 from paceline.errors import InvalidInput
 from paceline.files.model_source import WEIGHT_SUFFIXES, model_source, tokenizer_source
 from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
+from paceline.learner.checkpoints.metadata import METADATA
 from paceline.registry.folder import EVALUATIONS, SPEC, VERDICTS
 from paceline.registry.statement import CARD, SIGNATURE, STATEMENT
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from learner.checkpoints.checkpoint import Checkpoint
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import Unavailable
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.spool import spool_folder
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints.checkpoint import Checkpoint
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Seconds between tries of a store that is away."""

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from learner.checkpoints.manifest import CheckpointManifest, check_files, read_manifest
-from learner.checkpoints.metadata import METADATA, decode_metadata
-from learner.collectives import max_over_ranks
 from paceline.encryption.encrypted_file import WrongKey, plaintext
 from paceline.errors import Conflict, NotFound, PacelineError, Unavailable
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints.manifest import CheckpointManifest, check_files, read_manifest
+from paceline.learner.checkpoints.metadata import METADATA, decode_metadata
+from paceline.learner.collectives import max_over_ranks
 
 FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
     (Unavailable, "checkpoint {} cannot be read: another rank cannot read it"),

@@ -24,12 +24,12 @@ from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
-from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints.checkpoint import Checkpoint
-from learner.checkpoints.verification import Location
-from learner.step.critic import Critic
 from paceline.files.storage import Folder
 from paceline.host.memory import available_bytes
+from paceline.learner.checkpoints import checkpoint as checkpoints
+from paceline.learner.checkpoints.checkpoint import Checkpoint
+from paceline.learner.checkpoints.verification import Location
+from paceline.learner.step.critic import Critic
 
 SPARE_BYTES = 1 << 30
 """Memory that is left to the host beside the copy of a state."""

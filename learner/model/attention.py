@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from learner.batch.layout import SequenceLayout
-from learner.model.determinism import repeat_backward
+from paceline.learner.batch.layout import SequenceLayout
+from paceline.learner.model.determinism import repeat_backward
 
 IMPLEMENTATION = "paceline_packed"
 HOPPER = (9, 0)

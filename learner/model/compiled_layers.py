@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from learner.batch.layout import SequenceLayout
-from learner.batch.samples import PackedBatch
-from learner.model.attention import leave_out_of_graphs
 from paceline.errors import InvalidInput
+from paceline.learner.batch.layout import SequenceLayout
+from paceline.learner.batch.samples import PackedBatch
+from paceline.learner.model.attention import leave_out_of_graphs
 
 ROW_MULTIPLE = 128
 """Rows are padded to multiples of this many tokens."""

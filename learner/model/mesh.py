@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from learner.collectives import world_size
+from paceline.learner.collectives import world_size
 from paceline.models.memory_estimate import gigabytes
 from paceline.models.mesh_shape import STATE_BYTES, MeshShape, mesh_shape, state_room
 from paceline.models.shape import read_shape

@@ -24,17 +24,17 @@ from transformers import (
     PreTrainedModel,
 )
 
-from learner.batch.samples import PackedBatch
-from learner.collectives import world_size
-from learner.model.activation_checkpointing import recompute_activations
-from learner.model.adapter import add_adapter
-from learner.model.attention import IMPLEMENTATION, prefer_flash_attention_3
-from learner.model.compiled_layers import compile_layers, padded_row
-from learner.model.cpu_linear import use_onednn_linear
-from learner.model.loading import fill
-from learner.model.logprobs import chunked_logprobs
-from learner.model.mesh import mesh_of
 from paceline.errors import InvalidInput
+from paceline.learner.batch.samples import PackedBatch
+from paceline.learner.collectives import world_size
+from paceline.learner.model.activation_checkpointing import recompute_activations
+from paceline.learner.model.adapter import add_adapter
+from paceline.learner.model.attention import IMPLEMENTATION, prefer_flash_attention_3
+from paceline.learner.model.compiled_layers import compile_layers, padded_row
+from paceline.learner.model.cpu_linear import use_onednn_linear
+from paceline.learner.model.loading import fill
+from paceline.learner.model.logprobs import chunked_logprobs
+from paceline.learner.model.mesh import mesh_of
 from paceline.models.architectures import check_architecture, check_positions
 from paceline.models.loading import check_head, fault_of_load, resolved_dtype
 from paceline.models.pretrained import check_weights, load_pretrained, skeleton

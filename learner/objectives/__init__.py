@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from learner.objectives.base import Objective
-from learner.objectives.distillation import Distillation
-from learner.objectives.dpo import Dpo
-from learner.objectives.grpo import Grpo
-from learner.objectives.kto import Kto
-from learner.objectives.offline_grpo import OfflineGrpo
-from learner.objectives.orpo import Orpo
-from learner.objectives.reward_model import RewardModel
-from learner.objectives.sft import Sft
+from paceline.learner.objectives.base import Objective
+from paceline.learner.objectives.distillation import Distillation
+from paceline.learner.objectives.dpo import Dpo
+from paceline.learner.objectives.grpo import Grpo
+from paceline.learner.objectives.kto import Kto
+from paceline.learner.objectives.offline_grpo import OfflineGrpo
+from paceline.learner.objectives.orpo import Orpo
+from paceline.learner.objectives.reward_model import RewardModel
+from paceline.learner.objectives.sft import Sft
 from paceline.spec import RunSpec
 
 

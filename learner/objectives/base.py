@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch.encoding import ExampleEncoder
-from learner.batch.examples import Row
-from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
-from learner.model.policy import load_policy
+from paceline.learner.batch.encoding import ExampleEncoder
+from paceline.learner.batch.examples import Row
+from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
+from paceline.learner.model.policy import load_policy
 from paceline.spec import PolicySection
 
 
@@ -115,7 +115,7 @@ class Objective(ABC):
         encoder: ExampleEncoder,
         reference_S: Sequence[float] | None,
     ) -> list[TrainingSample]:
-        """Return the samples of a row of the data set (`learner.batch.examples.SampleMaker`)."""
+        """Return the samples of a row of the data set (`paceline.learner.batch.examples.SampleMaker`)."""
         raise ValueError(f"{type(self).__name__} trains on rollouts and reads no examples")
 
     def mismatched_sample(

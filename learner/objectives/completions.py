@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
-from learner.objectives.base import LossResult, TokenArrays, dummy_sample
+from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
+from paceline.learner.objectives.base import LossResult, TokenArrays, dummy_sample
 
 
 def labeled_dummies() -> list[TrainingSample]:

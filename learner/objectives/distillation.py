@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from learner.batch.samples import PackedBatch
-from learner.objectives.base import Denominators, LossResult, TokenArrays, detached_sum
-from learner.objectives.grpo import Grpo
-from learner.objectives.policy import policy_loss
+from paceline.learner.batch.samples import PackedBatch
+from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays, detached_sum
+from paceline.learner.objectives.grpo import Grpo
+from paceline.learner.objectives.policy import policy_loss
 from paceline.spec import RunSpec
 
 

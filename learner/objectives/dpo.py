@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learner.batch.samples import PackedBatch
-from learner.objectives.base import Denominators, LossResult, TokenArrays, token_sums
-from learner.objectives.completions import (
+from paceline.learner.batch.samples import PackedBatch
+from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays, token_sums
+from paceline.learner.objectives.completions import (
     completion_lengths,
     completion_result,
     completion_sums,
     reference_sums,
 )
-from learner.objectives.pairs import PairObjective, pair_sums, pairs_of
+from paceline.learner.objectives.pairs import PairObjective, pair_sums, pairs_of
 from paceline.spec import RunSpec
 
 PairLoss = Literal["sigmoid", "conservative", "robust", "hinge", "ipo"]

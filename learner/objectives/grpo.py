@@ -1,17 +1,17 @@
-"""`grpo`: the policy loss on rollouts, with the advantages of `learner.step.assign_advantages`."""
+"""`grpo`: the policy loss on rollouts, with the advantages of `paceline.learner.step.assign_advantages`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from learner.batch.samples import PackedBatch, TrainingSample
-from learner.objectives.base import Denominators, LossResult, Objective, TokenArrays
-from learner.objectives.policy import policy_loss
+from paceline.learner.batch.samples import PackedBatch, TrainingSample
+from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays
+from paceline.learner.objectives.policy import policy_loss
 from paceline.spec import RunSpec
 
 
 class Grpo(Objective):
-    """GRPO and its relatives. Samples come from groups (`learner.batch.samples.sequences_from_groups`)."""
+    """GRPO and its relatives. Samples come from groups (`paceline.learner.batch.samples.sequences_from_groups`)."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._loss_fn = spec.loss_fn

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from learner.batch.encoding import ExampleEncoder
-from learner.batch.examples import Row
-from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
-from learner.objectives.base import Denominators, LossResult, Objective, TokenArrays, token_sums
-from learner.objectives.completions import (
+from paceline.data.example_rows import read_labeled_completion
+from paceline.learner.batch.encoding import ExampleEncoder
+from paceline.learner.batch.examples import Row
+from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
+from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays, token_sums
+from paceline.learner.objectives.completions import (
     completion_result,
     completion_sums,
     labeled_dummies,
     reference_sums,
 )
-from paceline.data.example_rows import read_labeled_completion
 from paceline.spec import RunSpec
 
 

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.batch.encoding import ExampleEncoder
-from learner.batch.examples import Row
-from learner.batch.samples import PackedBatch, TrainingSample
-from learner.objectives.base import Denominators, LossResult, Objective, TokenArrays
-from learner.objectives.completions import completion_sums
-from learner.objectives.policy import policy_loss
 from paceline.advantages import advantages, group_preset
 from paceline.data.examples import read_traces
+from paceline.learner.batch.encoding import ExampleEncoder
+from paceline.learner.batch.examples import Row
+from paceline.learner.batch.samples import PackedBatch, TrainingSample
+from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays
+from paceline.learner.objectives.completions import completion_sums
+from paceline.learner.objectives.policy import policy_loss
 from paceline.spec import RunSpec
 
 

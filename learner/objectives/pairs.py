@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.batch.encoding import ExampleEncoder
-from learner.batch.examples import Row
-from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
-from learner.objectives.base import Denominators, Objective
-from learner.objectives.completions import labeled_dummies
 from paceline.data.example_rows import read_preference
+from paceline.learner.batch.encoding import ExampleEncoder
+from paceline.learner.batch.examples import Row
+from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
+from paceline.learner.objectives.base import Denominators, Objective
+from paceline.learner.objectives.completions import labeled_dummies
 from paceline.spec import DataSection
 
 

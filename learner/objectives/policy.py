@@ -1,6 +1,6 @@
 """The policy loss of rollouts: ratio, corrections for the sampler's age, clip, masks and the KL to a reference.
 
-Suffixes and symbols are those of `learner.objectives.base`.
+Suffixes and symbols are those of `paceline.learner.objectives.base`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.objectives.base import Denominators, LossResult, TokenArrays, detached_sum, token_sums
-from learner.objectives.corrections import (
+from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays, detached_sum, token_sums
+from paceline.learner.objectives.corrections import (
     at_level,
     bounded_exp,
     importance_weights,
     kept_tokens,
     log_linear_proximal,
 )
-from learner.objectives.policy_losses import PolicyTerms, policy_losses
-from learner.objectives.reduction import reduced
+from paceline.learner.objectives.policy_losses import PolicyTerms, policy_losses
+from paceline.learner.objectives.reduction import reduced
 from paceline.spec import LossSection
 
 MAX_LOG_RATIO = 20.0

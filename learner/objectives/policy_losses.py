@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.objectives.corrections import bounded_exp, per_sequence
+from paceline.learner.objectives.corrections import bounded_exp, per_sequence
 from paceline.spec import LossSection
 
 VESPO_MIN_LOG = math.log(1e-8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.objectives.base import Denominators, LossResult, TokenArrays
+from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays
 
 
 def token_weights(lengths_N: Tensor, denominators: Denominators, reduction: str) -> Tensor:

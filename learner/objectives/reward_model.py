@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch.encoding import ExampleEncoder
-from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
-from learner.model.policy import load_reward_model
-from learner.objectives.base import Denominators, LossResult, TokenArrays
-from learner.objectives.completions import completion_result
-from learner.objectives.pairs import PairObjective, pair_sums, pairs_of
+from paceline.learner.batch.encoding import ExampleEncoder
+from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
+from paceline.learner.model.policy import load_reward_model
+from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays
+from paceline.learner.objectives.completions import completion_result
+from paceline.learner.objectives.pairs import PairObjective, pair_sums, pairs_of
 from paceline.spec import PolicySection, RunSpec
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from learner.batch.encoding import ExampleEncoder
-from learner.batch.examples import Row
-from learner.batch.samples import PackedBatch, TrainingSample
-from learner.objectives.base import (
+from paceline.data.example_rows import read_demonstration
+from paceline.learner.batch.encoding import ExampleEncoder
+from paceline.learner.batch.examples import Row
+from paceline.learner.batch.samples import PackedBatch, TrainingSample
+from paceline.learner.objectives.base import (
     Denominators,
     LossResult,
     Objective,
@@ -15,8 +16,7 @@ from learner.objectives.base import (
     dummy_sample,
     token_sums,
 )
-from learner.objectives.reduction import reduced
-from paceline.data.example_rows import read_demonstration
+from paceline.learner.objectives.reduction import reduced
 from paceline.spec import RunSpec
 
 

@@ -1,7 +1,7 @@
 """The phase of a step that assigns the advantages which come from rewards or a value model.
 
 There are two ways, by grpo.advantage: from the rewards of the whole batch, relative to the group or to the batch
-(`learner.advantages.whole_batch`); or from a value model (`learner.advantages.gae`). A distillation's advantages
+(`paceline.learner.advantages.whole_batch`); or from a value model (`paceline.learner.advantages.gae`). A distillation's advantages
 depend on the policy that is training: its objective computes them, and this phase assigns none.
 
 Suffix M is the states of the value model, N the tokens, S the sequences, F the reward functions.
@@ -18,23 +18,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.advantages.gae import gae
-from learner.advantages.whole_batch import (
+from paceline.errors import InvalidInput
+from paceline.learner.advantages.gae import gae
+from paceline.learner.advantages.whole_batch import (
     TOKEN_WHITENED,
     ScoredBatch,
     batch_advantages,
     whitened,
     whitened_token_advantages,
 )
-from learner.batch.samples import TrainingSample
-from learner.collectives import max_over_ranks, rows_of_all_ranks, sum_over_ranks
-from learner.objectives.corrections import per_sequence
-from learner.objectives.policy import kl_to_reference
-from learner.step.critic import Critic
-from learner.step.frozen import given
-from learner.step.turn_advantages import advantages_of_turns, sample_of_each
-from learner.step.update import MicroBatch, States, Update
-from paceline.errors import InvalidInput
+from paceline.learner.batch.samples import TrainingSample
+from paceline.learner.collectives import max_over_ranks, rows_of_all_ranks, sum_over_ranks
+from paceline.learner.objectives.corrections import per_sequence
+from paceline.learner.objectives.policy import kl_to_reference
+from paceline.learner.step.critic import Critic
+from paceline.learner.step.frozen import given
+from paceline.learner.step.turn_advantages import advantages_of_turns, sample_of_each
+from paceline.learner.step.update import MicroBatch, States, Update
 from paceline.rewards import Float64Array, IndexArray, totals
 from paceline.spec import RunSpec
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from learner.batch.samples import PackedBatch
+from paceline.learner.batch.samples import PackedBatch
 
 MAX_DIFFERENCE = 1.0
 """Nats. A larger difference of one token counts as this one, so that no single token decides about a group."""

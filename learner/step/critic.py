@@ -4,7 +4,7 @@ Promise: the value loss is that of the global batch, however it is split over mi
 micro-batch takes part in every pass, because under FSDP each pass is a collective.
 
 The order inside a step, the same on all ranks: `with_states` (values of every state, no gradient; advantages and returns
-follow in `learner.step.assign_advantages`), then for each update `accumulate` beside the policy's passes, `gradient_norm`,
+follow in `paceline.learner.step.assign_advantages`), then for each update `accumulate` beside the policy's passes, `gradient_norm`,
 `step`.
 
 A completion of T tokens has T + 1 states: before each token, and after the last one. Suffixes: N tokens of a micro-batch,
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.advantages.gae import value_losses
-from learner.batch.samples import PackedBatch, TrainingSample, pack_samples
-from learner.collectives import sum_over_ranks
-from learner.model.policy import load_reward_model
-from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
-from learner.step.optimizer import make_optimizer, set_learning_rate
-from learner.step.update import MicroBatch, States, Update
+from paceline.learner.advantages.gae import value_losses
+from paceline.learner.batch.samples import PackedBatch, TrainingSample, pack_samples
+from paceline.learner.collectives import sum_over_ranks
+from paceline.learner.model.policy import load_reward_model
+from paceline.learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
+from paceline.learner.step.optimizer import make_optimizer, set_learning_rate
+from paceline.learner.step.update import MicroBatch, States, Update
 from paceline.spec import RunSpec
 
 ROUNDING = 1e-12

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from learner.batch.samples import PackedBatch
-from learner.collectives import sum_over_ranks
-from learner.objectives.corrections import m2_limit_of, second_moments
-from learner.step.reference import Reference
-from learner.step.update import FrozenLogprobs, Update
+from paceline.learner.batch.samples import PackedBatch
+from paceline.learner.collectives import sum_over_ranks
+from paceline.learner.objectives.corrections import m2_limit_of, second_moments
+from paceline.learner.step.reference import Reference
+from paceline.learner.step.update import FrozenLogprobs, Update
 from paceline.spec import RunSpec
 
 

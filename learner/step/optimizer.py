@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from learner.step.partwise_adamw import PartwiseAdamW
+from paceline.learner.step.partwise_adamw import PartwiseAdamW
 from paceline.spec import OptimizerSection, SchedulerSection
 
 INVERSE_SQRT_TIMESCALE = 10_000

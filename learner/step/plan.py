@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from learner.batch.packing import pack, pack_evenly, pack_whole
-from learner.batch.samples import TrainingSample, pack_samples
-from learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
-from learner.objectives.base import Denominators, Objective
-from learner.step.update import MicroBatch, Update
+from paceline.learner.batch.packing import pack, pack_evenly, pack_whole
+from paceline.learner.batch.samples import TrainingSample, pack_samples
+from paceline.learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
+from paceline.learner.objectives.base import Denominators, Objective
+from paceline.learner.step.update import MicroBatch, Update
 from paceline.models.shape import ModelShape
 from paceline.models.work import training_flops
 from paceline.spec import RunSpec

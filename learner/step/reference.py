@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from learner.batch.examples import ExampleSource, RowPair
-from learner.batch.packing import pack
-from learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample, pack_samples
-from learner.collectives import max_over_ranks, rows_of_all_ranks, world_size
-from learner.model.adapter import adapter_off
-from learner.model.policy import load_reference, packed_logprobs
 from paceline.data.tokens import check_same_tokenizer
+from paceline.learner.batch.examples import ExampleSource, RowPair
+from paceline.learner.batch.packing import pack
+from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample, pack_samples
+from paceline.learner.collectives import max_over_ranks, rows_of_all_ranks, world_size
+from paceline.learner.model.adapter import adapter_off
+from paceline.learner.model.policy import load_reference, packed_logprobs
 from paceline.spec import RunSpec
 
 BLOCK_ROWS = 1024

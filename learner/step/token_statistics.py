@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from learner.batch.samples import PackedBatch, TrainingSample
 from paceline.groups import FloatArray
+from paceline.learner.batch.samples import PackedBatch, TrainingSample
 
 
 @dataclass(frozen=True)

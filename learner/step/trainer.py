@@ -21,25 +21,25 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from learner.batch.samples import PackedBatch, TrainingSample
-from learner.collectives import sum_over_ranks, union_over_ranks, world_size
-from learner.model.determinism import use_deterministic_operations
-from learner.model.policy import compute_dtype, packed_logprobs
-from learner.objectives import objective_of
-from learner.objectives.base import LossResult, TokenArrays
-from learner.step.assign_advantages import with_advantages, with_clipped_advantages
-from learner.step.comparison import SamplerComparison
-from learner.step.critic import Critic
-from learner.step.frozen import with_frozen_logprobs, with_m2_limit
-from learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
-from learner.step.loss_scale import LossScale
-from learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
-from learner.step.plan import batch_metrics, plan_updates
-from learner.step.reference import LocalReference, reference_of
-from learner.step.stopwatch import Stopwatch
-from learner.step.token_statistics import TokenStatistics
-from learner.step.update import MicroBatch, Update
 from paceline.errors import NonFiniteLoss
+from paceline.learner.batch.samples import PackedBatch, TrainingSample
+from paceline.learner.collectives import sum_over_ranks, union_over_ranks, world_size
+from paceline.learner.model.determinism import use_deterministic_operations
+from paceline.learner.model.policy import compute_dtype, packed_logprobs
+from paceline.learner.objectives import objective_of
+from paceline.learner.objectives.base import LossResult, TokenArrays
+from paceline.learner.step.assign_advantages import with_advantages, with_clipped_advantages
+from paceline.learner.step.comparison import SamplerComparison
+from paceline.learner.step.critic import Critic
+from paceline.learner.step.frozen import with_frozen_logprobs, with_m2_limit
+from paceline.learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
+from paceline.learner.step.loss_scale import LossScale
+from paceline.learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
+from paceline.learner.step.plan import batch_metrics, plan_updates
+from paceline.learner.step.reference import LocalReference, reference_of
+from paceline.learner.step.stopwatch import Stopwatch
+from paceline.learner.step.token_statistics import TokenStatistics
+from paceline.learner.step.update import MicroBatch, Update
 from paceline.models.shape import shape_of
 from paceline.spec import RunSpec
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.batch.samples import TrainingSample
 from paceline.advantages import Episode, turn_advantages
+from paceline.learner.batch.samples import TrainingSample
 from paceline.rewards import Float64Array, IndexArray, group_totals
 from paceline.spec import RunSpec
 

@@ -1,7 +1,7 @@
 """One optimizer update on a rank: immutable values, which each phase of a step returns anew.
 
-All ranks go through the phases together: `learner.step.plan` makes updates, `learner.step.frozen` adds the log-probabilities
-of the frozen policies and the limits that follow, `learner.step.assign_advantages` the advantages; then the trainer trains
+All ranks go through the phases together: `paceline.learner.step.plan` makes updates, `paceline.learner.step.frozen` adds the log-probabilities
+of the frozen policies and the limits that follow, `paceline.learner.step.assign_advantages` the advantages; then the trainer trains
 each.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from learner.batch.samples import PackedBatch
-from learner.objectives.base import Denominators
+from paceline.learner.batch.samples import PackedBatch
+from paceline.learner.objectives.base import Denominators
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class FrozenLogprobs:
 
 @dataclass(frozen=True)
 class States:
-    """States of a micro-batch with the value model's values and its targets (M states, see `learner.step.critic`)."""
+    """States of a micro-batch with the value model's values and its targets (M states, see `paceline.learner.step.critic`)."""
 
     packed: PackedBatch
     before_token_M: Tensor

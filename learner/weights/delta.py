@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import nn
 
-from learner.weights.channel import WithoutMembers
-from learner.weights.device_snapshot import DeviceSnapshot
-from learner.weights.shards import NO_TILES, ColumnTiles, local_slices, plan_tensors
-from learner.weights.store.offers import StoreOffers
-from learner.weights.store.version_source import VersionSource, WholeSlices
-from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
+from paceline.learner.weights.channel import WithoutMembers
+from paceline.learner.weights.device_snapshot import DeviceSnapshot
+from paceline.learner.weights.shards import NO_TILES, ColumnTiles, local_slices, plan_tensors
+from paceline.learner.weights.store.offers import StoreOffers
+from paceline.learner.weights.store.version_source import VersionSource, WholeSlices
+from paceline.learner.weights.store.writer import StoreWriter
 from paceline.weights.manifest import TensorPlan
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from learner.weights.shards import ColumnTiles, local_boxes, slice_of
-from learner.weights.store.version_source import (
+from paceline.learner.weights.shards import ColumnTiles, local_boxes, slice_of
+from paceline.learner.weights.store.version_source import (
     ChunkChanges,
     FoundChanges,
     VersionSource,

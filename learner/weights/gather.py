@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from learner.model.adapter import adapter_weights, has_adapter, merged_state
-from learner.model.mesh import in_first_replica, shard_group
+from paceline.learner.model.adapter import adapter_weights, has_adapter, merged_state
+from paceline.learner.model.mesh import in_first_replica, shard_group
 from paceline.weights.manifest import TensorPlan, WeightManifest
 from paceline.weights.packing import empty_flat, views
 

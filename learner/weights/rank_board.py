@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 from typing import Any, Protocol
 
-from learner.collectives import broadcast_bytes, world_size
+from paceline.learner.collectives import broadcast_bytes, world_size
 
 POLL_S = 0.5
 """Seconds after which a waiting thread checks again whether it has to stop."""

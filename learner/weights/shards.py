@@ -2,7 +2,7 @@
 
 Nothing is gathered: each rank copies its box of every tensor that a mesh of any dimensions has divided, of several ranks
 that hold the same box the first one, and rank 0 alone copies the other tensors. Together the slices of all ranks are every
-tensor, once. Names are those of `learner.weights.gather.named_weights`.
+tensor, once. Names are those of `paceline.learner.weights.gather.named_weights`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from learner.weights.gather import is_first_rank, named_weights
 from paceline.errors import InvalidInput
+from paceline.learner.weights.gather import is_first_rank, named_weights
 from paceline.models.tensor_parallel import split_dimension
 from paceline.weights.manifest import DTYPE_BYTES, TensorPlan
 from paceline.weights.packing import plan

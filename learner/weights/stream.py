@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from learner.model.adapter import BASE, adapted_parts, has_adapter, is_part_of_adapter
-from learner.model.mesh import in_first_replica, shard_group
-from learner.weights.gather import is_first_rank, is_split_by_rows, unwrapped
+from paceline.learner.model.adapter import BASE, adapted_parts, has_adapter, is_part_of_adapter
+from paceline.learner.model.mesh import in_first_replica, shard_group
+from paceline.learner.weights.gather import is_first_rank, is_split_by_rows, unwrapped
 
 PIECE_BYTES = 64 << 20
 """Bytes of a tensor that rank 0 receives at a time, from all ranks together."""

@@ -46,7 +46,7 @@ def _text(completion):
 '''
 RULE = '''"""The final answer compared with verl's column reward_model, with the signature that Paceline calls."""
 
-from reward.builtin.mathematics import math_accuracy
+from paceline.reward.builtin.mathematics import math_accuracy
 
 
 def reward(prompts, completions, reward_model, **columns):

@@ -26,7 +26,7 @@ SAMPLER_BYTES = 500_000_000
 HEAD_COPIES = 3
 """Tiles of logits, in float32, that exist at one time."""
 HEAD_TILE = 16_384
-"""Width of a tile (`learner.model.logprobs.VOCABULARY_TILE`)."""
+"""Width of a tile (`paceline.learner.model.logprobs.VOCABULARY_TILE`)."""
 LARGE_TENSOR_BYTES = 8 << 20
 """Tensors from this size on are returned to the host when they are freed (`paceline.host.freed_memory`)."""
 HEAP_WASTE = 1.3

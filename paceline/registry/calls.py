@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.registry.names import Reference
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.registry_pb2 import RegisteredModel, ShowResponse
+    from paceline.v1.registry_pb2 import RegisteredModel, ShowResponse
 
 Call = Callable[[str, Any], Any]
 """Takes the name of a method of ModelService and its request; returns the response. Raises PacelineError."""
@@ -22,7 +22,7 @@ class Models:
 
     def register(self, model: RegisteredModel) -> RegisteredModel:
         """Record the next version of a model. Raises InvalidInput, Conflict, NotFound, NotPermitted."""
-        from protos.paceline.v1.registry_pb2 import RegisterRequest
+        from paceline.v1.registry_pb2 import RegisterRequest
 
         found: RegisteredModel = self._call(
             "Register", RegisterRequest(run_id=model.run_id, model=model)
@@ -31,7 +31,7 @@ class Models:
 
     def list(self, name: str = "") -> Iterator[RegisteredModel]:
         """Yield the versions of a model, or of all, newest first, without their evidence."""
-        from protos.paceline.v1.registry_pb2 import ModelServiceListRequest
+        from paceline.v1.registry_pb2 import ModelServiceListRequest
 
         request = ModelServiceListRequest(name=name)
         while True:
@@ -43,7 +43,7 @@ class Models:
 
     def show(self, reference: Reference) -> ShowResponse:
         """Return a version and the changes of the model's aliases. Raises NotFound."""
-        from protos.paceline.v1.registry_pb2 import ShowRequest
+        from paceline.v1.registry_pb2 import ShowRequest
 
         found: ShowResponse = self._call("Show", ShowRequest(**reference._asdict()))
         return found
@@ -51,7 +51,7 @@ class Models:
     def promote(self, name: str, version: int, *, alias: str = "", override: str = "") -> RegisteredModel:
         """Give an alias (default `champion`) to a version. Raises NotFound; Conflict for a version that did not pass its gate,
         without the reason `override`."""
-        from protos.paceline.v1.registry_pb2 import PromoteRequest
+        from paceline.v1.registry_pb2 import PromoteRequest
 
         request = PromoteRequest(name=name, version=version, alias=alias, override=override)
         found: RegisteredModel = self._call("Promote", request).model
@@ -59,7 +59,7 @@ class Models:
 
     def roll_back(self, name: str, version: int, reason: str, *, alias: str = "") -> RegisteredModel:
         """Give the alias of `version` back to the version that had it before, and return that one. Raises NotFound, Conflict."""
-        from protos.paceline.v1.registry_pb2 import RollbackRequest
+        from paceline.v1.registry_pb2 import RollbackRequest
 
         request = RollbackRequest(name=name, version=version, alias=alias, reason=reason)
         found: RegisteredModel = self._call("Rollback", request).model

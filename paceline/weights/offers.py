@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from paceline.errors import WireError
 from paceline.groups import Version
+from paceline.v1 import worker_pb2
 from paceline.weights.manifest import Algorithm, algorithm_named
 from paceline.weights.store_format import StoredObject, checked_object
-from protos.paceline.v1 import worker_pb2
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from reward.builtin import judges
-from reward.builtin.choices import bbq_bias, choice_accuracy
-from reward.builtin.code_tests import code_settings, code_tests
-from reward.builtin.environment import environment
-from reward.builtin.formats import exact_match, format_regex, think_answer_format
-from reward.builtin.lengths import length, soft_overlong
-from reward.builtin.mathematics import math_accuracy
-from reward.builtin.refusals import refusal
-from reward.builtin.reward_model import process_reward_model, reward_model
+from paceline.reward.builtin import judges
+from paceline.reward.builtin.choices import bbq_bias, choice_accuracy
+from paceline.reward.builtin.code_tests import code_settings, code_tests
+from paceline.reward.builtin.environment import environment
+from paceline.reward.builtin.formats import exact_match, format_regex, think_answer_format
+from paceline.reward.builtin.lengths import length, soft_overlong
+from paceline.reward.builtin.mathematics import math_accuracy
+from paceline.reward.builtin.refusals import refusal
+from paceline.reward.builtin.reward_model import process_reward_model, reward_model
 
 BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bbq_bias": bbq_bias,

@@ -1,6 +1,6 @@
 """Rewards for questions with several answers: the right letter, and the lean of a wrong one towards a stereotype.
 
-The letter is read from what a completion states, as `reward.builtin.answers` finds it, or from a completion that begins with a
+The letter is read from what a completion states, as `paceline.reward.builtin.answers` finds it, or from a completion that begins with a
 letter. A completion that states none is wrong, because an answer that cannot be read is no answer.
 """
 
@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from reward.builtin.answers import find_answer
-from reward.builtin.inputs import answer_text, column_values
+from paceline.reward.builtin.answers import find_answer
+from paceline.reward.builtin.inputs import answer_text, column_values
 
 LETTERS_COLUMN, TEXTS_COLUMN = "answer_letter", "answer_choices"
 """Columns that `data.choices` gives a row."""

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from reward.builtin.inputs import column_values, completion_text
-from reward.trainer_view import CallView
+from paceline.reward.builtin.inputs import column_values, completion_text
+from paceline.reward.trainer_view import CallView
 
 if TYPE_CHECKING:
-    from reward.code.cases import Cases
-    from reward.code.results import CaseResult
-    from reward.code.settings import CodeSettings
-    from reward.sandbox import Sandbox
+    from paceline.reward.code.cases import Cases
+    from paceline.reward.code.results import CaseResult
+    from paceline.reward.code.settings import CodeSettings
+    from paceline.reward.sandbox import Sandbox
 
 LOGGED = ("passed", "wrong", "error", "time")
 """States of tests whose share is a metric."""
@@ -30,10 +30,10 @@ def code_tests(
 ) -> list[float | None]:
     """Return [C] 1 where the program in a completion passes all its tests, else 0; or the share of tests that it passes.
 
-    `settings` are those of `reward.code.settings.CodeSettings`. None where a row has no tests. Raises InvalidInput for
+    `settings` are those of `paceline.reward.code.settings.CodeSettings`. None where a row has no tests. Raises InvalidInput for
     tests that cannot be read, SandboxFailed where the sandbox cannot run a program now.
     """
-    from reward.code.results import reward_of
+    from paceline.reward.code.results import reward_of
 
     chosen = code_settings(settings)
     sandbox = _sandbox(json.dumps(chosen.model_dump(mode="json"), sort_keys=True))
@@ -51,8 +51,8 @@ def code_tests(
 
 def code_settings(values: object) -> CodeSettings:
     """Return the settings of `code_tests`. Raises InvalidInput."""
-    from reward.code.settings import CodeSettings
-    from reward.endpoints.settings import checked_settings
+    from paceline.reward.code.settings import CodeSettings
+    from paceline.reward.endpoints.settings import checked_settings
 
     return checked_settings(CodeSettings, values, "code_tests")
 
@@ -67,8 +67,8 @@ def _work(
     prompt: Any, text: str, cases: Cases | None, chosen: CodeSettings
 ) -> tuple[list[str], Cases] | None:
     """Return the programs of which the first that loads counts, and the tests; None without tests."""
-    from reward.code.cases import Checks, names_in
-    from reward.code.extraction import program_of, with_prompt
+    from paceline.reward.code.cases import Checks, names_in
+    from paceline.reward.code.extraction import program_of, with_prompt
 
     if cases is None:
         return None
@@ -88,8 +88,8 @@ def _last_text(prompt: Any) -> str:
 def _graded(
     work: tuple[list[str], Cases] | None, sandbox: Sandbox, chosen: CodeSettings
 ) -> Sequence[CaseResult] | None:
-    from reward.code.grading import grade
-    from reward.code.results import CaseResult
+    from paceline.reward.code.grading import grade
+    from paceline.reward.code.results import CaseResult
 
     if work is None:
         return None
@@ -101,7 +101,7 @@ def _graded(
 
 def _log(call: CallView, graded: Sequence[Sequence[CaseResult] | None]) -> None:
     """Log the shares of tests by what became of them, for the metrics of the run, and the outcomes beside the rewards."""
-    from reward.code.results import describe
+    from paceline.reward.code.results import describe
 
     label = call.label[:40]
     for results in graded:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reward.builtin.inputs import MissingColumn
+from paceline.reward.builtin.inputs import MissingColumn
 
 REWARD_COLUMN = "environment_reward"
 """Column of a run with an environment: what `get_reward`, `step` or the agent gave for each episode, or None."""

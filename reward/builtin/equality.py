@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from reward.builtin.expressions import Node, symbols
+from paceline.reward.builtin.expressions import Node, symbols
 
 MAX_SIZE_BITS = 25_000
 MAX_TRANSCENDENTAL_BITS = 4_000

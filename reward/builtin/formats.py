@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from paceline.data.written import says
-from reward.builtin.inputs import answer_text, column_values, completion_text
+from paceline.reward.builtin.inputs import answer_text, column_values, completion_text
 
 TAG_ORDER = ["<think>", "</think>", "<answer>", "</answer>"]
 TAG = re.compile(r"</?(?:think|answer)>")

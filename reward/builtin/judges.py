@@ -11,14 +11,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from reward.builtin.inputs import answer_text, column_values, completion_text
-from reward.trainer_view import CallView
+from paceline.reward.builtin.inputs import answer_text, column_values, completion_text
+from paceline.reward.trainer_view import CallView
 
 if TYPE_CHECKING:
-    from reward.endpoints.cache import AnswerCache
-    from reward.judging.asking import Messages, Panel, Parse
-    from reward.judging.settings import JudgeSettings, PairSettings, ScoreSettings
-    from reward.judging.verdicts import Verdict
+    from paceline.reward.endpoints.cache import AnswerCache
+    from paceline.reward.judging.asking import Messages, Panel, Parse
+    from paceline.reward.judging.settings import JudgeSettings, PairSettings, ScoreSettings
+    from paceline.reward.judging.verdicts import Verdict
 
 SCORE_SCHEMA = {"score": {"type": "number"}}
 PAIR_SCHEMA = {"better": {"type": "string", "enum": ["A", "B", "tie"]}}
@@ -29,11 +29,11 @@ async def judge(
 ) -> list[float | None]:
     """Return [C] (score - min_score) / (max_score - min_score) of a judge that reads each completion alone.
 
-    `settings` are those of `reward.judging.settings.ScoreSettings`. None where too few votes hold a verdict. Raises
+    `settings` are those of `paceline.reward.judging.settings.ScoreSettings`. None where too few votes hold a verdict. Raises
     EndpointUnavailable, RequestRefused and NoVerdict as the settings say; InvalidInput for wrong ones.
     """
-    from reward.judging.prompts import DATA_ONLY, SCORE_SYSTEM, fill, messages
-    from reward.judging.verdicts import combined, score_verdict
+    from paceline.reward.judging.prompts import DATA_ONLY, SCORE_SYSTEM, fill, messages
+    from paceline.reward.judging.verdicts import combined, score_verdict
 
     chosen = score_settings(settings)
     scale = {
@@ -68,10 +68,10 @@ async def judge_pairwise(
 ) -> list[float | None]:
     """Return [C] scores from 0 to 1 of comparisons within the group, or with a reference, each pair in both orders.
 
-    `settings` are those of `reward.judging.settings.PairSettings`. A comparison is the mean of both orders, a tie 0.5; equal
+    `settings` are those of `paceline.reward.judging.settings.PairSettings`. A comparison is the mean of both orders, a tie 0.5; equal
     texts are a tie without a question. None for a completion without any comparison. Raises as `judge`.
     """
-    from reward.judging.pairs import balanced_pairs, bradley_terry, win_rates
+    from paceline.reward.judging.pairs import balanced_pairs, bradley_terry, win_rates
 
     chosen = pair_settings(settings)
     texts, count = [_shown(chosen, completion) for completion in completions], len(completions)
@@ -107,8 +107,8 @@ async def _comparisons(
     call: CallView,
 ) -> list[list[Verdict]]:
     """Return the verdicts on each pair in its order, and then in the other one."""
-    from reward.judging.prompts import DATA_ONLY, PAIR_SYSTEM, fill, messages
-    from reward.judging.verdicts import pair_verdict
+    from paceline.reward.judging.prompts import DATA_ONLY, PAIR_SYSTEM, fill, messages
+    from paceline.reward.judging.verdicts import pair_verdict
 
     system = fill(chosen.system or PAIR_SYSTEM, {"rubric": chosen.rubric, "data_only": DATA_ONLY})
     values = {name: column_values(columns, name) for name in sorted(chosen.columns)}
@@ -124,8 +124,8 @@ async def _comparisons(
 async def _votes(
     chosen: JudgeSettings, questions: list[Messages], parse: Parse, schema: dict[str, Any], call: CallView
 ) -> list[list[Verdict]]:
-    from reward.endpoints.client import Endpoint
-    from reward.judging.asking import NoVerdict, Panel, deadline_of
+    from paceline.reward.endpoints.client import Endpoint
+    from paceline.reward.judging.asking import NoVerdict, Panel, deadline_of
 
     if not questions:
         return []
@@ -157,22 +157,22 @@ def _log_reasons(call: CallView, verdicts: Sequence[Sequence[Verdict]]) -> None:
 
 def score_settings(values: object) -> ScoreSettings:
     """Return the settings of `judge`. Raises InvalidInput."""
-    from reward.endpoints.settings import checked_settings
-    from reward.judging.settings import ScoreSettings
+    from paceline.reward.endpoints.settings import checked_settings
+    from paceline.reward.judging.settings import ScoreSettings
 
     return checked_settings(ScoreSettings, values, "judge")
 
 
 def pair_settings(values: object) -> PairSettings:
     """Return the settings of `judge_pairwise`. Raises InvalidInput."""
-    from reward.endpoints.settings import checked_settings
-    from reward.judging.settings import PairSettings
+    from paceline.reward.endpoints.settings import checked_settings
+    from paceline.reward.judging.settings import PairSettings
 
     return checked_settings(PairSettings, values, "judge_pairwise")
 
 
 @functools.cache
 def _cache() -> AnswerCache | None:
-    from reward.endpoints.cache import AnswerCache
+    from paceline.reward.endpoints.cache import AnswerCache
 
     return AnswerCache.of_user()

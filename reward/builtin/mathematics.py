@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from reward.builtin.answers import clean, find_answer, holds_value, is_answer, without_label
-from reward.builtin.equality import equal_values
-from reward.builtin.expressions import THOUSANDS, read, spelling
-from reward.builtin.inputs import column_values, completion_text
+from paceline.reward.builtin.answers import clean, find_answer, holds_value, is_answer, without_label
+from paceline.reward.builtin.equality import equal_values
+from paceline.reward.builtin.expressions import THOUSANDS, read, spelling
+from paceline.reward.builtin.inputs import column_values, completion_text
 
 if TYPE_CHECKING:
     from paceline.spec import RewardFunctionSection
@@ -37,7 +37,7 @@ def math_accuracy(
 ) -> list[float | None]:
     r"""Return [C] 1.0 where the completion's final answer equals the gold answer, 0.0 where not, None without a gold answer.
 
-    The completion has to state its answer, as `reward.builtin.answers.find_answer` reads it: `\boxed{…}`, `#### …`,
+    The completion has to state its answer, as `paceline.reward.builtin.answers.find_answer` reads it: `\boxed{…}`, `#### …`,
     `<answer>…</answer>`, a line `A: …` or `Answer: …`, or `answer is …`. The gold answer, in `answer_column`, is stated in the same
     way (GSM8K ends in `#### 72`) or is the whole text or a number. A null or unreadable gold answer gives None and a warning in the
     log. Raises LookupError when there is no such column.

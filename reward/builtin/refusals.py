@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.data.written import says
-from reward.builtin.inputs import answer_text, column_values
+from paceline.reward.builtin.inputs import answer_text, column_values
 
 BEGINNING_CHARS = 300
 """Characters in which a refusal has to begin: later ones are caveats of an answer."""

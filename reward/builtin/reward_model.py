@@ -30,7 +30,7 @@ def reward_model(
     in folder `path`; None for a text that is longer than the model reads.
 
     The text is tokenised as in the model's training, with the model's tokenizer and chat template. The settings are those of
-    `reward.models.settings.ModelSettings`. Raises InvalidInput, Unreadable.
+    `paceline.reward.models.settings.ModelSettings`. Raises InvalidInput, Unreadable.
     """
     settings = {
         "path": path,
@@ -67,7 +67,7 @@ def process_reward_model(
     """Return [C] scale · (score - offset) of completions whose steps a token classification scores, each at the last token of
     the separator behind it; the score of a completion is the `reduce` of its steps' probabilities.
 
-    The settings are those of `reward.models.settings.ProcessModelSettings`. Raises InvalidInput, Unreadable.
+    The settings are those of `paceline.reward.models.settings.ProcessModelSettings`. Raises InvalidInput, Unreadable.
     """
     settings = {
         "path": path,
@@ -89,8 +89,8 @@ def process_reward_model(
 def _rewards(
     function: str, settings: dict[str, Any], prompts: list[Any], completions: list[Any]
 ) -> list[float | None]:
-    from reward.models.rewards import rewards_of
-    from reward.models.settings import model_settings
+    from paceline.reward.models.rewards import rewards_of
+    from paceline.reward.models.settings import model_settings
 
     checked = model_settings(function, settings)
     scorer = _load(function, json.dumps(checked.shared(), sort_keys=True))
@@ -101,7 +101,7 @@ def _rewards(
 @functools.lru_cache(maxsize=2)
 def _load(function: str, settings_json: str) -> Any:
     """Return the model of these settings, loaded once a process."""
-    from reward.models.pooled import open_scorer
-    from reward.models.settings import model_settings
+    from paceline.reward.models.pooled import open_scorer
+    from paceline.reward.models.settings import model_settings
 
     return open_scorer(model_settings(function, json.loads(settings_json)))

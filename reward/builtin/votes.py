@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paceline.chat.completion_texts import answer_of
+from paceline.reward.builtin.answers import find_answer
+from paceline.reward.builtin.choices import TEXTS_COLUMN, chosen_letter
+from paceline.reward.builtin.mathematics import equal_answers
 from paceline.spec import RewardFunctionSection
-from reward.builtin.answers import find_answer
-from reward.builtin.choices import TEXTS_COLUMN, chosen_letter
-from reward.builtin.mathematics import equal_answers
 
 
 class Vote(NamedTuple):

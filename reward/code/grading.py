@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reward.code.cases import MAX_TESTS, MODULE, Calls, Cases, Checks, Pairs, PytestFiles
-from reward.code.comparing import Compare, equal_outputs, equal_values
-from reward.code.results import CaseResult, State
-from reward.code.settings import CodeSettings
-from reward.sandbox import PYTHON, Outcome, Sandbox
+from paceline.reward.code.cases import MAX_TESTS, MODULE, Calls, Cases, Checks, Pairs, PytestFiles
+from paceline.reward.code.comparing import Compare, equal_outputs, equal_values
+from paceline.reward.code.results import CaseResult, State
+from paceline.reward.code.settings import CodeSettings
+from paceline.reward.sandbox import PYTHON, Outcome, Sandbox
 
 HARNESS = "harness.py"
 LOAD_S = 1.0

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.errors import InvalidInput
+from paceline.reward.code.cases import Cases, Kind, Pairs, read_cases
+from paceline.reward.code.comparing import Compare
+from paceline.reward.sandbox import PYTHON, Limits, Sandbox, make_sandbox
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
-from reward.code.cases import Cases, Kind, Pairs, read_cases
-from reward.code.comparing import Compare
-from reward.sandbox import PYTHON, Limits, Sandbox, make_sandbox
 
 SHARE_OF_CALL = 0.9
 """Part of `timeout_s` that the programs of a group may take; the rest is for the sandbox and the answer."""

@@ -24,8 +24,8 @@ import aiohttp
 
 from paceline.backoff import pause_after
 from paceline.errors import Unreadable
-from reward.endpoints.rate import RequestRate, share_of, slots_of
-from reward.endpoints.settings import EndpointSettings
+from paceline.reward.endpoints.rate import RequestRate, share_of, slots_of
+from paceline.reward.endpoints.settings import EndpointSettings
 
 MAX_ANSWER_BYTES = 8 << 20
 MAX_EXCERPT = 300

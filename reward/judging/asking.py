@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.rate_limited_log import RateLimitedLog
-from reward.endpoints.cache import AnswerCache, digest_of
-from reward.endpoints.client import BadAnswer, Count, Endpoint, EndpointUnavailable, RequestRefused
-from reward.judging.settings import JudgeSettings
-from reward.judging.verdicts import Verdict
+from paceline.reward.endpoints.cache import AnswerCache, digest_of
+from paceline.reward.endpoints.client import BadAnswer, Count, Endpoint, EndpointUnavailable, RequestRefused
+from paceline.reward.judging.settings import JudgeSettings
+from paceline.reward.judging.verdicts import Verdict
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from paceline.reward.endpoints.settings import EndpointSettings
+from paceline.reward.judging.prompts import PAIR_TEMPLATE, SCORE_TEMPLATE
+from paceline.reward.judging.verdicts import Vote
 from paceline.spec.sections.base import PositiveInt, Section
 from paceline.templates import placeholders
-from reward.endpoints.settings import EndpointSettings
-from reward.judging.prompts import PAIR_TEMPLATE, SCORE_TEMPLATE
-from reward.judging.verdicts import Vote
 
 
 class JudgeSettings(Section):

@@ -10,9 +10,9 @@ import asyncio
 from typing import Any
 
 from paceline.errors import InvalidInput, Unavailable, Unreadable
+from paceline.reward.models.settings import ModelSettings
 from paceline.user_code.ends import ProcessDied, ProcessTimeout
 from paceline.user_code.shared_process import SharedProcess
-from reward.models.settings import ModelSettings
 
 LOAD_TIMEOUT_S = 1800.0
 """Limit of loading a model, its transfer from a URL included."""
@@ -24,7 +24,7 @@ class ModelProcess:
     def __init__(self, function: str, settings: ModelSettings, memory_mb: int) -> None:
         """Set the model; `start` loads it. memory_mb: address space that it may add on a CPU."""
         load = {"function": function, "model": settings.shared(), "memory_bytes": memory_mb << 20}
-        self._shared = SharedProcess("reward.models.serving", load, None)
+        self._shared = SharedProcess("paceline.reward.models.serving", load, None)
         self._starting = asyncio.Lock()
         self.version = ""
         """Version of the weights that scored last."""

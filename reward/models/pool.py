@@ -27,8 +27,8 @@ class RewardModels:
         for index, function in enumerate(functions):
             if function.function not in KINDS:
                 continue
-            from reward.models.client import ModelProcess
-            from reward.models.settings import model_settings
+            from paceline.reward.models.client import ModelProcess
+            from paceline.reward.models.settings import model_settings
 
             settings = model_settings(function.function, function.kwargs)
             key = json.dumps([function.function, settings.shared()], sort_keys=True)
@@ -53,7 +53,7 @@ class RewardModels:
     async def score(self, index: int, prompts: list[Any], completions: list[Any]) -> dict[str, Any]:
         """Return the reply for the function at `index`, as a process of functions gives it. Raises ProcessTimeout and
         ProcessDied."""
-        from reward.models.rewards import extra_of, rewards_of
+        from paceline.reward.models.rewards import extra_of, rewards_of
 
         function, settings, process = self._functions[index]
         try:

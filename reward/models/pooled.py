@@ -1,7 +1,7 @@
 """Scores of texts by a classification model that vLLM serves (`vllm serve MODEL --runner pooling`): for models that need several
 GPUs, which are the server's matter (`--tensor-parallel-size`).
 
-Promise: the same scores as `reward.models.scorer` up to the rounding of the server's type, because token ids are sent and
+Promise: the same scores as `paceline.reward.models.scorer` up to the rounding of the server's type, because token ids are sent and
 outputs without an activation come back; a server that gives no answer is no score.
 
 `POST /pooling` {model, input: [[ids], …], task, use_activation: false} → {data: [{index, data}]}, where data is [L] outputs
@@ -19,10 +19,10 @@ import torch
 
 from paceline.errors import InvalidInput, Unreadable
 from paceline.models.loading import fault_of_load
-from reward.endpoints.client import BadAnswer, Endpoint, EndpointUnavailable, RequestRefused
-from reward.endpoints.settings import EndpointSettings
-from reward.models.batching import passes
-from reward.models.scorer import (
+from paceline.reward.endpoints.client import BadAnswer, Endpoint, EndpointUnavailable, RequestRefused
+from paceline.reward.endpoints.settings import EndpointSettings
+from paceline.reward.models.batching import passes
+from paceline.reward.models.scorer import (
     Scorer,
     chances_at_steps,
     check_kind,
@@ -30,9 +30,9 @@ from reward.models.scorer import (
     load_scorer,
     longest_text,
 )
-from reward.models.settings import ModelSettings, ProcessModelSettings
-from reward.models.source import fetched
-from reward.models.texts import Text, TextEncoder
+from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
+from paceline.reward.models.source import fetched
+from paceline.reward.models.texts import Text, TextEncoder
 
 
 def open_scorer(settings: ModelSettings) -> Scorer | PooledScorer:
@@ -42,7 +42,7 @@ def open_scorer(settings: ModelSettings) -> Scorer | PooledScorer:
 
 
 class PooledScorer:
-    """A model on a server, as `reward.models.scorer.Scorer`."""
+    """A model on a server, as `paceline.reward.models.scorer.Scorer`."""
 
     def __init__(self, settings: ModelSettings) -> None:
         """Read the tokenizer and ask the server for the model. Raises InvalidInput for a model of another kind, Unreadable for

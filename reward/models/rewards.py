@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from paceline.errors import InvalidInput
-from reward.models.settings import ModelSettings, ProcessModelSettings
+from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
 
 MAX_LABEL = 40
 """Characters of a function's label in the names of columns."""

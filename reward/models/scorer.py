@@ -19,10 +19,10 @@ from paceline.data.tokens import check_vocabulary, padding_token_id
 from paceline.errors import InvalidInput, Unreadable
 from paceline.models.loading import fault_of_load, resolved_dtype
 from paceline.models.pretrained import load_pretrained
-from reward.models.batching import passes
-from reward.models.settings import ModelSettings, ProcessModelSettings
-from reward.models.source import fetched
-from reward.models.texts import Text, TextEncoder
+from paceline.reward.models.batching import passes
+from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
+from paceline.reward.models.source import fetched
+from paceline.reward.models.texts import Text, TextEncoder
 
 UNBOUNDED = 1 << 30
 

@@ -78,9 +78,9 @@ class ModelServer:
 
     def __init__(self, load: dict[str, Any]) -> None:
         """Load the model. Raises what `open_scorer` raises."""
-        from reward.models.pooled import open_scorer
-        from reward.models.scorer import device_of
-        from reward.models.settings import model_settings
+        from paceline.reward.models.pooled import open_scorer
+        from paceline.reward.models.scorer import device_of
+        from paceline.reward.models.settings import model_settings
 
         self._settings = model_settings(load["function"], load["model"])
         if device_of(self._settings).type == "cpu":  # CUDA reserves far more address space than it uses
@@ -145,7 +145,7 @@ class ModelServer:
         self._stopped.set()
 
     def _refresh(self) -> None:
-        from reward.models.source import fetched
+        from paceline.reward.models.source import fetched
 
         seen, refused = self.version, ""
         while not self._stopped.wait(self._settings.refresh_s):

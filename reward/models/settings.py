@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
+from paceline.reward.endpoints.settings import EndpointSettings, checked_settings
 from paceline.spec.sections.base import NonNegativeFloat, PositiveInt, Section
-from reward.endpoints.settings import EndpointSettings, checked_settings
 
 
 class ModelSettings(Section):

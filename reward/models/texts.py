@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from paceline.chat.completion_texts import message_text
 from paceline.data.tokens import encode_continuation, encode_for_scoring, encode_prompt
-from reward.models.settings import ModelSettings, ProcessModelSettings
+from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
 
 
 class Text(NamedTuple):

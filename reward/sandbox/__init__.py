@@ -4,7 +4,7 @@
 code rewards, tools of environments and whatever else executes what a model wrote. docs/sandbox.md has the threat model.
 """
 
-from reward.sandbox.choosing import make_sandbox
-from reward.sandbox.protocol import PYTHON, Limits, Outcome, Sandbox, SandboxFailed
+from paceline.reward.sandbox.choosing import make_sandbox
+from paceline.reward.sandbox.protocol import PYTHON, Limits, Outcome, Sandbox, SandboxFailed
 
 __all__ = ["PYTHON", "Limits", "Outcome", "Sandbox", "SandboxFailed", "make_sandbox"]

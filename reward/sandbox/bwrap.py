@@ -13,11 +13,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from reward.sandbox.launching import PopenChild, launch_command, new_ready
-from reward.sandbox.protocol import Limits, Outcome, SandboxFailed, check_request
-from reward.sandbox.readable import Readable, command, environment, launcher
-from reward.sandbox.supervisor import supervise
-from reward.sandbox.workspace import ENTRY_BYTES
+from paceline.reward.sandbox.launching import PopenChild, launch_command, new_ready
+from paceline.reward.sandbox.protocol import Limits, Outcome, SandboxFailed, check_request
+from paceline.reward.sandbox.readable import Readable, command, environment, launcher
+from paceline.reward.sandbox.supervisor import supervise
+from paceline.reward.sandbox.workspace import ENTRY_BYTES
 
 FOLDER = "/paceline-program"
 HELPERS = 2
@@ -27,7 +27,7 @@ NEEDED = ("--disable-userns", "--size")
 
 
 class BwrapSandbox:
-    """As `reward.sandbox.protocol.Sandbox`."""
+    """As `paceline.reward.sandbox.protocol.Sandbox`."""
 
     name = "bwrap"
 

@@ -11,12 +11,12 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from paceline.errors import InvalidInput
-from reward.sandbox.bwrap import BwrapSandbox
-from reward.sandbox.landlock import LandlockSandbox
-from reward.sandbox.protocol import Limits, Sandbox, SandboxFailed
-from reward.sandbox.readable import Readable
-from reward.sandbox.remote import RemoteSandbox
-from reward.sandbox.unconfined import NoSandbox
+from paceline.reward.sandbox.bwrap import BwrapSandbox
+from paceline.reward.sandbox.landlock import LandlockSandbox
+from paceline.reward.sandbox.protocol import Limits, Sandbox, SandboxFailed
+from paceline.reward.sandbox.readable import Readable
+from paceline.reward.sandbox.remote import RemoteSandbox
+from paceline.reward.sandbox.unconfined import NoSandbox
 
 LOCAL: Mapping[str, Callable[[Readable], Sandbox]] = {
     "bwrap": BwrapSandbox,

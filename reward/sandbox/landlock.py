@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 
 from paceline.errors import InvalidInput
 from paceline.host.landlock import landlock_abi
-from reward.sandbox.launching import PopenChild, launch_command, new_ready
-from reward.sandbox.protocol import Limits, Outcome, SandboxFailed, check_request
-from reward.sandbox.readable import Readable, command, environment
-from reward.sandbox.seccomp_filter import ARCHITECTURES
-from reward.sandbox.supervisor import supervise
-from reward.sandbox.workspace import Workspace
+from paceline.reward.sandbox.launching import PopenChild, launch_command, new_ready
+from paceline.reward.sandbox.protocol import Limits, Outcome, SandboxFailed, check_request
+from paceline.reward.sandbox.readable import Readable, command, environment
+from paceline.reward.sandbox.seccomp_filter import ARCHITECTURES
+from paceline.reward.sandbox.supervisor import supervise
+from paceline.reward.sandbox.workspace import Workspace
 
 MIN_ABI = 3
 """The first that handles truncation (Linux 6.2)."""
 
 
 class LandlockSandbox:
-    """As `reward.sandbox.protocol.Sandbox`."""
+    """As `paceline.reward.sandbox.protocol.Sandbox`."""
 
     name = "landlock"
 

@@ -12,10 +12,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward.sandbox import usage
-from reward.sandbox.protocol import Limits
-from reward.sandbox.readable import PYTHON_PROGRAM, launcher
-from reward.sandbox.seccomp_filter import build_filter
+from paceline.reward.sandbox import usage
+from paceline.reward.sandbox.protocol import Limits
+from paceline.reward.sandbox.readable import PYTHON_PROGRAM, launcher
+from paceline.reward.sandbox.seccomp_filter import build_filter
 
 OPEN_FILES = 64
 SPARE_TASKS = 1024

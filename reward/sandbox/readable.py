@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import InvalidInput
-from reward.sandbox.protocol import PYTHON
+from paceline.reward.sandbox.protocol import PYTHON
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64")
 FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero")
@@ -64,7 +64,7 @@ def command(argv: Sequence[str]) -> list[str]:
 @functools.cache
 def launcher() -> Path:
     """Return the launcher's file: compiled where Python could keep that, else its source, which each start would compile."""
-    from reward.sandbox import launcher as module
+    from paceline.reward.sandbox import launcher as module
 
     compiled = Path(importlib.util.cache_from_source(module.__file__))
     return compiled if compiled.exists() else Path(module.__file__)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import InvalidInput
-from reward.sandbox.protocol import PYTHON, Ending, Limits, Outcome, SandboxFailed, check_request
+from paceline.reward.sandbox.protocol import PYTHON, Ending, Limits, Outcome, SandboxFailed, check_request
 
 TOKEN_VARIABLE = "PACELINE_SANDBOX_TOKEN"
 OVERHEAD_S = 30.0
@@ -26,7 +26,7 @@ OVERHEAD_S = 30.0
 
 
 class RemoteSandbox:
-    """As `reward.sandbox.protocol.Sandbox`; what the limits mean beside time and output is the service's."""
+    """As `paceline.reward.sandbox.protocol.Sandbox`; what the limits mean beside time and output is the service's."""
 
     name = "remote"
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.host.landlock import landlock_abi
-from reward.sandbox.choosing import AUTO, probe
-from reward.sandbox.readable import Readable
-from reward.sandbox.supervisor import LOOK_S
+from paceline.reward.sandbox.choosing import AUTO, probe
+from paceline.reward.sandbox.readable import Readable
+from paceline.reward.sandbox.supervisor import LOOK_S
 
 READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
 LOOKS = f"a look every {1000 * LOOK_S:.0f} ms"

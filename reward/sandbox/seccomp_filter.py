@@ -1,6 +1,6 @@
 """The filter of system calls for a sandboxed program, as a classic BPF program (seccomp(2), mode filter).
 
-It allows what `reward.sandbox.syscalls` lists. With a single process it also refuses to start another one and to signal
+It allows what `paceline.reward.sandbox.syscalls` lists. With a single process it also refuses to start another one and to signal
 any process but the program's own, so a fork bomb, a daemon and a signal to the caller are impossible without namespaces or
 cgroups.
 """
@@ -12,7 +12,7 @@ import functools
 import struct
 
 from paceline.errors import InvalidInput
-from reward.sandbox.syscalls import ALLOWED, CONDITIONAL, IGNORED, REFUSED, UNSUPPORTED
+from paceline.reward.sandbox.syscalls import ALLOWED, CONDITIONAL, IGNORED, REFUSED, UNSUPPORTED
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables and AUDIT_ARCH, by `platform.machine()`."""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from signal import SIGXCPU, SIGXFSZ
 from typing import Protocol
 
-from reward.sandbox import usage
-from reward.sandbox.launching import PopenChild
-from reward.sandbox.pipes import Pipes
-from reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
+from paceline.reward.sandbox import usage
+from paceline.reward.sandbox.launching import PopenChild
+from paceline.reward.sandbox.pipes import Pipes
+from paceline.reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
 
 LOOK_S = 0.02
 """Seconds between two looks; longer where one takes more than a tenth of that."""

@@ -56,7 +56,7 @@ CONDITIONAL = _numbers("""
     prlimit64:302:261 rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 sched_setaffinity:203:122
     socketpair:53:199 tgkill:234:131 vfork:58:-
 """)
-"""Calls that `reward.sandbox.seccomp_filter` allows by their arguments."""
+"""Calls that `paceline.reward.sandbox.seccomp_filter` allows by their arguments."""
 
 REFUSED = _numbers("""
     accept:43:202 accept4:288:242 acct:163:89 add_key:248:217 adjtimex:159:171 bind:49:200 bpf:321:280

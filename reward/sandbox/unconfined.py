@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from reward.sandbox.launching import PopenChild, launch_command, new_ready
-from reward.sandbox.protocol import Limits, Outcome, SandboxFailed, check_request
-from reward.sandbox.readable import command, environment
-from reward.sandbox.supervisor import supervise
-from reward.sandbox.workspace import Workspace
+from paceline.reward.sandbox.launching import PopenChild, launch_command, new_ready
+from paceline.reward.sandbox.protocol import Limits, Outcome, SandboxFailed, check_request
+from paceline.reward.sandbox.readable import command, environment
+from paceline.reward.sandbox.supervisor import supervise
+from paceline.reward.sandbox.workspace import Workspace
 
 
 class NoSandbox:
-    """As `reward.sandbox.protocol.Sandbox`, without its promises of isolation."""
+    """As `paceline.reward.sandbox.protocol.Sandbox`, without its promises of isolation."""
 
     name = "none"
 

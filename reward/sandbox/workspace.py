@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from reward.sandbox import usage
+from paceline.reward.sandbox import usage
 
 MAX_DEPTH = 48
 """Nested folders that are measured; deeper ones count as too much."""

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from paceline.groups import Completion, IntArray, Version, VersionSpan
-from rollout.engine import GenerationRequest
-from rollout.native.kv_cache import SlotCache
-from rollout.native.model import NativeModel
-from rollout.native.prompt_cache import PromptCache, PromptState
-from rollout.native.sampling import mask_stop_tokens, mix_seed, penalise, sample, uniform
-from rollout.stop_strings import StopScanner
+from paceline.rollout.engine import GenerationRequest
+from paceline.rollout.native.kv_cache import SlotCache
+from paceline.rollout.native.model import NativeModel
+from paceline.rollout.native.prompt_cache import PromptCache, PromptState
+from paceline.rollout.native.sampling import mask_stop_tokens, mix_seed, penalise, sample, uniform
+from paceline.rollout.stop_strings import StopScanner
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass, which bound its activations. A single longer prompt is computed whole."""

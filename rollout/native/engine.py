@@ -1,6 +1,6 @@
 """The native engine: continuous batching over a Hugging Face model, on a separate thread, for any machine.
 
-Promise: that of `rollout.engine.Engine`, and asyncio never waits for a forward pass. Only the thread uses model and batch;
+Promise: that of `paceline.rollout.engine.Engine`, and asyncio never waits for a forward pass. Only the thread uses model and batch;
 callers append to the inbox (`_waiting`, `_aborted`, `_updates`, `_scorings`) under `_wake`, and get their answers through futures on
 their loops. A turn of the thread is: take the inbox, abort, change weights, let requests join, score some given texts, decode one token
 for every sequence. So aborts and new weights wait for one decode step, and new requests for free slots. When an error ends the
@@ -26,9 +26,7 @@ from torch import Tensor
 
 from paceline.errors import EngineDied, InvalidInput, Unavailable
 from paceline.groups import Completion, IntArray, Version
-from paceline.spec import RunSpec
-from paceline.weights.host_weights import HostWeights
-from rollout.engine import (
+from paceline.rollout.engine import (
     GenerationRequest,
     PromptLogprobs,
     check_prefix,
@@ -36,9 +34,11 @@ from rollout.engine import (
     check_scored_ids,
     empty_completion,
 )
-from rollout.native.batch import DecodeBatch, Ended, RunningSequence
-from rollout.native.model import load_native_model
-from rollout.native.scoring import Scoring, score_next
+from paceline.rollout.native.batch import DecodeBatch, Ended, RunningSequence
+from paceline.rollout.native.model import load_native_model
+from paceline.rollout.native.scoring import Scoring, score_next
+from paceline.spec import RunSpec
+from paceline.weights.host_weights import HostWeights
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class _Update:
 
 
 class NativeEngine:
-    """See `rollout.engine.Engine`. `device` is a torch device; `load_weights` as in `create_engine`."""
+    """See `paceline.rollout.engine.Engine`. `device` is a torch device; `load_weights` as in `create_engine`."""
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
         self._model = load_native_model(spec.policy, device, load_weights)

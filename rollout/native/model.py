@@ -22,17 +22,17 @@ from paceline.host.onednn import is_faster, product
 from paceline.models.architectures import check_architecture
 from paceline.models.loading import fault_of_load
 from paceline.models.pretrained import load_pretrained
-from paceline.spec import PolicySection
-from rollout.native.float32_head import Float32Head
-from rollout.native.kv_cache import SlotCache
-from rollout.weights.adapter import AdapterSlot
-from rollout.weights.layout import (
+from paceline.rollout.native.float32_head import Float32Head
+from paceline.rollout.native.kv_cache import SlotCache
+from paceline.rollout.weights.adapter import AdapterSlot
+from paceline.rollout.weights.layout import (
     WeightLayout,
     end_token_ids,
     generation_dtype,
     longest_sequence,
     read_config,
 )
+from paceline.spec import PolicySection
 
 FIELD = "policy.model_name"
 ONEDNN_ROWS = 32

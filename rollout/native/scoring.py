@@ -17,8 +17,8 @@ import torch
 
 from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import IntArray, Version
-from rollout.engine import PromptLogprobs
-from rollout.native.model import NativeModel
+from paceline.rollout.engine import PromptLogprobs
+from paceline.rollout.native.model import NativeModel
 
 PASS_TOKENS = 8192
 """Padded tokens of one pass, which bound its activations. A single longer text is computed whole."""

@@ -11,10 +11,10 @@ from transformers import PreTrainedConfig
 
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
+from paceline.rollout.vllm.process_guard import ProcessGuard
+from paceline.rollout.vllm.requests import LOWEST_TEMPERATURE
+from paceline.rollout.weights.layout import generation_dtype, longest_sequence
 from paceline.spec import PolicySection, RunSpec
-from rollout.vllm.process_guard import ProcessGuard
-from rollout.vllm.requests import LOWEST_TEMPERATURE
-from rollout.weights.layout import generation_dtype, longest_sequence
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Default on a CPU, where vLLM would take a fraction of all memory."""
@@ -63,7 +63,7 @@ def engine_arguments(
         "pipeline_parallel_size": settings.pipeline_parallel_size,
         "data_parallel_size": settings.data_parallel_size,
         "enforce_eager": on_cpu if settings.enforce_eager is None else settings.enforce_eager,
-        "worker_extension_cls": "rollout.vllm.worker.WorkerExtension",
+        "worker_extension_cls": "paceline.rollout.vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": TRANSFER},
         "seed": spec.seed,
     }

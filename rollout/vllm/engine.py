@@ -29,13 +29,12 @@ from paceline.errors import EngineDied, InvalidInput, PacelineError, Unavailable
 from paceline.files.model_source import model_source
 from paceline.groups import Completion, IntArray, Version
 from paceline.models.pretrained import check_model
-from paceline.spec import RunSpec
-from rollout.engine import GenerationRequest, PromptLogprobs, check_scored_ids, empty_completion
-from rollout.vllm.arguments import engine_arguments, engine_config
-from rollout.vllm.concurrency import ConcurrencyLimit, StepReport
-from rollout.vllm.engine_thread import EngineThread, died
-from rollout.vllm.process_guard import ProcessGuard
-from rollout.vllm.requests import (
+from paceline.rollout.engine import GenerationRequest, PromptLogprobs, check_scored_ids, empty_completion
+from paceline.rollout.vllm.arguments import engine_arguments, engine_config
+from paceline.rollout.vllm.concurrency import ConcurrencyLimit, StepReport
+from paceline.rollout.vllm.engine_thread import EngineThread, died
+from paceline.rollout.vllm.process_guard import ProcessGuard
+from paceline.rollout.vllm.requests import (
     check_request,
     completion,
     known_tokens,
@@ -49,12 +48,13 @@ from rollout.vllm.requests import (
     stopped,
     version_of,
 )
-from rollout.vllm.update import WeightUpdates
-from rollout.vllm.whole_weights import whole_weights
-from rollout.weights.layout import end_token_ids, meta_layout, read_config
+from paceline.rollout.vllm.update import WeightUpdates
+from paceline.rollout.vllm.whole_weights import whole_weights
+from paceline.rollout.weights.layout import end_token_ids, meta_layout, read_config
+from paceline.spec import RunSpec
 
 if TYPE_CHECKING:
-    from rollout.vllm.reports import Reports
+    from paceline.rollout.vllm.reports import Reports
 
 WATCH_S = 0.2
 """Seconds between two checks whether the engine lives, because vLLM does not report its end."""
@@ -79,7 +79,7 @@ class _Sequence:
 
 
 class VllmEngine:
-    """See `rollout.engine.Engine`. `device` is cpu or cuda; `load_weights` as in `create_engine`."""
+    """See `paceline.rollout.engine.Engine`. `device` is cpu or cuda; `load_weights` as in `create_engine`."""
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
         """Begin to start the engine, and return at once; `ready` waits for it. Raises InvalidInput when vLLM or the model's
@@ -208,7 +208,7 @@ class VllmEngine:
         """Start AsyncLLM, and watch it until `close`. Raises the error that ended it."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from rollout.vllm.reports import Reports
+        from paceline.rollout.vllm.reports import Reports
 
         def reports(vllm_config: Any, engine_index: int = 0) -> Reports:
             self._reports.append(Reports(self._on_step, vllm_config, engine_index))

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from rollout.vllm.concurrency import StepReport
+from paceline.rollout.vllm.concurrency import StepReport
 
 
 class Reports(StatLoggerBase):  # type: ignore[misc]

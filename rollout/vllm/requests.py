@@ -13,14 +13,14 @@ import numpy as np
 
 from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
-from rollout.engine import (
+from paceline.rollout.engine import (
     GenerationRequest,
     PromptLogprobs,
     check_prefix,
     check_prompt_length,
     empty_completion,
 )
-from rollout.stop_strings import StopScanner, cut
+from paceline.rollout.stop_strings import StopScanner, cut
 
 LOWEST_TEMPERATURE = 0.01
 """Lowest temperature above 0 of vLLM, which raises lower ones to it with no more than a log line. Below it the engine takes

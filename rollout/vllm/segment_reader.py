@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.rollout.vllm.receipts import ReadOrder, receipt_of, write_failure, write_receipt
 from paceline.weights.host_segment import HostSegment, identity_of
 from paceline.weights.manifest import WeightManifest
 from paceline.weights.packing import views
 from paceline.weights.segment_pair import MAX_SEGMENTS
 from paceline.weights.verification import Check, pieces_of, share_of
-from rollout.vllm.receipts import ReadOrder, receipt_of, write_failure, write_receipt
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from paceline.groups import Version
+from paceline.rollout.vllm.arguments import replicas
+from paceline.rollout.vllm.concurrency import ConcurrencyLimit
+from paceline.rollout.vllm.receipts import ReadOrder, Receipts
+from paceline.rollout.vllm.requests import label_of
 from paceline.spec import RunSpec
 from paceline.weights.host_weights import HostWeights
 from paceline.weights.segment_pair import SegmentPair
-from rollout.vllm.arguments import replicas
-from rollout.vllm.concurrency import ConcurrencyLimit
-from rollout.vllm.receipts import ReadOrder, Receipts
-from rollout.vllm.requests import label_of
 
 if TYPE_CHECKING:
-    from rollout.vllm.reports import Reports
+    from paceline.rollout.vllm.reports import Reports
 
 READ_TIMEOUT_S = 300.0
 """Seconds in which the workers must read and verify new weights, while they go on decoding."""

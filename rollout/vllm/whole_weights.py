@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from paceline.models.pretrained import load_pretrained
+from paceline.rollout.weights.adapter import AdapterSlot
+from paceline.rollout.weights.layout import WeightLayout, generation_dtype
 from paceline.spec import PolicySection
 from paceline.weights.host_weights import HostWeights
-from rollout.weights.adapter import AdapterSlot
-from rollout.weights.layout import WeightLayout, generation_dtype
 
 
 class WholeWeights(Protocol):

@@ -21,8 +21,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from rollout.vllm.receipts import ReadOrder
-from rollout.vllm.segment_reader import ReadWeights, SegmentReader
+from paceline.rollout.vllm.receipts import ReadOrder
+from paceline.rollout.vllm.segment_reader import ReadWeights, SegmentReader
 
 BACKEND = "paceline"
 """Name of the transfer within vLLM."""

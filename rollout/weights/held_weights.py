@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 
 from paceline.errors import WireError
+from paceline.rollout.weights.tensor_part import TensorPart
 from paceline.weights.manifest import DTYPE_BYTES, Algorithm, TensorPlan, WeightManifest, checksum
 from paceline.weights.packing import empty_flat, views
 from paceline.weights.store_format import StoredVersion
 from paceline.weights.store_layout import Piece, RankLayout
-from rollout.weights.tensor_part import TensorPart
 
 Bits = npt.NDArray[Any]
 NAMES_SHOWN = 3

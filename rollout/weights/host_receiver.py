@@ -22,12 +22,12 @@ from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.tracing import span, version_traceparent
+from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.host_segment import HostSegment
 from paceline.weights.host_weights import HostWeights
 from paceline.weights.hosts.client import AgentClient
 from paceline.weights.hosts.manifest import HostManifest
 from paceline.weights.manifest import WeightProgress
-from protos.paceline.v1 import host_agent_pb2, worker_pb2
 
 PLANS_KEPT = 64
 RETRIES = 3

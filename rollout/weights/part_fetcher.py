@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from paceline.errors import WireError
+from paceline.rollout.weights.held_weights import HeldWeights
 from paceline.weights.manifest import Algorithm, checksum
 from paceline.weights.object_store import Buffer, WeightStore
 from paceline.weights.part_file import ChunkNote, PartHead, read_head
 from paceline.weights.store_format import StoredObject, StoredVersion
-from rollout.weights.held_weights import HeldWeights
 
 PARTS_AHEAD = 4
 """Parts that are fetched while an earlier one is worked on."""

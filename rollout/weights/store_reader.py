@@ -22,14 +22,14 @@ import torch
 from paceline.errors import NotFound, PacelineError, WireError
 from paceline.groups import Version
 from paceline.host.cores import usable_cores
+from paceline.rollout.weights.held_weights import HeldWeights
+from paceline.rollout.weights.part_fetcher import PartFetcher
+from paceline.rollout.weights.tensor_part import TensorPart
 from paceline.weights import delta_codec
 from paceline.weights.object_store import Buffer, WeightStore
 from paceline.weights.offers import StoreOffer
 from paceline.weights.part_file import ChunkNote
 from paceline.weights.store_format import StoredObject, StoredVersion
-from rollout.weights.held_weights import HeldWeights
-from rollout.weights.part_fetcher import PartFetcher
-from rollout.weights.tensor_part import TensorPart
 
 log = logging.getLogger(__name__)
 

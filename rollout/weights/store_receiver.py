@@ -21,10 +21,10 @@ from paceline.error_texts import first_line
 from paceline.errors import Conflict, PacelineError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
+from paceline.rollout.weights.store_reader import Damaged, StoreReader
 from paceline.weights.manifest import Phase, WeightProgress, slowest_s
 from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer
-from rollout.weights.store_reader import Damaged, StoreReader
 
 log = logging.getLogger(__name__)
 

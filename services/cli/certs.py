@@ -6,6 +6,9 @@ from pathlib import Path
 
 import click
 
+from paceline.services.cli import render
+from paceline.services.common.access.revoked_certificates import FILE_NAME, revoke
+from paceline.services.common.options import directory_option, json_option, print_json
 from paceline.tls.authority import (
     AUTHORITY,
     AUTHORITY_DAYS,
@@ -16,9 +19,6 @@ from paceline.tls.authority import (
     renew,
 )
 from paceline.tls.certificates import ROLES, Certificate, read_certificate
-from services.cli import render
-from services.common.access.revoked_certificates import FILE_NAME, revoke
-from services.common.options import directory_option, json_option, print_json
 
 COLUMNS = ("name", "role", "hosts", "valid until", "left")
 

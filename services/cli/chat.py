@@ -12,15 +12,15 @@ import click
 from paceline.errors import InvalidInput, NotFound
 from paceline.files.model_source import model_source
 from paceline.files.storage import is_url
+from paceline.services.cli.recorded.source import opened_ledger
+from paceline.services.common.options import directory_option, find_run
+from paceline.services.common.processes.quiet_libraries import quiet_libraries
+from paceline.services.common.reporting.visible_text import visible
 from paceline.spec import RunSpec
-from services.cli.recorded.source import opened_ledger
-from services.common.options import directory_option, find_run
-from services.common.processes.quiet_libraries import quiet_libraries
-from services.common.reporting.visible_text import visible
 
 if TYPE_CHECKING:
     from paceline.groups import Completion
-    from rollout.engine import Engine
+    from paceline.rollout.engine import Engine
 
 DEFAULT_NEW_TOKENS = 512
 UNFINISHED = "\ufffd"
@@ -59,7 +59,7 @@ def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSp
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         return _spec_of_folder(str(folder.resolve()))
-    from services.cli.registry.source import registered_model
+    from paceline.services.cli.registry.source import registered_model
 
     if registered := registered_model(model, directory):
         return _spec_of_folder(registered.path)
@@ -175,8 +175,8 @@ class Talk:
 
     async def sample(self, prompt_ids: Any, n: int, show: Any = None) -> list[Completion]:
         """Return `n` completions of a prompt; `show` gets the pieces of a single one."""
-        from rollout.engine import GenerationRequest, SamplingParams, sample_seed
-        from rollout.stop_strings import StopStrings
+        from paceline.rollout.engine import GenerationRequest, SamplingParams, sample_seed
+        from paceline.rollout.stop_strings import StopStrings
 
         generation = self.spec.policy.generation
         stop = StopStrings.of(self.tokenizer, generation.stop_strings)
@@ -208,7 +208,7 @@ class Talk:
     def text(self, completion: Completion) -> str:
         """Return the text of a completion; see `completion_text`."""
         from paceline.chat.completion_texts import completion_text
-        from rollout.stop_strings import StopStrings
+        from paceline.rollout.stop_strings import StopStrings
 
         stop = StopStrings.of(self.tokenizer, self.spec.policy.generation.stop_strings)
         return completion_text(self.tokenizer, completion, stop.end if stop is not None else None)
@@ -224,7 +224,7 @@ async def open_talk(spec: RunSpec, seed: int) -> Talk:
     import torch
 
     from paceline.data.tokens import load_tokenizer
-    from rollout.engines import create_engine
+    from paceline.rollout.engines import create_engine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(spec.policy)

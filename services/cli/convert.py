@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import click
 
-from services.common.options import json_option, print_json
+from paceline.services.common.options import json_option, print_json
 
 
 @click.command()
@@ -64,8 +64,8 @@ def convert(
     """
     import torch
 
-    from learner.checkpoints.conversion import folders
     from paceline.host.freed_memory import return_large_tensors
+    from paceline.learner.checkpoints.conversion import folders
 
     return_large_tensors()  # else blocks of several sizes leave holes in the heap
     wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
@@ -77,7 +77,7 @@ def convert(
     elif to == "dcp":
         folders.to_dcp(source, destination, adapter=adapter, **options)
     elif quantize:
-        from learner.checkpoints.conversion.quantized import quantize_folder
+        from paceline.learner.checkpoints.conversion.quantized import quantize_folder
 
         quantize_folder(source, destination, quantize)
     else:

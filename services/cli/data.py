@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.errors import InvalidInput
-from services.cli.prepare import attempts_in, prepare
-from services.cli.recorded.source import source_options
-from services.common.options import json_option, print_json
+from paceline.services.cli.prepare import attempts_in, prepare
+from paceline.services.cli.recorded.source import source_options
+from paceline.services.common.options import json_option, print_json
 
 if TYPE_CHECKING:
     from paceline.data.preparation.prepared import Prepared
@@ -115,7 +115,7 @@ def _inspected(prepared: Prepared, original: RunSpec, limit: int, tokens: bool) 
     from paceline.data.joined_rows import left_out_of
     from paceline.data.preparation.evaluation_sets import evaluation_sets
     from paceline.data.preparation.prepared import PreparedSet
-    from reward.builtin.mathematics import gold_warnings
+    from paceline.reward.builtin.mathematics import gold_warnings
 
     spec = prepared.spec(original)
     found: dict[str, Any] = {"samples": [], "overlap": [], "warnings": []}
@@ -178,7 +178,7 @@ def _sources(rows: Rows, spec: RunSpec, *, validation: bool) -> dict[str, Any]:
 
 def _samples(rows: Rows, spec: RunSpec, number: int, tokens: bool) -> list[dict[str, Any]]:
     from paceline.data.tokens import load_tokenizer
-    from services.cli.samples_shown import as_text, as_tokens, changed
+    from paceline.services.cli.samples_shown import as_text, as_tokens, changed
 
     if not tokens:
         return [{"row": index, "parts": as_text(rows[index], spec)} for index in range(number)]

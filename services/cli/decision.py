@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from services.common.options import json_option, print_json
+from paceline.services.common.options import json_option, print_json
 
 STATUS = {"passed": 0, "failed": 1, "undecided": 2, "promote": 0, "roll back": 1, "hold": 2}
 """Exit status of each outcome of a gate, and of each decision by traces."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from services.common.options import directory_option, json_option, print_json
+from paceline.services.common.options import directory_option, json_option, print_json
 
 MARKS = {"ok": "✓", "absent": "·", "fault": "✗"}
 
@@ -22,10 +22,10 @@ def doctor(spec: str | None, overrides: tuple[str, ...], directory: Path, as_jso
 
     With SPEC also whether its GPUs are there, and the memory that its services take by an estimate.
     """
+    from paceline.services.local.machine_checks import examine
+    from paceline.services.local.sandbox_checks import examine_sandbox, examine_user_code
+    from paceline.services.local.spec_checks import examine_spec
     from paceline.spec.reading import load_spec
-    from services.local.machine_checks import examine
-    from services.local.sandbox_checks import examine_sandbox, examine_user_code
-    from services.local.spec_checks import examine_spec
 
     wanted = load_spec(spec, overrides) if spec else None
     findings = [*examine(directory), *examine_sandbox(wanted), examine_user_code()]

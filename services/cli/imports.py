@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from paceline.errors import SpecError
-from services.common.options import json_option, print_json
+from paceline.services.common.options import json_option, print_json
 
 
 @click.command("import")

@@ -22,21 +22,21 @@ PROTOS_PAGE = """\
 # gRPC interface
 
 Every service, call, message and field of `protos/paceline/v1`, with the comment of its file. Made by
-`python -m services.cli.reference`. Every server has reflection and `grpc.health.v1`. [python.md](python.md) has calls
+`python -m paceline.services.cli.reference`. Every server has reflection and `grpc.health.v1`. [python.md](python.md) has calls
 with `grpcurl`, [dashboard.md](dashboard.md#rest) the same calls with `curl`.
 """
 CLIENT_PAGE = """\
 # Python client
 
 Every public name of `paceline`, its client and its errors, with the docstrings. Made by
-`python -m services.cli.reference`. [python.md](python.md) introduces them.
+`python -m paceline.services.cli.reference`. [python.md](python.md) introduces them.
 """
 PYTHON_PARTS = (
-    ("One call", "services.local.one_call", ("train", "TrainedRun")),
+    ("One call", "paceline.services.local.one_call", ("train", "TrainedRun")),
     ("Client", "paceline.client", ("Client", "Event", "RunState")),
     ("Records", "paceline.records", ("Records", "Verified", "RecordedEvent")),
     ("Registered models", "paceline.registry.calls", ("Models",)),
-    ("Services of one host", "services.local.cluster", ("LocalCluster",)),
+    ("Services of one host", "paceline.services.local.cluster", ("LocalCluster",)),
 )
 COLUMNS = 120
 SIGNATURE_WIDTH = 100
@@ -48,7 +48,7 @@ def protos() -> str:
     """Return the page of the gRPC interface."""
     parts = [PROTOS_PAGE]
     for path in sorted(FOLDER.glob("*.proto")):
-        descriptor = importlib.import_module(f"protos.paceline.v1.{path.stem}_pb2").DESCRIPTOR
+        descriptor = importlib.import_module(f"paceline.v1.{path.stem}_pb2").DESCRIPTOR
         comments = comments_of(path)
         parts.append(f"## {path.name}")
         parts += [_service(each, comments) for each in descriptor.services_by_name.values()]

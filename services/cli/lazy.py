@@ -47,7 +47,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command; name the one that an unknown word stands for."""
         if args and not args[0].startswith("-") and args[0] not in self._entries:
-            from services.cli.unknown_commands import remedy
+            from paceline.services.cli.unknown_commands import remedy
 
             ctx.fail(f"No such command {args[0][:80]!r}; {remedy(args[0], self._entries)}")
         return super().resolve_command(ctx, args)
@@ -63,7 +63,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
-            from services.cli.unknown_commands import setting_for
+            from paceline.services.cli.unknown_commands import setting_for
 
             clause = setting_for(error.option_name)
             if not clause:

@@ -10,19 +10,25 @@ import click
 
 from paceline import __version__
 from paceline.host.process import keep_no_core
-from services.cli.lazy import LazyGroup
+from paceline.services.cli.lazy import LazyGroup
 
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Begin": {
-        "doctor": ("services.cli.doctor:doctor", "Check this machine: what is missing and how to get it."),
+        "doctor": (
+            "paceline.services.cli.doctor:doctor",
+            "Check this machine: what is missing and how to get it.",
+        ),
         "demo": (
-            "services.demo.run:main",
+            "paceline.services.demo.run:main",
             "Train a small model on this machine with all services, in a few minutes.",
         ),
-        "up": ("services.cli.running.up:up", "Start all services on this host, submit a spec and watch it."),
+        "up": (
+            "paceline.services.cli.running.up:up",
+            "Start all services on this host, submit a spec and watch it.",
+        ),
     },
     "Train SPEC, here or at a coordinator": {
-        name: (f"services.cli.running.train:{name}", summary)
+        name: (f"paceline.services.cli.running.train:{name}", summary)
         for name, summary in {
             "grpo": "From rollouts and rewards.",
             "sft": "Imitate a data set's completions.",
@@ -35,104 +41,119 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         }.items()
     },
     "Before a run": {
-        "spec": ("services.cli.spec:spec", "Check a spec and print it resolved, or explain its keys."),
-        "plan": ("services.cli.plan:plan", "Estimate the memory that a spec takes, and say whether it fits."),
+        "spec": (
+            "paceline.services.cli.spec:spec",
+            "Check a spec and print it resolved, or explain its keys.",
+        ),
+        "plan": (
+            "paceline.services.cli.plan:plan",
+            "Estimate the memory that a spec takes, and say whether it fits.",
+        ),
         "import": (
-            "services.cli.imports:import_spec",
+            "paceline.services.cli.imports:import_spec",
             "Write a spec from a configuration of TRL, NeMo RL, verl or prime-rl.",
         ),
         "data": (
-            "services.cli.data:data",
+            "paceline.services.cli.data:data",
             "Show the data of a spec (counts, lengths, samples, overlap), or prepare them.",
         ),
         "sweep": (
-            "services.cli.sweeping.sweep:sweep",
+            "paceline.services.cli.sweeping.sweep:sweep",
             "Search over keys of a spec, by runs one after the other.",
         ),
     },
     "Runs and workers": {
-        "submit": ("services.cli.running.runs:submit", "Queue a run from a spec."),
+        "submit": ("paceline.services.cli.running.runs:submit", "Queue a run from a spec."),
         "status": (
-            "services.cli.running.status:status",
+            "paceline.services.cli.running.status:status",
             "Say what limits the run that trains, and what would help.",
         ),
-        "runs": ("services.cli.running.runs:runs", "List the runs."),
-        "watch": ("services.cli.running.runs:watch", "Follow a run until it ends."),
-        "cancel": ("services.cli.running.runs:cancel", "End a run."),
-        "pause": ("services.cli.running.runs:pause", "Pause a run."),
-        "resume": ("services.cli.running.runs:resume", "Go on with a run that is paused."),
+        "runs": ("paceline.services.cli.running.runs:runs", "List the runs."),
+        "watch": ("paceline.services.cli.running.runs:watch", "Follow a run until it ends."),
+        "cancel": ("paceline.services.cli.running.runs:cancel", "End a run."),
+        "pause": ("paceline.services.cli.running.runs:pause", "Pause a run."),
+        "resume": ("paceline.services.cli.running.runs:resume", "Go on with a run that is paused."),
         "drop": (
-            "services.cli.running.runs:drop",
+            "paceline.services.cli.running.runs:drop",
             "Take groups out of the batch that a paused run is to train next.",
         ),
-        "checkpoint": ("services.cli.running.runs:checkpoint", "Write a checkpoint of the run that trains."),
-        "members": ("services.cli.workers:members", "List the workers."),
-        "drain": ("services.cli.workers:drain", "Tell a worker to finish its work and leave."),
-        "generate": ("services.cli.workers:generate", "Ask the newest weights for completions of a prompt."),
+        "checkpoint": (
+            "paceline.services.cli.running.runs:checkpoint",
+            "Write a checkpoint of the run that trains.",
+        ),
+        "members": ("paceline.services.cli.workers:members", "List the workers."),
+        "drain": ("paceline.services.cli.workers:drain", "Tell a worker to finish its work and leave."),
+        "generate": (
+            "paceline.services.cli.workers:generate",
+            "Ask the newest weights for completions of a prompt.",
+        ),
     },
     "What is on record": {
         "samples": (
-            "services.cli.recorded.samples:samples",
+            "paceline.services.cli.recorded.samples:samples",
             "Show the completions of a step or an evaluation with their rewards, or export all.",
         ),
         "traces": (
-            "services.cli.recorded.traces:traces",
+            "paceline.services.cli.recorded.traces:traces",
             "Write what a run has sampled as traces, make preference pairs of traces, or compare two models.",
         ),
-        "metrics": ("services.cli.recorded.metrics:metrics", "Show or export the metrics of a run."),
-        "plot": ("services.cli.recorded.plot:plot", "Write the curves of runs as an HTML page."),
+        "metrics": ("paceline.services.cli.recorded.metrics:metrics", "Show or export the metrics of a run."),
+        "plot": ("paceline.services.cli.recorded.plot:plot", "Write the curves of runs as an HTML page."),
         "report": (
-            "services.cli.recorded.report:report",
+            "paceline.services.cli.recorded.report:report",
             "Write one HTML file about a run: outcome, curves, samples, books, spec.",
         ),
         "track": (
-            "services.cli.recorded.track:track",
+            "paceline.services.cli.recorded.track:track",
             "Send runs to Weights & Biases, MLflow or TensorBoard.",
         ),
         "ledger": (
-            "services.cli.recorded.records:ledger",
+            "paceline.services.cli.recorded.records:ledger",
             "Verify, back up or encrypt the record of every group.",
         ),
         "replay": (
-            "services.cli.recorded.replay:replay",
+            "paceline.services.cli.recorded.replay:replay",
             "Train recorded steps of a run again, without the services, and compare the weights.",
         ),
     },
     "Models": {
         "export": (
-            "services.cli.recorded.records:export",
+            "paceline.services.cli.recorded.records:export",
             "Write a Hugging Face model folder from a run's newest checkpoint.",
         ),
         "convert": (
-            "services.cli.convert:convert",
+            "paceline.services.cli.convert:convert",
             "Convert weights: model folders, checkpoints of torch, other types, merged adapters.",
         ),
-        "chat": ("services.cli.chat:chat", "Talk to a trained model in this process, without services."),
+        "chat": (
+            "paceline.services.cli.chat:chat",
+            "Talk to a trained model in this process, without services.",
+        ),
         "eval": (
-            "services.cli.evaluating.evaluate:evaluate",
+            "paceline.services.cli.evaluating.evaluate:evaluate",
             "Measure a model on the validation set of a file, without a run.",
         ),
         "gate": (
-            "services.cli.evaluating.gate:gate",
+            "paceline.services.cli.evaluating.gate:gate",
             "Say whether a model may take the place of another, by two evaluations.",
         ),
         "models": (
-            "services.cli.registry.models:models",
+            "paceline.services.cli.registry.models:models",
             "Register, promote, roll back and fetch models with their lineage and signature.",
         ),
     },
     "Services, and who may use them": {
         "serve": (
-            "services.cli.serve:serve",
+            "paceline.services.cli.serve:serve",
             "Run one service: coordinator, rollout, reward, environment, learner, model or dashboard.",
         ),
         "certs": (
-            "services.cli.certs:certs",
+            "paceline.services.cli.certs:certs",
             "Make or revoke the certificates of processes and people, by an authority of your own.",
         ),
-        "token": ("services.cli.token:token", "Make, list and revoke tokens with a role."),
+        "token": ("paceline.services.cli.token:token", "Make, list and revoke tokens with a role."),
         "audit": (
-            "services.cli.recorded.audit:audit",
+            "paceline.services.cli.recorded.audit:audit",
             "Show or verify who changed something and who was refused.",
         ),
     },

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.errors import InvalidInput, NotFound
-from services.common.options import json_option, print_json
+from paceline.services.common.options import json_option, print_json
 
 if TYPE_CHECKING:
     from paceline.models.memory_plan import Plan
@@ -63,8 +63,8 @@ def plan(
     from paceline.models.memory_plan import plan as plan_of
     from paceline.models.memory_remedies import refusal
     from paceline.models.shape import read_shape
+    from paceline.services.local.room import cluster_here, room_here
     from paceline.spec.reading import load_spec
-    from services.local.room import cluster_here, room_here
 
     wanted = load_spec(spec, overrides)
     shape = read_shape(wanted.policy.model_name) if model_config is None else _shape_in(model_config)

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from paceline.errors import InvalidInput
-from services.cli.recorded.source import records_of_run, source_options
-from services.common.options import json_option, print_json
+from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.common.options import json_option, print_json
 
 
 @click.command()

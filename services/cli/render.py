@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from services.common.reporting.curve import scaled, sparkline
-from services.common.reporting.visible_text import visible
-from services.coordinator.ledger.groups import OPEN_STATES
+from paceline.services.common.reporting.curve import scaled, sparkline
+from paceline.services.common.reporting.visible_text import visible
+from paceline.services.coordinator.ledger.groups import OPEN_STATES
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.rollout_pb2 import GeneratedCompletion
-    from protos.paceline.v1.run_pb2 import Run
-    from protos.paceline.v1.worker_pb2 import Member
+    from paceline.v1.rollout_pb2 import GeneratedCompletion
+    from paceline.v1.run_pb2 import Run
+    from paceline.v1.worker_pb2 import Member
 
 Facts = dict[str, Any]
 
@@ -76,7 +76,7 @@ def state_cell(facts: Facts) -> str:
 
 def member_facts(member: Member) -> Facts:
     """Return the facts of a member; `version` is null until it has acknowledged a version."""
-    from protos.paceline.v1.common_pb2 import Role
+    from paceline.v1.common_pb2 import Role
 
     version = {"session": member.version.session, "step": member.version.step}
     return {

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import click
 
-from services.cli.lazy import LazyGroup
+from paceline.services.cli.lazy import LazyGroup
 
 SERVICES = {
     "coordinator": (
-        "services.coordinator.main:main",
+        "paceline.services.coordinator.main:main",
         "Runs, members, the exchange and the ledger; start this first.",
     ),
-    "rollout": ("services.rollout.main:main", "A rollout worker: generates completions."),
-    "reward": ("services.reward.main:main", "A reward worker: scores completions."),
+    "rollout": ("paceline.services.rollout.main:main", "A rollout worker: generates completions."),
+    "reward": ("paceline.services.reward.main:main", "A reward worker: scores completions."),
     "environment": (
-        "services.environment.main:main",
+        "paceline.services.environment.main:main",
         "An environment worker: runs episodes of several turns.",
     ),
-    "learner": ("services.learner.main:main", "The learner: trains and publishes weights."),
+    "learner": ("paceline.services.learner.main:main", "The learner: trains and publishes weights."),
     "host-agent": (
-        "services.host_agent.main:main",
+        "paceline.services.host_agent.main:main",
         "The agent that brings weights to a host's workers; they start one by themselves.",
     ),
     "model": (
-        "services.cli.serve_model:main",
+        "paceline.services.cli.serve_model:main",
         "One model behind the OpenAI-compatible endpoint, without a run.",
     ),
     "dashboard": (
-        "services.dashboard.main:main",
+        "paceline.services.dashboard.main:main",
         "A page that shows runs, and their records as JSON over HTTP.",
     ),
 }

@@ -12,15 +12,15 @@ import click
 from click.core import ParameterSource
 
 from paceline.errors import InvalidInput
-from services.cli.chat import changed, spec_of_model
-from services.cli.registry.fetch import public_key_option
-from services.cli.registry.verified import verified_model
-from services.common.insecure import check_host, insecure_option
-from services.common.options import device_option, directory_option
-from services.common.processes.quiet_libraries import quiet_libraries
+from paceline.services.cli.chat import changed, spec_of_model
+from paceline.services.cli.registry.fetch import public_key_option
+from paceline.services.cli.registry.verified import verified_model
+from paceline.services.common.insecure import check_host, insecure_option
+from paceline.services.common.options import device_option, directory_option
+from paceline.services.common.processes.quiet_libraries import quiet_libraries
 
 if TYPE_CHECKING:
-    from services.model_server.trace_log import TraceLog
+    from paceline.services.model_server.trace_log import TraceLog
 
 BATCH_SIZE = 32
 
@@ -91,9 +91,9 @@ def main(
     Nothing trains beside it, so clients such as evaluation harnesses get the whole engine. Of a registered model every file and the
     signature are checked first, with --public-key; so is a folder that `paceline models fetch` has written, where there is a key.
     """
-    from services.common.grpc_server import run_service
-    from services.common.processes.ready_file import announce
-    from services.model_server.serving import endpoint_of, model_label, opened_model
+    from paceline.services.common.grpc_server import run_service
+    from paceline.services.common.processes.ready_file import announce
+    from paceline.services.model_server.serving import endpoint_of, model_label, opened_model
 
     quiet_libraries()
     label = name or model_label(model)
@@ -124,9 +124,9 @@ def _recorder(folder: Path | None, model: str, label: str, max_mb: int) -> Itera
     if folder is None:
         yield None
         return
-    from services.local.folder_lock import FolderLock
-    from services.model_server.serving import registered_name
-    from services.model_server.trace_log import TraceLog
+    from paceline.services.local.folder_lock import FolderLock
+    from paceline.services.model_server.serving import registered_name
+    from paceline.services.model_server.trace_log import TraceLog
 
     lock = FolderLock(folder / ".lock", "model server", "--traces")
     lock.take()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from paceline.errors import NotFound
-from services.common.options import json_option, print_json
+from paceline.services.common.options import json_option, print_json
 
 
 @click.command()

@@ -9,12 +9,17 @@ from pathlib import Path
 import click
 
 from paceline.errors import Conflict
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.token_table import BOOTSTRAP, DAY_S, FILE_NAME, read_table
+from paceline.services.common.access.token_table import create as create_token
+from paceline.services.common.access.token_table import revoke as revoke_token
+from paceline.services.common.options import (
+    caller_token_file_option,
+    directory_option,
+    json_option,
+    print_json,
+)
 from paceline.token import TOKEN_NAME, read_token, token_path
-from services.common.access.caller import CallerRole
-from services.common.access.token_table import BOOTSTRAP, DAY_S, FILE_NAME, read_table
-from services.common.access.token_table import create as create_token
-from services.common.access.token_table import revoke as revoke_token
-from services.common.options import caller_token_file_option, directory_option, json_option, print_json
 
 
 @click.group()

@@ -11,11 +11,11 @@ import click
 
 from paceline.client import Client
 from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
-from services.cli import render
-from services.cli.chat import changed, open_talk, spec_of_model
-from services.common.options import coordinator_option, directory_option, json_option, print_json
-from services.common.processes.quiet_libraries import quiet_libraries
-from services.common.reporting.visible_text import visible
+from paceline.services.cli import render
+from paceline.services.cli.chat import changed, open_talk, spec_of_model
+from paceline.services.common.options import coordinator_option, directory_option, json_option, print_json
+from paceline.services.common.processes.quiet_libraries import quiet_libraries
+from paceline.services.common.reporting.visible_text import visible
 
 if TYPE_CHECKING:
     from paceline.groups import Completion

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from protos.paceline.v1 import worker_pb2
-from services.common.run_setup import failed_set_up
+from paceline.services.common.run_setup import failed_set_up
+from paceline.v1 import worker_pb2
 
 Report = Callable[[worker_pb2.ConnectRequest], Awaitable[None]]
 

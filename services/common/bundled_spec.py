@@ -11,11 +11,11 @@ from paceline.bundle.manifest import Kind
 from paceline.bundle_transfer import unpacked_spec
 from paceline.errors import InvalidInput
 from paceline.files import function_files
+from paceline.services.common.grpc_server import CHANNEL_OPTIONS
 from paceline.spec import RunSpec
 from paceline.spec.code_paths import code_paths
 from paceline.token import open_channel
 from paceline.user_code.surroundings import isolation_is_required
-from services.common.grpc_server import CHANNEL_OPTIONS
 
 
 def refusal_of_files(spec: RunSpec, bundle: str, allowed: Sequence[Path]) -> str:

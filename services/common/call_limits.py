@@ -20,9 +20,9 @@ import grpc
 
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.retry_hint import USUAL_S, to_metadata
-from services.common.access.caller import current_caller
-from services.common.grpc_peers import host_of
-from services.common.outermost_interceptor import handler_with, method_of
+from paceline.services.common.access.caller import current_caller
+from paceline.services.common.grpc_peers import host_of
+from paceline.services.common.outermost_interceptor import handler_with, method_of
 
 MAX_KEPT = 8192
 """Callers and methods whose calls are counted; beyond it those that have been quiet the longest begin anew."""

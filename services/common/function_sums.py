@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from paceline.reward.results import RewardResult
 from paceline.spec import RewardFunctionSection
-from reward.results import RewardResult
 
 PREFIX = "fn/"
 CALLS, SECONDS, FAILURES = "calls", "seconds", "failures"
@@ -21,7 +21,7 @@ ENDPOINT_METRICS = {
     "completion_tokens": "endpoint_completion_tokens",
     "cost": "endpoint_cost",
 }
-"""Metrics of the sums of requests to services (`reward.trainer_view.USAGE`)."""
+"""Metrics of the sums of requests to services (`paceline.reward.trainer_view.USAGE`)."""
 MAX_SUMS = 256
 """Sums of one worker; further ones are left out."""
 

@@ -21,15 +21,15 @@ from grpc_reflection.v1alpha import reflection
 from paceline.errors import Busy, Conflict, PacelineError
 from paceline.rate_limited_log import SeldomFilter, unforeseen
 from paceline.retry_hint import to_metadata
+from paceline.services.common.call_limits import CallLimits
+from paceline.services.common.error_status import status_of
+from paceline.services.common.insecure import insecurity
+from paceline.services.common.outermost_interceptor import OutermostInterceptor
+from paceline.services.common.reminder import remind
+from paceline.services.common.tls import server_credentials
+from paceline.services.common.token_guard import TokenGuard
+from paceline.services.common.zmq_keepalive import in_brackets
 from paceline.tls.folder import TlsFolder, tls_folder
-from services.common.call_limits import CallLimits
-from services.common.error_status import status_of
-from services.common.insecure import insecurity
-from services.common.outermost_interceptor import OutermostInterceptor
-from services.common.reminder import remind
-from services.common.tls import server_credentials
-from services.common.token_guard import TokenGuard
-from services.common.zmq_keepalive import in_brackets
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message either way: weights manifests are the largest messages here."""

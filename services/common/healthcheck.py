@@ -1,4 +1,4 @@
-"""`python -m services.common.healthcheck HOST:PORT`: exit status 0 when the server there is SERVING.
+"""`python -m paceline.services.common.healthcheck HOST:PORT`: exit status 0 when the server there is SERVING.
 
 Containers use it as their health check. Every gRPC server of Paceline answers `grpc.health.v1`; a server without gRPC is asked for
 a page, `http://HOST:PORT/PATH`, and has to answer with status 200.

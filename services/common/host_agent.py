@@ -10,9 +10,9 @@ import click
 
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
+from paceline.v1 import worker_pb2
 from paceline.weights.hosts.client import AgentClient
 from paceline.weights.hosts.local_socket import socket_name
-from protos.paceline.v1 import worker_pb2
 
 ZONE_VARIABLE = "PACELINE_ZONE"
 WAIT_S = 15.0

@@ -14,11 +14,11 @@ from aiohttp import web
 from paceline.address import is_loopback
 from paceline.errors import AccessDenied, NotPermitted
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.callers import Callers
+from paceline.services.common.error_status import status_of
+from paceline.services.common.token_guard import Call
 from paceline.tls.folder import tls_folder
-from services.common.access.caller import CallerRole
-from services.common.access.callers import Callers
-from services.common.error_status import status_of
-from services.common.token_guard import Call
 
 SCHEME = "Bearer "
 MAX_TOKEN = 512

@@ -22,8 +22,8 @@ from aiohttp import web
 from paceline.errors import Busy, Conflict, InvalidInput
 from paceline.rate_limited_log import SeldomFilter
 from paceline.retry_hint import USUAL_S, to_header
+from paceline.services.common.tls import server_context
 from paceline.tls.folder import tls_folder
-from services.common.tls import server_context
 
 MAX_CONNECTIONS = 512
 """Connections, because the process needs files for other things."""

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import click
 
 from paceline.address import FORM, is_loopback
+from paceline.services.common.tls_option import tls_option
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from paceline.tls.folder import tls_folder
-from services.common.tls_option import tls_option
 
 VARIABLE = "PACELINE_INSECURE"
 """Environment variable that stands for the option, also for the processes that a command starts."""

@@ -16,8 +16,8 @@ from paceline.chat.messages import Json
 from paceline.errors import Busy, InvalidInput, PacelineError
 from paceline.rate_limited_log import unforeseen
 from paceline.retry_hint import USUAL_S, to_header
-from services.common.http_guard import HttpGuard, needs_token
-from services.common.http_listener import MAX_BODY_BYTES, Handler, HttpListener
+from paceline.services.common.http_guard import HttpGuard, needs_token
+from paceline.services.common.http_listener import MAX_BODY_BYTES, Handler, HttpListener
 
 
 class JsonListener:

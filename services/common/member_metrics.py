@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from paceline.services.common import function_sums, logged_metrics
+from paceline.services.common.access.worker_callers import WorkerCallers
+from paceline.services.common.membership import Membership
+from paceline.services.common.scrape import metrics_endpoint
 from paceline.tracing import set_up_metrics
-from services.common import function_sums, logged_metrics
-from services.common.access.worker_callers import WorkerCallers
-from services.common.membership import Membership
-from services.common.scrape import metrics_endpoint
 
 NAMES = "paceline.member."
 MAX_NAMES = 256

@@ -35,15 +35,15 @@ from paceline.errors import Conflict, WireError
 from paceline.host import gpu_gauges
 from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
+from paceline.services.common.grpc_server import CHANNEL_OPTIONS
+from paceline.services.common.zmq_keepalive import use_ipv6, watch
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.diagnosis import why_no_channel
 from paceline.tls.folder import tls_folder
 from paceline.token import metadata, read_token, token_path
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import worker_pb2, worker_pb2_grpc
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1 import worker_pb2, worker_pb2_grpc
-from services.common.grpc_server import CHANNEL_OPTIONS
-from services.common.zmq_keepalive import use_ipv6, watch
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 LEAVE_WAIT_S = 2.0

@@ -12,8 +12,8 @@ import click
 
 from paceline.client import DEFAULT_ADDRESS
 from paceline.files.names import LEDGER_NAME
+from paceline.services.common.insecure import check_coordinator, check_host, insecure_option
 from paceline.token import VARIABLE
-from services.common.insecure import check_coordinator, check_host, insecure_option
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -49,7 +49,7 @@ functions_from_option = click.option(
 
 
 def _built_in(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
-    from reward.builtin import BUILTIN_FUNCTIONS
+    from paceline.reward.builtin import BUILTIN_FUNCTIONS
 
     for name in names:
         if name not in BUILTIN_FUNCTIONS:

@@ -7,7 +7,7 @@ import logging
 from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
-from protos.paceline.v1 import worker_pb2
+from paceline.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 

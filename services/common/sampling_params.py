@@ -1,9 +1,9 @@
-"""Sampling parameters of a run as the coordinator sends them; `rollout.engine.SamplingParams` reads them."""
+"""Sampling parameters of a run as the coordinator sends them; `paceline.rollout.engine.SamplingParams` reads them."""
 
 from __future__ import annotations
 
 from paceline.spec import GenerationSection
-from protos.paceline.v1 import common_pb2
+from paceline.v1 import common_pb2
 
 
 def params_message(generation: GenerationSection) -> common_pb2.SamplingParams:

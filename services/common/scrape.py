@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from paceline.rate_limited_log import RateLimitedLog
-from services.common.access.callers import Callers
-from services.common.access.rights import METRICS
-from services.common.token_guard import Call
+from paceline.services.common.access.callers import Callers
+from paceline.services.common.access.rights import METRICS
+from paceline.services.common.token_guard import Call
 
 MAX_CONNECTIONS = 32
 log = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ async def metrics_endpoint(
     from aiohttp import web
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-    from services.common.http_guard import HttpGuard
-    from services.common.json_http import JsonListener
+    from paceline.services.common.http_guard import HttpGuard
+    from paceline.services.common.json_http import JsonListener
 
     async def answer(_request: web.Request) -> web.Response:
         text = await asyncio.to_thread(generate_latest)

@@ -17,14 +17,14 @@ import grpc
 
 from paceline.errors import AccessDenied, InvalidInput, NotPermitted, PacelineError, Unavailable
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.access.caller import Caller, CallerRole, set_caller
+from paceline.services.common.access.callers import Callers
+from paceline.services.common.access.rights import RPCS, Right
+from paceline.services.common.access.worker_callers import WorkerCallers
+from paceline.services.common.error_status import status_of
+from paceline.services.common.grpc_peers import address_of
+from paceline.services.common.tls import certificate_name
 from paceline.token import KEY
-from services.common.access.caller import Caller, CallerRole, set_caller
-from services.common.access.callers import Callers
-from services.common.access.rights import RPCS, Right
-from services.common.access.worker_callers import WorkerCallers
-from services.common.error_status import status_of
-from services.common.grpc_peers import address_of
-from services.common.tls import certificate_name
 
 OPEN = ("/grpc.health.", "/grpc.reflection.")
 RECHECK_S = 1.0

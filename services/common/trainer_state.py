@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from paceline.reward.trainer_view import POOL_WORKERS
 from paceline.spec import RunSpec
-from reward.trainer_view import POOL_WORKERS
 
 TRAINER_STATE = "paceline.trainer_state"
 

@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 
 from paceline.errors import AccessDenied, InvalidInput
-from protos.paceline.v1 import access_pb2, access_pb2_grpc
-from services.common.access.caller import current_caller
-from services.common.access.callers import TokenCallers
-from services.common.grpc_server import with_status
-from services.common.token_guard import Call
+from paceline.services.common.access.caller import current_caller
+from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.grpc_server import with_status
+from paceline.services.common.token_guard import Call
+from paceline.v1 import access_pb2, access_pb2_grpc
 
 SHA256_BYTES = 32
 IDENTIFY = "paceline.v1.AccessService/Identify"

@@ -10,10 +10,10 @@ import grpc
 
 from paceline.bundle.manifest import MAX_FILES
 from paceline.errors import InvalidInput, Unavailable
-from protos.paceline.v1 import bundle_pb2, bundle_pb2_grpc
-from services.common.grpc_server import with_status, with_stream_status
-from services.coordinator.blobs.store import BlobStore
-from services.coordinator.blobs.upload import Upload
+from paceline.services.common.grpc_server import with_status, with_stream_status
+from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.blobs.upload import Upload
+from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 
 PART_WAIT_S = 60.0
 """Seconds to wait for the next part of a file; what has come stays."""

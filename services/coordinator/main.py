@@ -13,17 +13,22 @@ from paceline.errors import InvalidInput, PacelineError
 from paceline.files.names import LEDGER_NAME
 from paceline.files.store_root import store_root
 from paceline.host.freed_memory import keep_freed_memory
+from paceline.services.common.directory import make_directory
+from paceline.services.common.grpc_server import run_service
+from paceline.services.common.insecure import check_host, insecure_option
+from paceline.services.common.options import (
+    directory_option,
+    functions_from_option,
+    store_option,
+    token_file_option,
+)
+from paceline.services.common.processes.file_limit import Capacity, raise_file_limit
+from paceline.services.coordinator.disk_space import NEEDED_BYTES, is_disk_full
+from paceline.services.coordinator.ledger.integrity.file_damage import damage_in, sentence
+from paceline.services.coordinator.scaling.pools import PoolConfig, read_pools
+from paceline.services.coordinator.scaling.scaler import PERIOD_S
+from paceline.services.coordinator.serving import CoordinatorService
 from paceline.tracing import set_up_metrics, set_up_tracing
-from services.common.directory import make_directory
-from services.common.grpc_server import run_service
-from services.common.insecure import check_host, insecure_option
-from services.common.options import directory_option, functions_from_option, store_option, token_file_option
-from services.common.processes.file_limit import Capacity, raise_file_limit
-from services.coordinator.disk_space import NEEDED_BYTES, is_disk_full
-from services.coordinator.ledger.integrity.file_damage import damage_in, sentence
-from services.coordinator.scaling.pools import PoolConfig, read_pools
-from services.coordinator.scaling.scaler import PERIOD_S
-from services.coordinator.serving import CoordinatorService
 
 GC_THRESHOLDS = (20_000, 20, 20)
 """Thresholds of the collector of cycles. Hardly any object here is in a cycle, and thousands live for as long as a group is

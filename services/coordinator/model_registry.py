@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.registry.evidence import check_evidence, has_passed, outcome_of
 from paceline.registry.names import Reference, check_alias, check_name, read_reference
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.tables.models import ModelChange, ModelVersion
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.tables.models import ModelChange, ModelVersion
 
 MAX_EVIDENCE = 64
 """Evaluations, and verdicts, of one version."""

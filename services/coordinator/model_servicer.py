@@ -12,13 +12,13 @@ import grpc
 
 from paceline.errors import InvalidInput
 from paceline.registry.names import CHAMPION, Reference
-from protos.paceline.v1 import registry_pb2 as pb
-from protos.paceline.v1 import registry_pb2_grpc
-from services.common.access.caller import current_caller
-from services.common.grpc_server import with_status
-from services.coordinator import model_registry
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.tables.models import ModelVersion
+from paceline.services.common.access.caller import current_caller
+from paceline.services.common.grpc_server import with_status
+from paceline.services.coordinator import model_registry
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.tables.models import ModelVersion
+from paceline.v1 import registry_pb2 as pb
+from paceline.v1 import registry_pb2_grpc
 
 PAGE_SIZE = 100
 MAX_PATH = 4096

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import grpc
 
 from paceline.errors import Busy
-from protos.paceline.v1 import records_pb2 as pb
-from protos.paceline.v1 import records_pb2_grpc
-from services.common.grpc_server import with_status
-from services.coordinator.audit.reading.reader import RecordsReader
-from services.coordinator.audit.reading.verify_process import verify_apart
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.registry import Member, Members
+from paceline.services.common.grpc_server import with_status
+from paceline.services.coordinator.audit.reading.reader import RecordsReader
+from paceline.services.coordinator.audit.reading.verify_process import verify_apart
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.v1 import records_pb2 as pb
+from paceline.v1 import records_pb2_grpc
 
 MAX_WAITING = 32
 """Requests that wait for the reading thread; a further one is refused."""

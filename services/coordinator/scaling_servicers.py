@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
-from protos.paceline.v1 import status_pb2, status_pb2_grpc
-from services.common.grpc_server import with_status
-from services.coordinator.lifecycle.coordinator import Coordinator
-from services.coordinator.scaling.scaler import Sized
+from paceline.services.common.grpc_server import with_status
+from paceline.services.coordinator.lifecycle.coordinator import Coordinator
+from paceline.services.coordinator.scaling.scaler import Sized
+from paceline.v1 import status_pb2, status_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

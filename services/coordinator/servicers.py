@@ -11,14 +11,14 @@ from typing import Any
 import grpc
 
 from paceline.errors import InvalidInput, Unavailable
-from protos.paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.common.grpc_server import with_status, with_stream_status
-from services.common.processes.file_limit import Capacity
-from services.coordinator.lifecycle.coordinator import Coordinator
-from services.coordinator.members.caller_certificate import check_certificate
-from services.coordinator.members.introduction import check_hello, check_key
-from services.coordinator.members.registry import Member
-from services.coordinator.reporting.run_messages import page, run_message
+from paceline.services.common.grpc_server import with_status, with_stream_status
+from paceline.services.common.processes.file_limit import Capacity
+from paceline.services.coordinator.lifecycle.coordinator import Coordinator
+from paceline.services.coordinator.members.caller_certificate import check_certificate
+from paceline.services.coordinator.members.introduction import check_hello, check_key
+from paceline.services.coordinator.members.registry import Member
+from paceline.services.coordinator.reporting.run_messages import page, run_message
+from paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 HEARTBEAT_INTERVAL_S = 1.0
 HELLO_WAIT_S = 30.0

@@ -14,8 +14,30 @@ from pathlib import Path
 from types import ModuleType
 
 from paceline.files.names import BLOBS_NAME, LEDGER_NAME
+from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.token_table import FILE_NAME as TOKENS_NAME
+from paceline.services.common.grpc_server import STOP_GRACE_S, GrpcServer
+from paceline.services.common.processes.file_limit import Capacity
+from paceline.services.common.processes.ready_file import announce
+from paceline.services.common.scrape import metrics_endpoint
+from paceline.services.common.token_guard import TokenGuard
+from paceline.services.common.zmq_keepalive import in_brackets
+from paceline.services.coordinator.access_servicer import AccessServicer
+from paceline.services.coordinator.audit_log.log import AuditLog
+from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.bundle_servicer import BundleServicer
+from paceline.services.coordinator.disk_space import wait_for_space
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.wal_checkpointer import WalCheckpointer
+from paceline.services.coordinator.lifecycle.coordinator import Coordinator
+from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.model_servicer import ModelServicer
+from paceline.services.coordinator.records_servicer import RecordsServicer
+from paceline.services.coordinator.scaling.pools import PoolConfig
+from paceline.services.coordinator.scaling_servicers import StatusServicer
+from paceline.services.coordinator.servicers import RunServicer, WorkerServicer
 from paceline.token import TOKEN_NAME, make_token, token_path
-from protos.paceline.v1 import (
+from paceline.v1 import (
     access_pb2,
     access_pb2_grpc,
     bundle_pb2,
@@ -31,28 +53,6 @@ from protos.paceline.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from services.common.access.callers import TokenCallers
-from services.common.access.token_table import FILE_NAME as TOKENS_NAME
-from services.common.grpc_server import STOP_GRACE_S, GrpcServer
-from services.common.processes.file_limit import Capacity
-from services.common.processes.ready_file import announce
-from services.common.scrape import metrics_endpoint
-from services.common.token_guard import TokenGuard
-from services.common.zmq_keepalive import in_brackets
-from services.coordinator.access_servicer import AccessServicer
-from services.coordinator.audit_log.log import AuditLog
-from services.coordinator.blobs.store import BlobStore
-from services.coordinator.bundle_servicer import BundleServicer
-from services.coordinator.disk_space import wait_for_space
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.wal_checkpointer import WalCheckpointer
-from services.coordinator.lifecycle.coordinator import Coordinator
-from services.coordinator.members.registry import Members
-from services.coordinator.model_servicer import ModelServicer
-from services.coordinator.records_servicer import RecordsServicer
-from services.coordinator.scaling.pools import PoolConfig
-from services.coordinator.scaling_servicers import StatusServicer
-from services.coordinator.servicers import RunServicer, WorkerServicer
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from aiohttp import web
 
 from paceline.errors import InvalidInput, NotFound
-from services.common.http_listener import MAX_BODY_BYTES, Handler, HttpListener
-from services.dashboard.gateway import Gateway, error_body, retry_header
-from services.dashboard.openapi import document
-from services.dashboard.pieces import Pieces
+from paceline.services.common.http_listener import MAX_BODY_BYTES, Handler, HttpListener
+from paceline.services.dashboard.gateway import Gateway, error_body, retry_header
+from paceline.services.dashboard.openapi import document
+from paceline.services.dashboard.pieces import Pieces
 
 STATIC = Path(__file__).parent / "static"
 HEADERS = {

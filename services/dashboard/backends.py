@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import Unavailable
+from paceline.services.common.grpc_server import CHANNEL_OPTIONS
+from paceline.services.coordinator.audit.reading.reader import RecordsReader
+from paceline.services.coordinator.audit.reading.verify_process import verify_apart
+from paceline.services.coordinator.reporting.run_messages import page, run_message
+from paceline.services.dashboard.methods import Method
 from paceline.tls.channels import RenewedChannel, open_aio_channel
 from paceline.token import metadata, read_token
-from protos.paceline.v1 import records_pb2, run_pb2
-from services.common.grpc_server import CHANNEL_OPTIONS
-from services.coordinator.audit.reading.reader import RecordsReader
-from services.coordinator.audit.reading.verify_process import verify_apart
-from services.coordinator.reporting.run_messages import page, run_message
-from services.dashboard.methods import Method
+from paceline.v1 import records_pb2, run_pb2
 
 CALL_S, LONG_CALL_S = 60.0, 3600.0
 LONG_CALLS = ("paceline.v1.RecordsService/VerifyRun", "paceline.v1.RunService/Submit")

@@ -28,12 +28,12 @@ from paceline.errors import (
 )
 from paceline.rate_limited_log import unforeseen
 from paceline.retry_hint import USUAL_S, from_error, to_header
-from protos.paceline.v1 import access_pb2
-from services.common.access.caller import CallerRole
-from services.common.access.token_table import PREFIX, digest_of
-from services.dashboard.access import Access, Role
-from services.dashboard.backends import Backend
-from services.dashboard.methods import Method, methods
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.token_table import PREFIX, digest_of
+from paceline.services.dashboard.access import Access, Role
+from paceline.services.dashboard.backends import Backend
+from paceline.services.dashboard.methods import Method, methods
+from paceline.v1 import access_pb2
 
 STATUS = {
     "canceled": 499,

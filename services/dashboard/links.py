@@ -1,4 +1,4 @@
-"""`python -m services.dashboard.links HOST:PORT`: print the links to a dashboard that does not print them itself.
+"""`python -m paceline.services.dashboard.links HOST:PORT`: print the links to a dashboard that does not print them itself.
 
 For a dashboard in a container: a log should not have keys, so whoever may run commands beside the token asks for the links.
 """
@@ -10,10 +10,10 @@ from pathlib import Path
 import click
 
 from paceline.errors import NotFound
+from paceline.services.common.options import token_file_option
+from paceline.services.dashboard.access import Access, Role
 from paceline.tls.folder import tls_folder
 from paceline.token import DEFAULT_PATH, read_token, token_path
-from services.common.options import token_file_option
-from services.dashboard.access import Access, Role
 
 
 @click.command()

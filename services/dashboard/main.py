@@ -10,21 +10,21 @@ import click
 
 from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
+from paceline.services.common.access.worker_callers import WorkerCallers
+from paceline.services.common.grpc_server import run_service
+from paceline.services.common.insecure import check_coordinator, check_host, insecure_option, insecurity
+from paceline.services.common.options import directory_option, token_file_option
+from paceline.services.common.processes.ready_file import announce
+from paceline.services.common.reminder import remind
+from paceline.services.common.scrape import metrics_endpoint
+from paceline.services.common.zmq_keepalive import in_brackets
+from paceline.services.dashboard.access import Access
+from paceline.services.dashboard.app import Dashboard
+from paceline.services.dashboard.backends import Backend, CoordinatorBackend, LedgerBackend
+from paceline.services.dashboard.gateway import Gateway
+from paceline.services.dashboard.links import say_links
+from paceline.services.dashboard.pieces import Pieces
 from paceline.token import TOKEN_NAME, token_path
-from services.common.access.worker_callers import WorkerCallers
-from services.common.grpc_server import run_service
-from services.common.insecure import check_coordinator, check_host, insecure_option, insecurity
-from services.common.options import directory_option, token_file_option
-from services.common.processes.ready_file import announce
-from services.common.reminder import remind
-from services.common.scrape import metrics_endpoint
-from services.common.zmq_keepalive import in_brackets
-from services.dashboard.access import Access
-from services.dashboard.app import Dashboard
-from services.dashboard.backends import Backend, CoordinatorBackend, LedgerBackend
-from services.dashboard.gateway import Gateway
-from services.dashboard.links import say_links
-from services.dashboard.pieces import Pieces
 
 USUAL_PORT = 7080
 log = logging.getLogger(__name__)

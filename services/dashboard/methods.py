@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import MethodOptions
 
-from protos.paceline.v1 import (
+from paceline.v1 import (
     access_pb2,
     bundle_pb2,
     records_pb2,

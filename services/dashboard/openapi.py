@@ -10,8 +10,8 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 
 from paceline import __version__
-from protos.paceline.v1 import common_pb2
-from services.dashboard.methods import MODULES, methods
+from paceline.services.dashboard.methods import MODULES, methods
+from paceline.v1 import common_pb2
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
 INT64 = (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64)

@@ -14,10 +14,10 @@ from typing import Any
 
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.services.dashboard.backends import Backend
+from paceline.services.dashboard.methods import methods
 from paceline.spec.reading import spec_of_run
-from protos.paceline.v1 import records_pb2
-from services.dashboard.backends import Backend
-from services.dashboard.methods import methods
+from paceline.v1 import records_pb2
 
 MAX_IDS = 65_536
 TOKENIZERS = 4

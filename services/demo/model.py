@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from services.demo.task import DIGITS
+from paceline.services.demo.task import DIGITS
 
 CHARACTERS = DIGITS + "+="
 END, PAD = "<end>", "<pad>"

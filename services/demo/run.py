@@ -16,12 +16,12 @@ import click
 
 from paceline.client import Client, Event
 from paceline.errors import PacelineError
+from paceline.services.common.reporting.curve import chart, sparkline
+from paceline.services.demo.task import write_data
+from paceline.services.local.cluster import LocalCluster
+from paceline.services.local.page_link import start_page
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
-from services.common.reporting.curve import chart, sparkline
-from services.demo.task import write_data
-from services.local.cluster import LocalCluster
-from services.local.page_link import start_page
 
 FILES = "demo-files"
 STEPS_A_LINE, EXAMPLE_STEPS_A_LINE = 10, 100
@@ -87,14 +87,14 @@ def make_files(directory: Path, seed: int) -> Path:
     made = directory / f"seed-{seed}"
     if made.is_dir():
         return made
-    from services.demo.model import make_model
+    from paceline.services.demo.model import make_model
 
     partial = directory / f".seed-{seed}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     write_data(partial / "data", seed)
     make_model(partial / "model", seed=seed)
     for name in ("sft.yaml", "grpo.yaml"):
-        (partial / name).write_text(resources.files("services.demo").joinpath(name).read_text())
+        (partial / name).write_text(resources.files("paceline.services.demo").joinpath(name).read_text())
     partial.rename(made)
     return made
 

@@ -1,4 +1,4 @@
-"""Files of a tiny GRPO run that proves a deployment: `python -m services.demo.smoke DIRECTORY --model-root ROOT`.
+"""Files of a tiny GRPO run that proves a deployment: `python -m paceline.services.demo.smoke DIRECTORY --model-root ROOT`.
 
 `helm test` makes them in a pod with torch and submits run.yaml from one without. The model, which every role reads, goes below
 ROOT, the deployment's store; data and spec stay in DIRECTORY and travel with the run.
@@ -14,8 +14,8 @@ import yaml
 
 from paceline.errors import PacelineError
 from paceline.files.storage import Folder
-from services.demo.model import make_model
-from services.demo.task import write_data
+from paceline.services.demo.model import make_model
+from paceline.services.demo.task import write_data
 
 SEED = 0
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.groups import Version
-from protos.paceline.v1 import worker_pb2
+from paceline.v1 import worker_pb2
 
 
 class Wanted(NamedTuple):

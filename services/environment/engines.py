@@ -22,17 +22,17 @@ from typing import Any
 import grpc
 import numpy as np
 
-from environment.protocols import LeaseLost, SampledTurn, TurnRequest
+from paceline.environment.protocols import LeaseLost, SampledTurn, TurnRequest
 from paceline.errors import InvalidInput
 from paceline.groups import VersionSpan
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.accepted_calls import was_accepted
+from paceline.services.common.grpc_server import CHANNEL_OPTIONS
+from paceline.services.environment.engine_list import Engine, EngineList, Wanted
 from paceline.tls.certificates import WORKER_HOST
 from paceline.tls.channels import RenewedChannel, open_aio_channel
 from paceline.token import metadata, read_token, token_path
-from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
-from services.common.accepted_calls import was_accepted
-from services.common.grpc_server import CHANNEL_OPTIONS
-from services.environment.engine_list import Engine, EngineList, Wanted
+from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 REFUSED_S = 0.5
 """Seconds for which others are asked than a worker that has other weights than the list said."""

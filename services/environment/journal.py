@@ -6,10 +6,10 @@ a record that is there already is answered `duplicate`. So a call ends with the 
 
 from __future__ import annotations
 
-from environment.protocols import LeaseLost
+from paceline.environment.protocols import LeaseLost
 from paceline.episodes import TurnArrays
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.common.membership import Membership
+from paceline.services.common.membership import Membership
+from paceline.v1 import exchange_pb2 as pb
 
 RECORDED = (pb.REPLY_STATUS_COMMITTED, pb.REPLY_STATUS_DUPLICATE)
 MAX_ERROR_CHARS = 2000

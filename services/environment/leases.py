@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from environment.protocols import EpisodeLease, SampleJournal, TurnParams
+from paceline.environment.protocols import EpisodeLease, SampleJournal, TurnParams
 from paceline.episodes import TurnArrays
 from paceline.errors import WireError
 from paceline.groups import Version
+from paceline.services.environment.engine_list import Wanted
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import parse_message
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.environment.engine_list import Wanted
 
 
 def read_lease(lease: pb.Lease, payloads: Sequence[bytes]) -> EpisodeLease:

@@ -16,31 +16,31 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from environment.counts import EpisodeCounts
-from environment.protocols import EpisodeLease, GroupRows, Journal, LeaseLost, TokenSource
 from paceline.backoff import ExponentialBackoff
+from paceline.environment.counts import EpisodeCounts
+from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, LeaseLost, TokenSource
 from paceline.error_texts import error_text
 from paceline.errors import InvalidInput, PacelineError, PromptTooLong
 from paceline.groups import Group
 from paceline.rate_limited_log import unforeseen
+from paceline.services.common.membership import Membership
+from paceline.services.common.reporting.occupancy import Occupancy
+from paceline.services.common.reporting.progress_log import ProgressLog
+from paceline.services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost
+from paceline.services.environment.journal import MAX_ERROR_CHARS, LeasedJournal, LeaseRefused
+from paceline.services.environment.leases import read_lease, wanted_by
+from paceline.services.environment.pace import TurnPace
 from paceline.spec import RunSpec
 from paceline.tracing import span
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import encode_result
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.common.membership import Membership
-from services.common.reporting.occupancy import Occupancy
-from services.common.reporting.progress_log import ProgressLog
-from services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost
-from services.environment.journal import MAX_ERROR_CHARS, LeasedJournal, LeaseRefused
-from services.environment.leases import read_lease, wanted_by
-from services.environment.pace import TurnPace
 
 LEASE_WAIT_S = 10.0
 RETURN_S = 2.0
 """Part of a drain's grace for the return of the leases, half of the grace at most."""
 
 RunGroup = Callable[[EpisodeLease, TokenSource, Journal], Awaitable[GroupRows]]
-"""Runs the episodes of a leased group (`environment.episodes.GroupEpisodes`)."""
+"""Runs the episodes of a leased group (`paceline.environment.episodes.GroupEpisodes`)."""
 
 log = logging.getLogger(__name__)
 

@@ -13,24 +13,24 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 
-from environment.episodes import GroupEpisodes
-from environment.hosting.pool import UserCode
-from environment.protocols import EpisodeLease, GroupRows, Journal, TokenSource
-from environment.setting import EpisodeSetting
 from paceline.backoff import ExponentialBackoff
 from paceline.bundle.requirements import check_requirements
 from paceline.data.tokens import load_tokenizer
+from paceline.environment.episodes import GroupEpisodes
+from paceline.environment.hosting.pool import UserCode
+from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, TokenSource
+from paceline.environment.setting import EpisodeSetting
 from paceline.errors import Unreadable
 from paceline.host.cores import usable_cores
+from paceline.services.common.assigned_run import AssignedRun
+from paceline.services.common.bundled_spec import BundledSpec, refusal_of_files
+from paceline.services.common.membership import Membership
+from paceline.services.common.run_setup import spec_of
+from paceline.services.environment.engines import Engines
+from paceline.services.environment.run import EnvironmentRun
+from paceline.services.environment.sessions.server import SessionServer
+from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.common.assigned_run import AssignedRun
-from services.common.bundled_spec import BundledSpec, refusal_of_files
-from services.common.membership import Membership
-from services.common.run_setup import spec_of
-from services.environment.engines import Engines
-from services.environment.run import EnvironmentRun
-from services.environment.sessions.server import SessionServer
 
 log = logging.getLogger(__name__)
 

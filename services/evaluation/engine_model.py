@@ -14,11 +14,11 @@ from paceline.chat.completion_texts import completion_text, opens_reasoning
 from paceline.data.tokens import encode_continuation, encode_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, IntArray
-from rollout.engine import GenerationRequest, sample_seed
-from rollout.stop_strings import StopStrings
-from services.evaluation.models import ContinuationScore, split
-from services.model_server.serving import ServedModel
-from services.rollout.group_sampler import begins_in_reasoning, warnings_of_opening
+from paceline.rollout.engine import GenerationRequest, sample_seed
+from paceline.rollout.stop_strings import StopStrings
+from paceline.services.evaluation.models import ContinuationScore, split
+from paceline.services.model_server.serving import ServedModel
+from paceline.services.rollout.group_sampler import begins_in_reasoning, warnings_of_opening
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from paceline.data.example_rows import preference_of
 from paceline.data.messages import tools_of_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, FloatArray
+from paceline.reward.runner import RewardRunner
 from paceline.rewards import Rewards, group_totals
+from paceline.services.evaluation.models import AskedModel, ContinuationScore
+from paceline.services.reward.group_inputs import inputs_of_completions
 from paceline.spec import RunSpec
 from paceline.templates import fill
-from reward.runner import RewardRunner
-from services.evaluation.models import AskedModel, ContinuationScore
-from services.reward.group_inputs import inputs_of_completions
 
 NORMALISED = "_norm"
 """End of the name of a reward of the answer that is likeliest per character."""

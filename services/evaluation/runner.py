@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from paceline.data.overlap import text_of
 from paceline.data.prompts import PromptSource, open_prompts
 from paceline.errors import InvalidInput
+from paceline.reward.runner import RewardRunner
+from paceline.services.evaluation.models import AskedModel
+from paceline.services.evaluation.problems import Problem, solved
+from paceline.services.evaluation.summary import samples_of, summary
+from paceline.services.rollout.gather import gather_or_cancel
 from paceline.spec import RunSpec
-from reward.runner import RewardRunner
-from services.evaluation.models import AskedModel
-from services.evaluation.problems import Problem, solved
-from services.evaluation.summary import samples_of, summary
-from services.rollout.gather import gather_or_cancel
 
 Json = dict[str, Any]
 

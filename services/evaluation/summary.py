@@ -14,10 +14,10 @@ import numpy as np
 from paceline.errors import InvalidInput
 from paceline.evaluation.results import problem_id
 from paceline.evaluation.statistics import Floats, bootstrap_gap, consensus, estimate, pass_at_k
+from paceline.reward.builtin.votes import same_vote, votes_of
 from paceline.rewards import Rewards
+from paceline.services.evaluation.problems import Problem, labels_of
 from paceline.spec import RunSpec
-from reward.builtin.votes import same_vote, votes_of
-from services.evaluation.problems import Problem, labels_of
 
 Json = dict[str, Any]
 MAX_GROUPS = 200

@@ -19,11 +19,11 @@ from paceline.chat.completion_texts import message_text
 from paceline.data.messages import api_message
 from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion
+from paceline.reward.endpoints.client import BadAnswer, Endpoint, EndpointUnavailable, RequestRefused
+from paceline.reward.endpoints.settings import EndpointSettings
+from paceline.rollout.engine import sample_seed
+from paceline.services.evaluation.models import ContinuationScore, split
 from paceline.spec import RunSpec
-from reward.endpoints.client import BadAnswer, Endpoint, EndpointUnavailable, RequestRefused
-from reward.endpoints.settings import EndpointSettings
-from rollout.engine import sample_seed
-from services.evaluation.models import ContinuationScore, split
 
 Json = dict[str, Any]
 

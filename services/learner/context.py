@@ -7,15 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
-from protos.paceline.v1 import worker_pb2
-from services.common.host_agent import HostAgentConnection
-from services.common.membership import Membership
-from services.learner.background_loop import BackgroundLoop
-from services.learner.orders import Orders
+from paceline.services.common.host_agent import HostAgentConnection
+from paceline.services.common.membership import Membership
+from paceline.services.learner.background_loop import BackgroundLoop
+from paceline.services.learner.orders import Orders
+from paceline.v1 import worker_pb2
 
 
 class RankContext(Protocol):
-    """Implemented by `services.learner.rank.LearnerRank`."""
+    """Implemented by `paceline.services.learner.rank.LearnerRank`."""
 
     rank: int
     world_size: int
@@ -33,7 +33,7 @@ class RankContext(Protocol):
 
     @property
     def current_run(self) -> Any:
-        """The run that this rank works on, a `services.learner.training.run.LearnerRun`; None without one."""
+        """The run that this rank works on, a `paceline.services.learner.training.run.LearnerRun`; None without one."""
 
     def report(self, report: worker_pb2.ConnectRequest) -> None:
         """Send a report from any thread."""

@@ -7,10 +7,10 @@ import os
 
 import torch
 
-from learner.model.determinism import reserve_workspace
 from paceline.errors import Unavailable
-from services.common.gpus import unused_gpus
-from services.learner.rank_group import form_rank_group
+from paceline.learner.model.determinism import reserve_workspace
+from paceline.services.common.gpus import unused_gpus
+from paceline.services.learner.rank_group import form_rank_group
 
 log = logging.getLogger(__name__)
 

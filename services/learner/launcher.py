@@ -1,7 +1,7 @@
 """Launcher of the ranks of one host; it ends all of them when one dies. `services/learner/main.py`, `nodes/launcher.py` for a
 learner on several hosts, and `paceline replay` use it.
 
-    python -m services.learner.launcher RANKS GRACE_S MODULE [OPTION]...
+    python -m paceline.services.learner.launcher RANKS GRACE_S MODULE [OPTION]...
 
 Promises: no rank outlives the launcher, however that ends; the launcher ends once all ranks have ended, with the status of
 the first that failed; SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM. The ranks of one host meet without a listening
@@ -26,10 +26,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.host.cores import thread_variables
-from services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
-from services.common.processes.restart_policy import FROM_OUTSIDE
-from services.common.processes.supervisor import ending
-from services.common.processes.tether import tethered
+from paceline.services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
+from paceline.services.common.processes.restart_policy import FROM_OUTSIDE
+from paceline.services.common.processes.supervisor import ending
+from paceline.services.common.processes.tether import tethered
 
 MEETING_VARIABLE = "PACELINE_RANKS_FILE"
 """Environment variable with the file in which the ranks meet."""

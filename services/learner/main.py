@@ -16,14 +16,14 @@ from pathlib import Path
 import click
 
 from paceline.errors import PacelineError
-from services.common.fabric import fabric_option
-from services.common.host_agent import zone_option
-from services.common.insecure import check_coordinator
-from services.common.options import device_option, token_file_option, worker_options
-from services.common.processes.parent_death import die_with_starter
-from services.common.processes.quiet_libraries import quiet_libraries
-from services.learner.launcher import end_as, run_ranks
-from services.learner.nodes.settings import is_rank, node_settings, ranks_of_node
+from paceline.services.common.fabric import fabric_option
+from paceline.services.common.host_agent import zone_option
+from paceline.services.common.insecure import check_coordinator
+from paceline.services.common.options import device_option, token_file_option, worker_options
+from paceline.services.common.processes.parent_death import die_with_starter
+from paceline.services.common.processes.quiet_libraries import quiet_libraries
+from paceline.services.learner.launcher import end_as, run_ranks
+from paceline.services.learner.nodes.settings import is_rank, node_settings, ranks_of_node
 
 
 @click.command(context_settings={"show_default": True})
@@ -96,19 +96,23 @@ def main(
     except PacelineError as error:
         raise click.UsageError(str(error)) from None
     if settings is None and (is_rank(os.environ) or num_ranks == 1):
-        from services.learner.rank import main as rank_main
+        from paceline.services.learner.rank import main as rank_main
 
         rank_main(options, standalone_mode=False)
         return
     die_with_starter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if settings is None:
-        end_as(run_ranks("services.learner.rank", options, num_ranks, grace_s))
+        end_as(run_ranks("paceline.services.learner.rank", options, num_ranks, grace_s))
         return
-    from services.learner.nodes.launcher import run_node  # imports torch
+    from paceline.services.learner.nodes.launcher import run_node  # imports torch
 
     try:
-        end_as(run_node(settings, "services.learner.rank", options, num_ranks, host, grace_s, node_wait_s))
+        end_as(
+            run_node(
+                settings, "paceline.services.learner.rank", options, num_ranks, host, grace_s, node_wait_s
+            )
+        )
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
 

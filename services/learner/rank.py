@@ -20,33 +20,33 @@ import click
 import torch
 import torch.distributed as dist
 
-from learner.collectives import broadcast_bytes
 from paceline.address import checked_address
 from paceline.errors import Busy, PacelineError, Unavailable
 from paceline.host.freed_memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
+from paceline.learner.collectives import broadcast_bytes
+from paceline.services.common.advertise import advertised_host
+from paceline.services.common.fabric import fabric_option
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.common.host_agent import HostAgentConnection, zone_option
+from paceline.services.common.member_metrics import member_metrics
+from paceline.services.common.membership import LEAVE_WAIT_S, Membership
+from paceline.services.common.options import device_option, worker_options
+from paceline.services.common.processes.file_limit import raise_file_limit
+from paceline.services.common.processes.parent_death import die_with_starter
+from paceline.services.common.processes.ready_file import announce
+from paceline.services.common.run_setup import failed_set_up
+from paceline.services.common.token_guard import worker_guard
+from paceline.services.learner.background_loop import BackgroundLoop
+from paceline.services.learner.device import set_up_device
+from paceline.services.learner.orders import Orders
+from paceline.services.learner.report_queue import ReportQueue
+from paceline.services.learner.servicer import LearnerServicer
+from paceline.services.learner.training.run import LearnerRun
 from paceline.tracing import set_up_tracing, shut_down_tracing
+from paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2
-from services.common.advertise import advertised_host
-from services.common.fabric import fabric_option
-from services.common.grpc_server import GrpcServer
-from services.common.host_agent import HostAgentConnection, zone_option
-from services.common.member_metrics import member_metrics
-from services.common.membership import LEAVE_WAIT_S, Membership
-from services.common.options import device_option, worker_options
-from services.common.processes.file_limit import raise_file_limit
-from services.common.processes.parent_death import die_with_starter
-from services.common.processes.ready_file import announce
-from services.common.run_setup import failed_set_up
-from services.common.token_guard import worker_guard
-from services.learner.background_loop import BackgroundLoop
-from services.learner.device import set_up_device
-from services.learner.orders import Orders
-from services.learner.report_queue import ReportQueue
-from services.learner.servicer import LearnerServicer
-from services.learner.training.run import LearnerRun
 
 ASSIGNMENT_POLL_S = 2.0
 

@@ -20,9 +20,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from learner.model.mesh import mesh_groups
-from services.common.advertise import advertised_host
-from services.learner.launcher import MEETING_VARIABLE
+from paceline.learner.model.mesh import mesh_groups
+from paceline.services.common.advertise import advertised_host
+from paceline.services.learner.launcher import MEETING_VARIABLE
 
 STORE_VARIABLE = "PACELINE_RANKS_STORE"
 """Environment variable with HOST:PORT of the store in which ranks on several hosts meet."""

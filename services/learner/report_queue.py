@@ -14,7 +14,7 @@ import itertools
 import threading
 from collections.abc import Awaitable, Callable
 
-from protos.paceline.v1 import worker_pb2
+from paceline.v1 import worker_pb2
 
 MAX_REPLACEABLE = 1024
 """Replaceable reports that may wait; beyond this number the oldest is dropped."""

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import grpc
 
-from learner.checkpoints.export import check_has_adapter
-from learner.checkpoints.export_folder import NAME
 from paceline.errors import Conflict, InvalidInput, Unavailable
-from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
-from services.common.grpc_server import with_status
-from services.learner.context import RankContext
-from services.learner.orders import ExportOrder
+from paceline.learner.checkpoints.export import check_has_adapter
+from paceline.learner.checkpoints.export_folder import NAME
+from paceline.services.common.grpc_server import with_status
+from paceline.services.learner.context import RankContext
+from paceline.services.learner.orders import ExportOrder
+from paceline.v1 import learner_pb2, learner_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 ResultT = TypeVar("ResultT")

@@ -26,13 +26,13 @@ from types import MappingProxyType
 
 from paceline.errors import NotFound, PacelineError
 from paceline.host.cores import THREADS_VARIABLE, threads_beside
+from paceline.services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
+from paceline.services.common.processes.log_tail import last_lines
+from paceline.services.common.processes.restart_policy import MAX_BACKOFF_S
+from paceline.services.common.processes.supervisor import Service
+from paceline.services.local.folder_lock import FolderLock
 from paceline.spec import ClusterSection
 from paceline.token import TOKEN_NAME, VARIABLE, token_path
-from services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
-from services.common.processes.log_tail import last_lines
-from services.common.processes.restart_policy import MAX_BACKOFF_S
-from services.common.processes.supervisor import Service
-from services.local.folder_lock import FolderLock
 
 LOCK_NAME = "up.lock"
 NOT_READY_S = 60.0
@@ -139,7 +139,7 @@ class LocalCluster:
         ready_file = logs / "coordinator.address"
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--host", self._host, "--grace", str(self._grace_s)]
-        command = ["services.coordinator.main", *options, *self._options.get("coordinator", ())]
+        command = ["paceline.services.coordinator.main", *options, *self._options.get("coordinator", ())]
         ready = ["--ready-file", str(ready_file)]
         service = self._add("coordinator", [*command, "--port", str(self._port), *ready], max_deaths=1)
         say_at_s = time.monotonic() + NOT_READY_S
@@ -180,14 +180,21 @@ class LocalCluster:
         ready_file = self.directory / "logs" / "dashboard.address"
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--coordinator", self.address, "--host", self._host]
-        command = ["services.dashboard.main", *options, "--port", str(port), "--ready-file", str(ready_file)]
+        command = [
+            "paceline.services.dashboard.main",
+            *options,
+            "--port",
+            str(port),
+            "--ready-file",
+            str(ready_file),
+        ]
         self._add(DASHBOARD, command, max_deaths=None)
         return ready_file
 
     def start_trackers(self) -> None:
         """Start the process that sends runs to the trackers that their specs name. Nothing waits for it."""
         options = ["--directory", str(self.directory), "--coordinator", self.address]
-        self._add(TRACKERS, ["services.cli.recorded.track", *options], max_deaths=None)
+        self._add(TRACKERS, ["paceline.services.cli.recorded.track", *options], max_deaths=None)
 
     def add(self, role: str) -> str:
         """Start one more service of `role` and return its name: that of one that was removed, if any has ended. A rollout

@@ -192,8 +192,8 @@ def _no_gpu(built_for: str | None, warning: str) -> Finding:
 
 def _division() -> list[Finding]:
     """Return how `paceline up` would divide the GPUs of this machine for a spec that names none."""
+    from paceline.services.common.gpus import divide, visible_gpus
     from paceline.spec import ClusterSection
-    from services.common.gpus import divide, visible_gpus
 
     _, sentence = divide(ClusterSection(), len(visible_gpus()))
     return [Finding("paceline up", "ok", sentence)] if sentence else []

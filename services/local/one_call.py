@@ -26,14 +26,14 @@ from paceline.encryption.storage_key import storage_key
 from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.files.names import LEDGER_NAME
 from paceline.files.whole_file import write_whole
+from paceline.services.common.gpus import divide, visible_gpus
+from paceline.services.local.cluster import LocalCluster
+from paceline.services.local.function_source import named_function
+from paceline.services.local.missing_paths import check_paths_are_here
+from paceline.services.local.sizes import sizes_for
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.reading import load_spec, parse_spec
 from paceline.token import VARIABLE
-from services.common.gpus import divide, visible_gpus
-from services.local.cluster import LocalCluster
-from services.local.function_source import named_function
-from services.local.missing_paths import check_paths_are_here
-from services.local.sizes import sizes_for
 
 MAX_DEATHS = 5
 """Deaths in a row after which a service is given up: a caller prefers an error to waiting."""
@@ -63,8 +63,8 @@ class TrainedRun:
     def samples(self, step: int) -> list[dict[str, Any]]:
         """Return the groups that a step trained on: prompt, columns, and for each completion its text, tokens, versions and
         rewards. Raises NotFound: no such step, samples that were not kept, a ledger that is on another machine."""
-        from services.coordinator.audit.reading.reader import records_in
-        from services.coordinator.ledger.ledger import Ledger
+        from paceline.services.coordinator.audit.reading.reader import records_in
+        from paceline.services.coordinator.ledger.ledger import Ledger
 
         path = self.directory.parent / LEDGER_NAME
         if not path.is_file():

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from services.dashboard.access import Access, Role
-from services.local.cluster import LocalCluster
+from paceline.services.dashboard.access import Access, Role
+from paceline.services.local.cluster import LocalCluster
 
 USUAL_PORT = 7080
 CHECK_S = 0.1

@@ -10,8 +10,8 @@ from paceline.models.auto_settings import planned
 from paceline.models.memory_plan import Room
 from paceline.models.memory_remedies import refusal
 from paceline.models.shape import read_shape
+from paceline.services.common.gpus import divide, memory_of_gpus, usable_gpus
 from paceline.spec import RunSpec
-from services.common.gpus import divide, memory_of_gpus, usable_gpus
 
 
 def room_here() -> Room:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from paceline.errors import InvalidInput
+from paceline.services.local.machine_checks import Finding
 from paceline.spec import RunSpec
 from paceline.user_code.box import why_no_isolation
-from services.local.machine_checks import Finding
 
 REMEDY = "install bubblewrap, or use a kernel with Landlock; docs/sandbox.md, for code rewards only"
 
@@ -13,7 +13,7 @@ REMEDY = "install bubblewrap, or use a kernel with Landlock; docs/sandbox.md, fo
 def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
     """Return what holds here, and what isolates files, network, processes, memory and kernel. A `fault` is a sandbox that `spec`
     names and that does not hold here."""
-    from reward.sandbox.report import report
+    from paceline.reward.sandbox.report import report
 
     found = report()
     faults = [] if spec is None else _faults(spec)
@@ -46,7 +46,7 @@ def examine_user_code() -> Finding:
 
 def _faults(spec: RunSpec) -> list[Finding]:
     """Return the sandboxes of the spec's functions that do not hold here, unless other hosts score."""
-    from reward.builtin import SETTINGS
+    from paceline.reward.builtin import SETTINGS
 
     faults = []
     for index, reward in enumerate(spec.rewards):

@@ -15,10 +15,10 @@ import grpc
 
 from paceline.host.cores import usable_cores
 from paceline.rpc_errors import status_name
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 from paceline.token import open_channel
-from protos.paceline.v1 import status_pb2, status_pb2_grpc
-from services.local.cluster import LocalCluster
+from paceline.v1 import status_pb2, status_pb2_grpc
 
 ASK_S = 2.0
 """Seconds between two questions."""

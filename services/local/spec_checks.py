@@ -14,10 +14,10 @@ from paceline.models.memory_estimate import (
     shortage,
 )
 from paceline.models.shape import read_shape
+from paceline.services.common.gpus import divide, missing_gpus, named_in
+from paceline.services.local.machine_checks import Finding
+from paceline.services.local.missing_paths import missing_paths
 from paceline.spec import RunSpec
-from services.common.gpus import divide, missing_gpus, named_in
-from services.local.machine_checks import Finding
-from services.local.missing_paths import missing_paths
 
 
 def examine_spec(

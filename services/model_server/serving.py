@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.groups import Completion
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
+from paceline.services.rollout.openai.gate import Gate
+from paceline.services.rollout.openai.recording import Recorder
+from paceline.services.rollout.openai.server import Endpoint
 from paceline.spec import RunSpec
-from rollout.engine import Engine, GenerationRequest, SamplingParams
-from services.rollout.openai.gate import Gate
-from services.rollout.openai.recording import Recorder
-from services.rollout.openai.server import Endpoint
 
 QUEUE = 256
 """Sequences that may run or wait, in multiples of those that the engine decodes at a time."""
@@ -27,7 +27,7 @@ QUEUE = 256
 
 @dataclass
 class ServedModel:
-    """A model that clients ask for as `run_id`; see `services.rollout.openai.sampling.Served`."""
+    """A model that clients ask for as `run_id`; see `paceline.services.rollout.openai.sampling.Served`."""
 
     run_id: str
     spec: RunSpec
@@ -64,7 +64,7 @@ async def opened_model(spec: RunSpec, name: str, device: str = "cpu") -> AsyncIt
     from transformers.utils.logging import disable_progress_bar
 
     from paceline.data.tokens import load_tokenizer
-    from rollout.engines import create_engine
+    from paceline.rollout.engines import create_engine
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)

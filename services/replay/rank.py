@@ -18,24 +18,24 @@ import click
 import torch
 import torch.distributed as dist
 
-from learner.batch.examples import ExampleSource
-from learner.batch.samples import TrainingSample, sequences_from_groups
-from learner.checkpoints import checkpoint as checkpoints
-from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import PacelineError
 from paceline.files.names import BLOBS_NAME
 from paceline.host.freed_memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
+from paceline.learner.batch.examples import ExampleSource
+from paceline.learner.batch.samples import TrainingSample, sequences_from_groups
+from paceline.learner.checkpoints import checkpoint as checkpoints
+from paceline.learner.step.trainer import Trainer
+from paceline.services.common.processes.parent_death import die_with_starter
+from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
+from paceline.services.learner.device import set_up_device
+from paceline.services.replay.plan import plan_replay, read_part
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
-from services.common.processes.parent_death import die_with_starter
-from services.coordinator.blobs.store import BlobStore
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.lifecycle.run_bundles import RunBundles
-from services.learner.device import set_up_device
-from services.replay.plan import plan_replay, read_part
 
 log = logging.getLogger(__name__)
 

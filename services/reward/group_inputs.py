@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.errors import WireError
 from paceline.groups import Completion, FloatArray
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 FAILED = "failed"
 """Ending of an episode that was given up."""

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from paceline.errors import Busy, Conflict, InvalidInput, Unavailable
+from paceline.reward.builtin import BUILTIN_FUNCTIONS
+from paceline.reward.runner import RewardRunner
+from paceline.services.common.grpc_server import with_status
 from paceline.spec import RewardFunctionSection
-from protos.paceline.v1 import reward_pb2, reward_pb2_grpc
-from reward.builtin import BUILTIN_FUNCTIONS
-from reward.runner import RewardRunner
-from services.common.grpc_server import with_status
+from paceline.v1 import reward_pb2, reward_pb2_grpc
 
 if TYPE_CHECKING:
-    from services.reward.worker import RewardWorker
+    from paceline.services.reward.worker import RewardWorker
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

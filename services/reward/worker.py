@@ -1,6 +1,6 @@
 """The reward service: it takes score tasks and returns rewards.
 
-`RewardWorker` is a member of the pool; `services.reward.servicer` answers other clients. User functions run in separate
+`RewardWorker` is a member of the pool; `paceline.services.reward.servicer` answers other clients. User functions run in separate
 processes (reward/), so they cannot stop the service; a run's reference, if the pool serves it, runs on a thread of the
 service. Started by `paceline serve reward` (also `paceline-reward`).
 """
@@ -22,26 +22,26 @@ from paceline.bundle.requirements import check_requirements
 from paceline.errors import InvalidInput, Unreadable, WireError
 from paceline.files.stamps import Stamp, stamp
 from paceline.groups import Completion, IntArray
+from paceline.reward.reference import ReferenceScorer
+from paceline.reward.results import RewardResult
+from paceline.reward.runner import RewardRunner
+from paceline.services.common.assigned_run import AssignedRun
+from paceline.services.common.bundled_spec import BundledSpec, refusal_of_files
+from paceline.services.common.function_sums import FunctionSums
+from paceline.services.common.gpus import refuse_cpu, usable_gpus
+from paceline.services.common.logged_extra import extra_json
+from paceline.services.common.logged_metrics import LoggedMetrics
+from paceline.services.common.membership import Membership
+from paceline.services.common.reporting.occupancy import Occupancy
+from paceline.services.common.reporting.progress_log import ProgressLog
+from paceline.services.common.run_setup import spec_of
+from paceline.services.common.trainer_state import TRAINER_STATE
+from paceline.services.reward.group_inputs import GroupInputs, inputs_of_completions, inputs_of_episodes
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.tracing import span
+from paceline.v1 import common_pb2, worker_pb2
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL, CompletionArrays, decode_result, encode_reference, parse_message
-from protos.paceline.v1 import common_pb2, worker_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
-from reward.reference import ReferenceScorer
-from reward.results import RewardResult
-from reward.runner import RewardRunner
-from services.common.assigned_run import AssignedRun
-from services.common.bundled_spec import BundledSpec, refusal_of_files
-from services.common.function_sums import FunctionSums
-from services.common.gpus import refuse_cpu, usable_gpus
-from services.common.logged_extra import extra_json
-from services.common.logged_metrics import LoggedMetrics
-from services.common.membership import Membership
-from services.common.reporting.occupancy import Occupancy
-from services.common.reporting.progress_log import ProgressLog
-from services.common.run_setup import spec_of
-from services.common.trainer_state import TRAINER_STATE
-from services.reward.group_inputs import GroupInputs, inputs_of_completions, inputs_of_episodes
 
 TASK_WAIT_S = 10.0
 PREFETCH = 8

@@ -11,12 +11,12 @@ from paceline.chat.completion_texts import END_THINK, THINK, completion_text, op
 from paceline.data.tokens import encode_prompt
 from paceline.errors import WireError
 from paceline.groups import Completion, IntArray
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
+from paceline.rollout.stop_strings import StopStrings
+from paceline.services.rollout.gather import gather_or_cancel
 from paceline.spec import RunSpec
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_completions
-from protos.paceline.v1 import exchange_pb2 as pb
-from rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
-from rollout.stop_strings import StopStrings
-from services.rollout.gather import gather_or_cancel
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import itertools
 import numpy as np
 
 from paceline.errors import PacelineError
-from rollout.engine import Engine, GenerationRequest, SamplingParams
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 
 PROBES_PER_LIMIT = 4
 PROMPT_IDS = np.zeros(1, np.int32)

@@ -12,23 +12,23 @@ import click
 
 from paceline.errors import Unavailable
 from paceline.host.onednn import bound_caches
+from paceline.services.common.advertise import advertised_host
+from paceline.services.common.fabric import fabric_option
+from paceline.services.common.gpus import unused_gpus
+from paceline.services.common.grpc_server import GrpcServer, run_service
+from paceline.services.common.host_agent import zone_option
+from paceline.services.common.member_metrics import member_metrics
+from paceline.services.common.options import device_option, token_file_option, worker_options
+from paceline.services.common.processes.file_limit import raise_file_limit
+from paceline.services.common.processes.parent_death import die_with_starter
+from paceline.services.common.processes.quiet_libraries import quiet_libraries
+from paceline.services.common.processes.ready_file import announce
+from paceline.services.common.token_guard import worker_guard
+from paceline.services.rollout.engine_settings import engine_option
+from paceline.services.rollout.servicer import RolloutServicer
+from paceline.services.rollout.worker import RolloutWorker
 from paceline.tracing import set_up_tracing, shut_down_tracing
-from protos.paceline.v1 import rollout_pb2_grpc
-from services.common.advertise import advertised_host
-from services.common.fabric import fabric_option
-from services.common.gpus import unused_gpus
-from services.common.grpc_server import GrpcServer, run_service
-from services.common.host_agent import zone_option
-from services.common.member_metrics import member_metrics
-from services.common.options import device_option, token_file_option, worker_options
-from services.common.processes.file_limit import raise_file_limit
-from services.common.processes.parent_death import die_with_starter
-from services.common.processes.quiet_libraries import quiet_libraries
-from services.common.processes.ready_file import announce
-from services.common.token_guard import worker_guard
-from services.rollout.engine_settings import engine_option
-from services.rollout.servicer import RolloutServicer
-from services.rollout.worker import RolloutWorker
+from paceline.v1 import rollout_pb2_grpc
 
 log = logging.getLogger(__name__)
 

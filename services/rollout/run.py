@@ -23,23 +23,23 @@ from paceline.error_texts import error_text
 from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable
 from paceline.groups import Completion, Group, IntArray
 from paceline.models.folder_size import named_size
+from paceline.rollout.engine import Engine, GenerationRequest
+from paceline.rollout.engines import create_engine
+from paceline.services.common.membership import Membership
+from paceline.services.common.reporting.occupancy import Occupancy
+from paceline.services.common.reporting.progress_log import ProgressLog
+from paceline.services.rollout.group_sampler import GroupSampler
+from paceline.services.rollout.hang_probe import answers, until_hung
+from paceline.services.rollout.pace import Pace
+from paceline.services.rollout.template_file import TemplateFile
+from paceline.services.rollout.weights import RolloutWeights
 from paceline.spec import RunSpec
 from paceline.tracing import span
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import worker_pb2
 from paceline.weights.hosts.client import AgentClient
 from paceline.weights.store_format import run_store
 from paceline.wire import encode_completions, encode_result
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1 import worker_pb2
-from rollout.engine import Engine, GenerationRequest
-from rollout.engines import create_engine
-from services.common.membership import Membership
-from services.common.reporting.occupancy import Occupancy
-from services.common.reporting.progress_log import ProgressLog
-from services.rollout.group_sampler import GroupSampler
-from services.rollout.hang_probe import answers, until_hung
-from services.rollout.pace import Pace
-from services.rollout.template_file import TemplateFile
-from services.rollout.weights import RolloutWeights
 
 LEASE_WAIT_S = 10.0
 RETURN_S = 5.0

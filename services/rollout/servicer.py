@@ -19,16 +19,16 @@ from paceline.chat.requests import MAX_CHOICES
 from paceline.data.tokens import encode_prompt
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import Completion, IntArray, Version, VersionSpan
-from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
-from rollout.engine import MAX_ID, MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
-from services.common.accepted_calls import ACCEPTED
-from services.common.grpc_server import with_status
-from services.rollout.gather import gather_or_cancel
-from services.rollout.openai.engine_requests import MAX_CHARS_PER_TOKEN
-from services.rollout.run import RolloutRun
+from paceline.rollout.engine import MAX_ID, MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
+from paceline.services.common.accepted_calls import ACCEPTED
+from paceline.services.common.grpc_server import with_status
+from paceline.services.rollout.gather import gather_or_cancel
+from paceline.services.rollout.openai.engine_requests import MAX_CHARS_PER_TOKEN
+from paceline.services.rollout.run import RolloutRun
+from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 
 if TYPE_CHECKING:
-    from services.rollout.worker import RolloutWorker
+    from paceline.services.rollout.worker import RolloutWorker
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

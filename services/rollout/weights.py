@@ -19,15 +19,15 @@ import torch
 from paceline.error_texts import first_line
 from paceline.errors import Conflict, PacelineError, WireError
 from paceline.groups import Version
+from paceline.rollout.engine import Engine
+from paceline.rollout.weights.host_receiver import HostReceiver, check_plan
+from paceline.rollout.weights.store_receiver import StoreReceiver
+from paceline.services.common.membership import Membership
+from paceline.v1 import worker_pb2
 from paceline.weights.host_weights import HostWeights
 from paceline.weights.hosts.client import AgentClient
 from paceline.weights.offers import StoreOffer
 from paceline.weights.packing import check_fits
-from protos.paceline.v1 import worker_pb2
-from rollout.engine import Engine
-from rollout.weights.host_receiver import HostReceiver, check_plan
-from rollout.weights.store_receiver import StoreReceiver
-from services.common.membership import Membership
 
 log = logging.getLogger(__name__)
 

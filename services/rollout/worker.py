@@ -13,16 +13,16 @@ from collections.abc import Sequence
 
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import EngineDied
+from paceline.services.common.assigned_run import AssignedRun
+from paceline.services.common.gpus import refuse_cpu
+from paceline.services.common.host_agent import HostAgentConnection, goes_by_host
+from paceline.services.common.membership import Membership
+from paceline.services.common.run_setup import spec_of
+from paceline.services.rollout.engine_settings import with_engine_settings
+from paceline.services.rollout.openai.server import Endpoint
+from paceline.services.rollout.run import RolloutRun
+from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.common.assigned_run import AssignedRun
-from services.common.gpus import refuse_cpu
-from services.common.host_agent import HostAgentConnection, goes_by_host
-from services.common.membership import Membership
-from services.common.run_setup import spec_of
-from services.rollout.engine_settings import with_engine_settings
-from services.rollout.openai.server import Endpoint
-from services.rollout.run import RolloutRun
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from paceline.errors import NotFound
 from paceline.records import RecordedEvent, Records
-from services.common.reporting.visible_text import visible
-from services.tracking.names import Style, renamed
-from services.tracking.tracker import AlertKind, Row, Step, finite
+from paceline.services.common.reporting.visible_text import visible
+from paceline.services.tracking.names import Style, renamed
+from paceline.services.tracking.tracker import AlertKind, Row, Step, finite
 
 KINDS = ("step", "evaluation", "warning", "state")
 NOT_METRICS = {"step", "time", "sequence"}

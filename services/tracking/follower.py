@@ -20,12 +20,12 @@ from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.records import Records
 from paceline.run_states import ENDED_STATES
+from paceline.services.tracking.cursor import Cursor
+from paceline.services.tracking.entries import Entry, entries
+from paceline.services.tracking.names import Style
+from paceline.services.tracking.opening import Setting, open_tracker
+from paceline.services.tracking.tracker import Refused, TrackedRun, Tracker
 from paceline.spec.sections.system import TrackerSection
-from services.tracking.cursor import Cursor
-from services.tracking.entries import Entry, entries
-from services.tracking.names import Style
-from services.tracking.opening import Setting, open_tracker
-from services.tracking.tracker import Refused, TrackedRun, Tracker
 
 POLL_S = 2.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0

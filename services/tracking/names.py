@@ -2,7 +2,7 @@
 
 A metric that the other library does not have keeps Paceline's name. Where a meaning differs, docs/trackers.md says so.
 
-    python -m services.tracking.names [--check]
+    python -m paceline.services.tracking.names [--check]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "trackers.md"
-BEGIN, END = "[//]: # (names: made by `python -m services.tracking.names`)", "[//]: # (end of names)"
+BEGIN, END = "[//]: # (names: made by `python -m paceline.services.tracking.names`)", "[//]: # (end of names)"
 Style = Literal["paceline", "trl", "nemo_rl"]
 PREFIXES = {"step": "train", "evaluation": "eval"}
 

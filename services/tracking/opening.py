@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from paceline.services.tracking.tracker import TrackedRun, Tracker
 from paceline.spec.sections.alerts import WebhookSection
 from paceline.spec.sections.system import LoggerSection, TrackerSection
-from services.tracking.tracker import TrackedRun, Tracker
 
 Setting = TrackerSection | WebhookSection
 
@@ -24,20 +24,20 @@ def named(logger: LoggerSection) -> dict[str, Setting]:
 def open_tracker(setting: Setting, run: TrackedRun, folder: Path) -> Tracker:
     """Return the tracker of a run. `folder` is for its files. Raises NotFound when its library is not installed."""
     if isinstance(setting, WebhookSection):
-        from services.tracking.backends.webhook import Webhook
+        from paceline.services.tracking.backends.webhook import Webhook
 
         return Webhook(setting, run)
     match setting.kind:
         case "wandb":
-            from services.tracking.backends.wandb_run import WandbRun
+            from paceline.services.tracking.backends.wandb_run import WandbRun
 
             return WandbRun(setting, run, folder)
         case "mlflow":
-            from services.tracking.backends.mlflow_run import MlflowRun
+            from paceline.services.tracking.backends.mlflow_run import MlflowRun
 
             return MlflowRun(setting, run)
         case "tensorboard":
-            from services.tracking.backends.tensorboard_run import TensorboardRun
+            from paceline.services.tracking.backends.tensorboard_run import TensorboardRun
 
             return TensorboardRun(folder)
     raise ValueError(f"no tracker is called {setting.kind!r}")

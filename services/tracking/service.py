@@ -16,13 +16,13 @@ from paceline.errors import PacelineError, SpecError
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.records import Records
 from paceline.run_states import ENDED_STATES, state_name
+from paceline.services.tracking.cursor import is_done
+from paceline.services.tracking.follower import Follower, Target
+from paceline.services.tracking.opening import Setting, named
 from paceline.spec.reading import spec_of_run
-from services.tracking.cursor import is_done
-from services.tracking.follower import Follower, Target
-from services.tracking.opening import Setting, named
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.run_pb2 import Run
+    from paceline.v1.run_pb2 import Run
 
 LOOK_S = 10.0
 END_S = 8.0

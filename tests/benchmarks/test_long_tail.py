@@ -8,7 +8,7 @@ import pytest
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
 from benchmarks.long_tail.trainer import VARIABLE, TimedTrainer
-from learner.step.trainer import Trainer
+from paceline.learner.step.trainer import Trainer
 
 
 def test_the_timed_step_has_the_metrics_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,11 @@ from links.network import Network
 from links.proxy import Proxy
 from lying import LyingWorker
 
+from paceline.services.demo.model import make_model
+from paceline.services.demo.task import answer, problem
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
-from services.demo.model import make_model
-from services.demo.task import answer, problem
-from services.local.cluster import LocalCluster
 
 LISTENS = re.compile(r"exchange on tcp://([^,\s]+)")
 log = logging.getLogger(__name__)

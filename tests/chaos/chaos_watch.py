@@ -14,11 +14,11 @@ from faults import Fault
 
 from paceline.client import Client
 from paceline.errors import PacelineError
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.token import open_channel
-from protos.paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc, worker_pb2
-from protos.paceline.v1.common_pb2 import Role
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
+from paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc, worker_pb2
+from paceline.v1.common_pb2 import Role
 
 POLL_S = 0.02
 UNKNOWN_STEP = -1

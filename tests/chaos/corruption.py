@@ -24,10 +24,10 @@ from chaos_watch import coordinator_address, progress
 from paceline.client import Client
 from paceline.errors import Conflict, PacelineError
 from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.connection import lock_ledger
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.connection import lock_ledger
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 
 STOP_S = 60.0
 """Longest time until the coordinator has released its ledger."""

@@ -25,14 +25,14 @@ import zmq
 import zmq.asyncio
 from lies import ABOUT_GROUPS
 
-import services.rollout.main
-import services.rollout.worker
+import paceline.services.rollout.main
+import paceline.services.rollout.worker
 from paceline.groups import Completion, Group, IntArray
+from paceline.services.common.membership import Membership, _reachable
+from paceline.services.rollout.run import RolloutRun
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import worker_pb2
 from paceline.wire import PROTOCOL, encode_result
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1 import worker_pb2
-from services.common.membership import Membership, _reachable
-from services.rollout.run import RolloutRun
 
 ORDERS = Path(os.environ["PACELINE_LIES"])
 ANSWER_S = 10.0
@@ -207,9 +207,9 @@ def main() -> None:
         await honest(self, said)
 
     Membership._on_welcome = remember  # type: ignore[method-assign]
-    services.rollout.worker.RolloutRun = LyingRun  # type: ignore[misc]
+    paceline.services.rollout.worker.RolloutRun = LyingRun  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, arm)
-    services.rollout.main.main()
+    paceline.services.rollout.main.main()
 
 
 if __name__ == "__main__":

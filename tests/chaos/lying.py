@@ -13,7 +13,7 @@ from typing import Any
 
 from lies import LIES
 
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 HERE = Path(__file__).parent
 END_S = 10.0

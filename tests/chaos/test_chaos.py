@@ -13,7 +13,7 @@ from lies import LIES
 from links import network
 from verdict import Verdict, judge
 
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 REPLAY_TIMEOUT_S = 600.0
 
@@ -91,7 +91,7 @@ def _marked_trained(ledger: Ledger, run_id: str) -> set[int]:
 
 def _replay(folder: Path) -> str:
     """Trains the whole run again from step 0, alone; what is different then, empty for nothing."""
-    program = "from services.cli.main import main; main()"
+    program = "from paceline.services.cli.main import main; main()"
     arguments = ["replay", str(folder), "--from", "0", "--device", "cpu", "--json"]
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(

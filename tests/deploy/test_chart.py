@@ -20,17 +20,17 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from paceline.services.cli.main import main as cli
+from paceline.services.common.healthcheck import main as healthcheck_main
+from paceline.services.coordinator.main import main as coordinator_main
+from paceline.services.dashboard.main import main as dashboard_main
+from paceline.services.demo.smoke import main as smoke_main
+from paceline.services.environment.main import main as environment_main
+from paceline.services.learner.main import main as learner_main
+from paceline.services.learner.nodes.settings import node_settings
+from paceline.services.reward.main import main as reward_main
+from paceline.services.rollout.main import main as rollout_main
 from paceline.tls.certificates import WORKER_HOST
-from services.cli.main import main as cli
-from services.common.healthcheck import main as healthcheck_main
-from services.coordinator.main import main as coordinator_main
-from services.dashboard.main import main as dashboard_main
-from services.demo.smoke import main as smoke_main
-from services.environment.main import main as environment_main
-from services.learner.main import main as learner_main
-from services.learner.nodes.settings import node_settings
-from services.reward.main import main as reward_main
-from services.rollout.main import main as rollout_main
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "paceline"
@@ -258,7 +258,7 @@ def test_services_understand_their_options(monkeypatch: pytest.MonkeyPatch) -> N
                 for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                     asked = container.get(probe, {}).get("exec", {}).get("command", [])
                     if asked:
-                        words = asked[asked.index("services.common.healthcheck") + 1 :]
+                        words = asked[asked.index("paceline.services.common.healthcheck") + 1 :]
                         check = healthcheck_main.make_context("healthcheck", words).params
                         assert check["address"] == f"127.0.0.1:{options['port']}"
                         assert check["timeout_s"] < container[probe]["timeoutSeconds"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.demo.smoke import write_run
+from paceline.services.demo.smoke import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "deploy" / "docker" / "locks"
@@ -51,7 +51,7 @@ def coordinator(tmp_path: Path) -> Iterator[str]:
     options = ("--directory", str(tmp_path / "runs"), "--port", "0", "--ready-file", str(ready))
     with log.open("w") as out:
         process = subprocess.Popen(
-            without("services.coordinator.main", *options), cwd=ROOT, stdout=out, stderr=out
+            without("paceline.services.coordinator.main", *options), cwd=ROOT, stdout=out, stderr=out
         )
     try:
         deadline_s = time.monotonic() + STARTS_S
@@ -70,7 +70,7 @@ def test_a_run_is_submitted_and_started_without_torch(coordinator: str, tmp_path
     environment = os.environ | {"PACELINE_COORDINATOR": coordinator}
 
     def run(*arguments: str) -> str:
-        command = without("services.cli.main", *arguments)
+        command = without("paceline.services.cli.main", *arguments)
         ended = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=STARTS_S
         )
@@ -89,7 +89,7 @@ def test_the_page_is_served_without_torch_and_found_healthy(coordinator: str, tm
     options = ("--coordinator", coordinator, "--port", "0", "--ready-file", str(ready))
     environment = os.environ | {"PACELINE_TOKEN_FILE": str(tmp_path / "runs" / "token")}
     with log.open("w") as out:
-        command = without("services.cli.main", "serve", "dashboard", *options)
+        command = without("paceline.services.cli.main", "serve", "dashboard", *options)
         page = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
     try:
         deadline_s = time.monotonic() + STARTS_S
@@ -113,7 +113,7 @@ def test_the_page_is_served_without_torch_and_found_healthy(coordinator: str, tm
 
 
 def healthy(address: str) -> subprocess.CompletedProcess[str]:
-    command = without("services.common.healthcheck", address, "--timeout", "20")
+    command = without("paceline.services.common.healthcheck", address, "--timeout", "20")
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=STARTS_S)
 
 

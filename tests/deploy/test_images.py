@@ -22,14 +22,14 @@ import pytest
 import yaml
 
 from paceline.errors import InvalidInput
-from services.cli.serve import SERVICES as SERVED
-from services.common.advertise import advertised_host
-from services.coordinator.main import main as coordinator_main
-from services.dashboard.main import main as dashboard_main
-from services.environment.main import main as environment_main
-from services.learner.main import main as learner_main
-from services.reward.main import main as reward_main
-from services.rollout.main import main as rollout_main
+from paceline.services.cli.serve import SERVICES as SERVED
+from paceline.services.common.advertise import advertised_host
+from paceline.services.coordinator.main import main as coordinator_main
+from paceline.services.dashboard.main import main as dashboard_main
+from paceline.services.environment.main import main as environment_main
+from paceline.services.learner.main import main as learner_main
+from paceline.services.reward.main import main as reward_main
+from paceline.services.rollout.main import main as rollout_main
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -144,7 +144,7 @@ def test_an_image_starts_its_service_without_root(role: str, target: str) -> Non
     health = json.loads(last(target, "HEALTHCHECK").partition("CMD ")[2])
     address = f"127.0.0.1:{options['port']}"
     asked = address if "grpc" in ports else f"http://{address}{ROLES[role]['health']}"
-    assert health == ["python", "-m", "services.common.healthcheck", asked]
+    assert health == ["python", "-m", "paceline.services.common.healthcheck", asked]
     if role != "coordinator":
         assert options["coordinator"] == f"coordinator:{ROLES['coordinator']['ports']['grpc']}"
 
@@ -161,7 +161,7 @@ def test_what_an_image_starts_is_compiled_when_it_is_built(role: str, target: st
     (compiles,) = [number for number, command in enumerate(commands) if "/locks/compile.py" in command]
     assert compiles > trims[-1]
     started = SCRIPTS["paceline"] if role == "cli" else f"{COMMANDS[role].callback.__module__}:main"
-    assert {started.split(":")[0], "services.common.healthcheck"} <= set(commands[compiles].split())
+    assert {started.split(":")[0], "paceline.services.common.healthcheck"} <= set(commands[compiles].split())
 
 
 def script_of_build(name: str) -> Any:
@@ -393,7 +393,9 @@ def reward_service(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], st
             "--ready-file",
             str(ready),
         ]
-        process = subprocess.Popen([sys.executable, "-m", "services.reward.main", *options], cwd=ROOT)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.services.reward.main", *options], cwd=ROOT
+        )
         try:
             deadline_s = time.monotonic() + STARTS_S
             while not ready.exists():
@@ -411,7 +413,7 @@ def health(address: str, timeout_s: float, service: str = "") -> subprocess.Comp
         [
             sys.executable,
             "-m",
-            "services.common.healthcheck",
+            "paceline.services.common.healthcheck",
             address,
             "--timeout",
             str(timeout_s),

@@ -15,14 +15,14 @@ from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.coordinator.exchange.state import Exchange
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.registry import Members
-from services.coordinator.reporting import state_otel
-from services.coordinator.reporting.metric_table import PARTS
-from services.coordinator.reporting.state_otel import StateMeters
-from services.coordinator.reporting.step_otel import StepMeters
-from services.coordinator.reporting.weight_otel import WeightMeters
+from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.reporting import state_otel
+from paceline.services.coordinator.reporting.metric_table import PARTS
+from paceline.services.coordinator.reporting.state_otel import StateMeters
+from paceline.services.coordinator.reporting.step_otel import StepMeters
+from paceline.services.coordinator.reporting.weight_otel import WeightMeters
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "deploy" / "helm" / "paceline" / "files"

@@ -16,12 +16,12 @@ from tls_folders import make_folders
 
 from paceline.client import ENDED_STATES, Client, state_name
 from paceline.errors import Conflict
+from paceline.services.demo.model import make_model
+from paceline.services.demo.task import answer, problem
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
 from paceline.tls.folder import VARIABLE
-from services.demo.model import make_model
-from services.demo.task import answer, problem
-from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 180.0
 """Runs here take some ten seconds; a machine that is busy with other things may need longer."""

@@ -21,11 +21,11 @@ from watched_runs import RUN_TIMEOUT_S, finish, wait_for_step
 
 from paceline.client import Client, state_name
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, StorageKey, storage_key
+from paceline.services.cli.main import main
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
-from protos.paceline.v1 import common_pb2
-from services.cli.main import main
-from services.local.cluster import LocalCluster
+from paceline.v1 import common_pb2
 
 pytestmark = pytest.mark.slow
 
@@ -207,7 +207,7 @@ def refused(run: Trained, key: StorageKey, monkeypatch: pytest.MonkeyPatch) -> N
             [
                 sys.executable,
                 "-m",
-                "services.coordinator.main",
+                "paceline.services.coordinator.main",
                 "--directory",
                 str(run.place / "runs"),
                 "--port",

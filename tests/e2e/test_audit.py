@@ -19,16 +19,16 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline.client import Client
 from paceline.errors import PacelineError
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.token_table import create, revoke
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.folder import VARIABLE, TlsFolder
 from paceline.token import metadata
+from paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.common.access.caller import CallerRole
-from services.common.access.token_table import create, revoke
-from services.local.cluster import LocalCluster
 
 DEADLINE_S = 60.0
 SECRET = "a-prompt-that-nobody-else-may-read"

@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.client import Client, state_name
+from paceline.services.cli.main import main
+from paceline.services.demo.task import answer, problem
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
-from services.cli.main import main
-from services.demo.task import answer, problem
-from services.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

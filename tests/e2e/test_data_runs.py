@@ -11,8 +11,8 @@ import pytest
 from tiny_chat import TEMPLATE, make_chat_tokenizer
 
 from paceline.client import Client, state_name
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
-from services.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

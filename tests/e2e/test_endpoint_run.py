@@ -13,10 +13,10 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from paceline.client import Client
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 
 @pytest.mark.merge

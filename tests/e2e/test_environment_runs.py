@@ -17,12 +17,12 @@ from tiny_chat import save_tiny_chat
 from transformers import AutoTokenizer
 
 from paceline.client import ENDED_STATES, Client, RunState, state_name
+from paceline.services.cli.main import main
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
-from services.cli.main import main
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 TURNS, STEPS, GROUPS, SAMPLES = 6, 4, 4, 4
 RUN_TIMEOUT_S = 300.0

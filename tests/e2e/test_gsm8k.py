@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.client import Client
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 RECORDED = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 

@@ -16,14 +16,14 @@ import pytest
 
 from paceline.client import Client, state_name
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
+from paceline.services.common.insecure import VARIABLE as INSECURE_VARIABLE
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 from paceline.spec.reading import parse_spec
 from paceline.tls.authority import issue, make_authority
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from paceline.user_code.box import why_no_isolation
 from paceline.user_code.surroundings import VARIABLE
-from services.common.insecure import VARIABLE as INSECURE_VARIABLE
-from services.local.cluster import LocalCluster
 
 CANARY = f"canary-{os.urandom(6).hex()}"
 RUN_TIMEOUT_S = 300.0

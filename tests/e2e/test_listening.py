@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from paceline.client import Client
+from paceline.services.local.cluster import ROLES, LocalCluster
 from paceline.spec import RunSpec
-from services.local.cluster import ROLES, LocalCluster
 
 
 def processes(cluster: LocalCluster) -> list[psutil.Process]:
@@ -58,6 +58,6 @@ def test_no_process_listens_on_anything_but_the_host(
         if set(at) - {"127.0.0.1"}
     }
     assert not wrong
-    ranks = [at for process, at in found.items() if "services.learner.rank" in process.cmdline()]
+    ranks = [at for process, at in found.items() if "paceline.services.learner.rank" in process.cmdline()]
     assert len(ranks) == 2
     assert all(ranks), "the ranks have no connections to each other?"

@@ -19,10 +19,10 @@ import pytest
 from free_ports import free_port
 
 from paceline.client import Client, state_name
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 240.0
@@ -49,7 +49,7 @@ def start(cluster: LocalCluster, tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(node_rank: int, nodes: str = "2") -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "services.learner.main"]
+        command = [sys.executable, "-m", "paceline.services.learner.main"]
         command += ["--coordinator", cluster.address, "--nodes", nodes, "--node-rank", str(node_rank)]
         log = (tmp_path / f"node-{node_rank}.log").open("ab")
         started.append(

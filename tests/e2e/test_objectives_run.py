@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.client import Client
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
-from services.local.cluster import LocalCluster
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 from command_line import paceline
 
 from paceline.client import Client
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
-from services.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from pool_workers import another_worker, pools_of
 from watched_runs import finish
 
 from paceline.client import Client
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
-from services.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

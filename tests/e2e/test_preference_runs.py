@@ -19,13 +19,13 @@ from transformers import AutoModelForSequenceClassification
 from watched_runs import finish, wait_for_step
 
 from paceline.client import Client
+from paceline.reward.builtin.reward_model import reward_model
+from paceline.services.cli.main import main
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.demo.task import answer, problem, teach
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
-from reward.builtin.reward_model import reward_model
-from services.cli.main import main
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.demo.task import answer, problem, teach
-from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 240.0
 MakeSpec = Callable[..., RunSpec]

@@ -17,19 +17,19 @@ from joined_worker import JoinedWorker
 from service_processes import Services, wait_for
 
 from paceline.errors import Unavailable
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.token_table import create
+from paceline.services.common.host_agent import HostAgentConnection
+from paceline.services.local.cluster import LocalCluster
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.folder import VARIABLE, TlsFolder
 from paceline.tls.peers import PeerTls
 from paceline.token import metadata
+from paceline.v1 import host_agent_pb2, reward_pb2, reward_pb2_grpc
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.local_socket import LABEL_VARIABLE
 from paceline.weights.hosts.tls_transport import TlsTransport
 from paceline.weights.hosts.transport import TcpTransport
-from protos.paceline.v1 import host_agent_pb2, reward_pb2, reward_pb2_grpc
-from services.common.access.caller import CallerRole
-from services.common.access.token_table import create
-from services.common.host_agent import HostAgentConnection
-from services.local.cluster import LocalCluster
 
 DEADLINE_S = 60.0
 

@@ -16,11 +16,11 @@ from watched_runs import finish
 from paceline.client import Client
 from paceline.files.storage import Folder
 from paceline.registry.origin import origin_of
+from paceline.services.cli.chat import spec_of_model
+from paceline.services.local.cluster import LocalCluster
+from paceline.services.model_server.serving import endpoint_of, opened_model, registered_name
+from paceline.services.model_server.trace_log import TraceLog
 from paceline.spec import RunSpec
-from services.cli.chat import spec_of_model
-from services.local.cluster import LocalCluster
-from services.model_server.serving import endpoint_of, opened_model, registered_name
-from services.model_server.trace_log import TraceLog
 
 EVALUATION = """
 policy: {{generation: {{max_new_tokens: 6}}}}

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline.client import Client
+from paceline.services.cli.main import main
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
-from services.cli.main import main
-from services.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 MakeSpec = Callable[..., RunSpec]

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from paceline.client import Client
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.tls.authority import issue, make_authority, renew
 from paceline.tls.certificates import read_certificate
 from paceline.tls.folder import VARIABLE
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from watched_runs import finish, metrics, wait_for_step
 
 from paceline.client import Client
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 MakeSpec = Callable[..., RunSpec]
 

@@ -11,10 +11,10 @@ from free_ports import free_port
 from keda_client import Keda
 
 from paceline.client import ENDED_STATES, Client, state_name
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

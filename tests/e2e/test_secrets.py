@@ -22,11 +22,11 @@ from service_processes import PACELINE
 from paceline.client import Client, state_name
 from paceline.encryption.storage_key import KEY_VARIABLE, storage_key
 from paceline.files.line_file import LineReader
+from paceline.services.local.cluster import ROLES, LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.user_code.box import why_no_isolation
 from paceline.user_code.surroundings import VARIABLE
-from protos.paceline.v1.common_pb2 import ROLE_REWARD
-from services.local.cluster import ROLES, LocalCluster
+from paceline.v1.common_pb2 import ROLE_REWARD
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_isolation()), reason=why_no_isolation())]
 

@@ -16,10 +16,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from paceline.client import Client
 from paceline.errors import InvalidInput, PacelineError
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
 from paceline.tls.folder import tls_folder
 from paceline.token import open_channel
-from services.local.cluster import LocalCluster
 
 MakeSpec = Callable[..., RunSpec]
 
@@ -66,7 +66,7 @@ class Reflected:
 
 def address_of(client: Client, role: str) -> str:
     """Return the address of a worker of that role; of several rollout workers, one that has weights."""
-    from protos.paceline.v1.common_pb2 import Role
+    from paceline.v1.common_pb2 import Role
 
     return next(
         member.address

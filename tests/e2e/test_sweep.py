@@ -16,13 +16,13 @@ import yaml
 from command_line import paceline
 
 from paceline.client import Client, state_name
+from paceline.services.cli.recorded.source import runs_of
+from paceline.services.demo.run import make_files
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import spec_to_yaml
-from services.cli.recorded.source import runs_of
-from services.demo.run import make_files
-from services.local.cluster import LocalCluster
 
-PACELINE = [sys.executable, "-c", "from services.cli.main import main; main()"]
+PACELINE = [sys.executable, "-c", "from paceline.services.cli.main import main; main()"]
 TRIALS, KILLED_AT = 12, 3
 LIMIT_S = 900
 SWEEP = {

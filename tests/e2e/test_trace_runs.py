@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from watched_runs import finish, metrics
 
 from paceline.client import Client
+from paceline.services.cli.main import main
+from paceline.services.demo.task import answer, problem
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
-from services.cli.main import main
-from services.demo.task import answer, problem
-from services.local.cluster import LocalCluster
 
 
 def test_an_export_trains_offline_with_a_ratio_of_one(

@@ -14,9 +14,9 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from paceline.client import Client
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.tracing import ENDPOINT_VARIABLE, group_traceparent, step_traceparent
-from services.local.cluster import LocalCluster
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):

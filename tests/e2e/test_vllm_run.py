@@ -19,10 +19,10 @@ from pool_workers import another_worker, pools_of
 from watched_runs import finish, metrics
 
 from paceline.client import Client
+from paceline.rollout.vllm.process_guard import VARIABLE
+from paceline.services.demo.model import make_model
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
-from rollout.vllm.process_guard import VARIABLE
-from services.demo.model import make_model
-from services.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.vllm
 RUN_TIMEOUT_S = 900.0
@@ -191,7 +191,15 @@ def test_services_that_are_killed_leave_no_process_and_no_shared_memory(
 
 def one_life(address: str, log_path: Path, stage: str, how: str) -> None:
     """A rollout service from its start until nothing of it is left."""
-    command = [sys.executable, "-m", "services.rollout.main", "--coordinator", address, "--grace", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.services.rollout.main",
+        "--coordinator",
+        address,
+        "--grace",
+        "1",
+    ]
     with log_path.open("wb") as log:
         service = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     seen: set[int] = set()

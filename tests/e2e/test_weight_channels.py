@@ -12,12 +12,12 @@ import pytest
 from watched_runs import finish
 
 from paceline.client import Client
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.token import VARIABLE as TOKEN_VARIABLE
+from paceline.v1 import run_pb2
 from paceline.weights.hosts.local_socket import FOLDER_VARIABLE
 from paceline.weights.store_format import StoredVersion
-from protos.paceline.v1 import run_pb2
-from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 180.0
 MakeSpec = Callable[..., RunSpec]

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from environment.agent_history import Asked, History, read_messages
-from environment.protocols import SampledTurn
-from environment.rendering.protocol import Conversation
+from paceline.environment.agent_history import Asked, History, read_messages
+from paceline.environment.protocols import SampledTurn
+from paceline.environment.rendering.protocol import Conversation
 from paceline.errors import InvalidInput
 from paceline.groups import VersionSpan
 

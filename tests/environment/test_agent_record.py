@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from environment.agent_history import Asked
-from environment.agent_record import TakenTurn, digest_of, left_out_of
-from environment.notes import digest
-from environment.protocols import AgentRequest, SampledTurn
-from environment.rendering.protocol import Conversation
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.environment.agent_history import Asked
+from paceline.environment.agent_record import TakenTurn, digest_of, left_out_of
+from paceline.environment.notes import digest
+from paceline.environment.protocols import AgentRequest, SampledTurn
+from paceline.environment.rendering.protocol import Conversation
+from paceline.v1 import exchange_pb2 as pb
 
 IDS = np.array([1, 2], np.int32)
 TURN = SampledTurn(IDS, np.zeros(2, np.float32), (), "stop", "t")

@@ -24,11 +24,11 @@ from episode_world import (
     user,
 )
 
-from environment import agent_episode
-from environment.hosting.classes import ClassFacts
-from environment.hosting.faults import EnvironmentFailed
-from environment.limits import Stopwatch
-from environment.protocols import (
+from paceline.environment import agent_episode
+from paceline.environment.hosting.classes import ClassFacts
+from paceline.environment.hosting.faults import EnvironmentFailed
+from paceline.environment.limits import Stopwatch
+from paceline.environment.protocols import (
     AgentAnswer,
     AgentRequest,
     AgentSession,
@@ -37,7 +37,7 @@ from environment.protocols import (
     SessionAddress,
     TurnRequest,
 )
-from environment.setting import EpisodeSetting
+from paceline.environment.setting import EpisodeSetting
 from paceline.errors import Conflict, InvalidInput, PromptTooLong
 
 TOKENIZER = merged_tokenizer()

@@ -22,11 +22,11 @@ from episode_world import (
     user,
 )
 
-from environment import sample as sample_module
-from environment.hosting.faults import EnvironmentLost, ServiceAway
-from environment.protocols import GroupRows, LeaseLost, SampledTurn, TurnRequest
-from environment.setting import EpisodeSetting
 from paceline.backoff import ExponentialBackoff
+from paceline.environment import sample as sample_module
+from paceline.environment.hosting.faults import EnvironmentLost, ServiceAway
+from paceline.environment.protocols import GroupRows, LeaseLost, SampledTurn, TurnRequest
+from paceline.environment.setting import EpisodeSetting
 from paceline.errors import InvalidInput, PromptTooLong
 
 
@@ -305,7 +305,7 @@ async def test_a_fault_ends_a_life_and_the_sample_is_given_up_alone() -> None:
             number["opened"] += 1
             return instance, text
 
-    from environment.hosting.faults import EnvironmentFailed
+    from paceline.environment.hosting.faults import EnvironmentFailed
 
     async def refuse(time_left_s: float) -> float:
         raise EnvironmentFailed("get_reward raised RuntimeError: no scale")
@@ -348,7 +348,7 @@ async def test_a_group_of_which_every_sample_was_given_up_has_no_rows() -> None:
 
     class NeverCode(LocalCode):
         async def open(self, name: str, columns: Any, time_left_s: float, deaths: Any) -> Any:
-            from environment.hosting.faults import EnvironmentFailed
+            from paceline.environment.hosting.faults import EnvironmentFailed
 
             raise EnvironmentFailed("reset raised KeyError: 'task'")
 
@@ -506,7 +506,7 @@ async def test_time_in_which_the_policy_is_waited_for_does_not_count() -> None:
         now["s"] += 7200.0
 
     world.source.before = hours
-    from environment import class_episode, limits
+    from paceline.environment import class_episode, limits
 
     original = limits.Stopwatch
     try:

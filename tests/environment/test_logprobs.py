@@ -11,11 +11,11 @@ import torch
 from episode_world import HERMES, LocalCode, lease, merged_tokenizer, run_group, run_spec, user
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from environment.protocols import SampledTurn, TurnParams, TurnRequest
-from environment.setting import EpisodeSetting
+from paceline.environment.protocols import SampledTurn, TurnParams, TurnRequest
+from paceline.environment.setting import EpisodeSetting
 from paceline.groups import Version
-from rollout.engine import GenerationRequest, SamplingParams
-from rollout.engines import create_engine
+from paceline.rollout.engine import GenerationRequest, SamplingParams
+from paceline.rollout.engines import create_engine
 
 MOST = 2e-5
 """Difference between engine and learner in float32, in nats."""

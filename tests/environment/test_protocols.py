@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from environment.protocols import TurnParams
-from protos.paceline.v1 import common_pb2
+from paceline.environment.protocols import TurnParams
+from paceline.v1 import common_pb2
 
 
 def test_parameters_of_a_lease_are_those_of_the_request() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from environment.protocols import SampledTurn
-from environment.rows import Place, RowTokens, build_rows, joined, turn_arrays
+from paceline.environment.protocols import SampledTurn
+from paceline.environment.rows import Place, RowTokens, build_rows, joined, turn_arrays
 from paceline.episodes import TurnArrays
 from paceline.groups import Turn, VersionSpan
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 
 def ids(*values: int) -> Any:

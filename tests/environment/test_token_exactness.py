@@ -22,8 +22,8 @@ from episode_world import (
     user,
 )
 
-from environment.protocols import GroupRows, TurnRequest
-from environment.setting import EpisodeSetting
+from paceline.environment.protocols import GroupRows, TurnRequest
+from paceline.environment.setting import EpisodeSetting
 
 TALK = ("I add. ", "Let me see: 15 plus 92\n\n", "  ", "", "Résumé 漢字 ☃ ", "the tool_call is <next> ")
 

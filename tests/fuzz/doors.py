@@ -15,9 +15,9 @@ import psutil
 from chaos_setting import exchange_address
 from floods import Port
 
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
-from protos.paceline.v1 import common_pb2
-from services.local.cluster import LocalCluster
+from paceline.v1 import common_pb2
 
 ROLES = ("coordinator", "rollout", "reward", "environment", "learner", "dashboard")
 ROLE_NAMES = {
@@ -52,9 +52,11 @@ class Deployment:
             self._page = self.cluster.start_dashboard(0)
             model = ["serve", "model", str(self._model), "--port", "0", "--device", "cpu", "--name", "policy"]
             ready = ["--ready-file", str(self._directory / "model.address")]
-            self._start("model server", "-c", "from services.cli.main import main; main()", *model, *ready)
+            self._start(
+                "model server", "-c", "from paceline.services.cli.main import main; main()", *model, *ready
+            )
             agent = ["--coordinator", self.cluster.address, "--socket", f"@fuzz-{id(self)}-{time.time_ns()}"]
-            self._start("host agent", "-m", "services.host_agent.main", *agent, "--stay")
+            self._start("host agent", "-m", "paceline.services.host_agent.main", *agent, "--stay")
         except BaseException:
             self.__exit__()
             raise

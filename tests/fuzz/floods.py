@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.retry_hint import from_error
 from paceline.token import Metadata
-from protos.paceline.v1 import run_pb2, run_pb2_grpc
+from paceline.v1 import run_pb2, run_pb2_grpc
 
 CONNECT_S = 5.0
 ANSWER_S = 60.0

@@ -41,11 +41,11 @@ from targets import Impostor, Rpcs, Strangers  # noqa: E402
 from verdict import judge  # noqa: E402
 
 from paceline.client import ENDED_STATES, Client, state_name  # noqa: E402
+from paceline.services.common.call_limits import STEERING, STREAM  # noqa: E402
 from paceline.spec import ClusterSection, RunSpec  # noqa: E402
 from paceline.spec.reading import spec_to_yaml  # noqa: E402
 from paceline.token import Metadata, metadata, read_token  # noqa: E402
-from protos.paceline.v1 import common_pb2  # noqa: E402
-from services.common.call_limits import STEERING, STREAM  # noqa: E402
+from paceline.v1 import common_pb2  # noqa: E402
 
 WARM_UP_SHARE = 0.2
 """Share of the messages that belong to the warm-up, with a first round of floods: what they make the services allocate once does

@@ -34,10 +34,10 @@ from click.testing import CliRunner
 from paceline.bundle.manifest import Manifest
 from paceline.errors import PacelineError
 from paceline.evaluation.results import RESULT, SAMPLES, write_result
-from services.cli.main import main as paceline
-from services.common.access.caller import CallerRole
-from services.common.access.token_table import FILE_NAME as TOKENS
-from services.common.access.token_table import create as create_token
+from paceline.services.cli.main import main as paceline
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.token_table import FILE_NAME as TOKENS
+from paceline.services.common.access.token_table import create as create_token
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "recorded.tar.xz"
 LIMIT_S = 30.0

@@ -14,9 +14,9 @@ from google.protobuf import json_format
 from messages import Known, Maker
 from targets import CALL_S, ORDERS, STREAM_S
 
+from paceline.services.dashboard.methods import methods
+from paceline.v1 import host_agent_pb2
 from paceline.weights.hosts import frames
-from protos.paceline.v1 import host_agent_pb2
-from services.dashboard.methods import methods
 
 READ_BYTES = 1 << 16
 """Bytes of an answer that are read."""

@@ -24,8 +24,7 @@ from messages import Known, Maker
 
 from paceline.groups import Completion, VersionSpan
 from paceline.token import Metadata
-from paceline.wire import PROTOCOL, encode_reference, encode_result
-from protos.paceline.v1 import (
+from paceline.v1 import (
     access_pb2,
     bundle_pb2,
     common_pb2,
@@ -39,7 +38,8 @@ from protos.paceline.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import PROTOCOL, encode_reference, encode_result
 
 CALL_S = 3.0
 STREAM_S = 0.3

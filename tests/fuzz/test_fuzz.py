@@ -12,9 +12,9 @@ from messages import Maker
 from raw_frames import RawFrames
 from targets import SERVICES, exchange_message, methods_of
 
-from protos.paceline import v1
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1 import worker_pb2
+from paceline import v1
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import worker_pb2
 
 
 @pytest.mark.slow

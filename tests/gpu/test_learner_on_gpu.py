@@ -11,13 +11,13 @@ from loaded_models import differing, save_model
 from mesh_cases import CASES, batch_of, save_models
 from tiny_policy import CPU, make_batch, make_spec, run_case
 
-from learner.batch.layout import SequenceLayout
-from learner.checkpoints import checkpoint
-from learner.model.attention import packed_attention
-from learner.model.logprobs import chunked_logprobs
-from learner.model.policy import load_policy
-from learner.step.trainer import Trainer
-from learner.weights.gather import gather_weights
+from paceline.learner.batch.layout import SequenceLayout
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.model.attention import packed_attention
+from paceline.learner.model.logprobs import chunked_logprobs
+from paceline.learner.model.policy import load_policy
+from paceline.learner.step.trainer import Trainer
+from paceline.learner.weights.gather import gather_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

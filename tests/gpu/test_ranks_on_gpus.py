@@ -21,7 +21,7 @@ PEER = """
 import os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from services.learner.rank_group import form_rank_group, set_collective_timeout
+from paceline.services.learner.rank_group import form_rank_group, set_collective_timeout
 rank, cuda = int(os.environ["RANK"]), sys.argv[1] == "cuda"
 if cuda:
     torch.cuda.set_device(rank)

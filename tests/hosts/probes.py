@@ -30,12 +30,7 @@ from paceline.tls.channels import open_plain_or_tls
 from paceline.tls.folder import TlsFolder
 from paceline.tls.peers import PeerTls
 from paceline.token import metadata
-from paceline.weights.hosts import frames
-from paceline.weights.hosts.frames import Kind
-from paceline.weights.hosts.tls_transport import TlsTransport
-from paceline.weights.hosts.transport import TcpChannel, TcpTransport
-from paceline.wire import PROTOCOL
-from protos.paceline.v1 import (
+from paceline.v1 import (
     common_pb2,
     exchange_pb2,
     host_agent_pb2,
@@ -44,6 +39,11 @@ from protos.paceline.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from paceline.weights.hosts import frames
+from paceline.weights.hosts.frames import Kind
+from paceline.weights.hosts.tls_transport import TlsTransport
+from paceline.weights.hosts.transport import TcpChannel, TcpTransport
+from paceline.wire import PROTOCOL
 
 WAIT_S = 15.0
 GREETING, HELLO, WELCOME = 64, 202, 170

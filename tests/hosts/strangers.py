@@ -251,7 +251,7 @@ class Campaign:
 
 JUDGE = """
 import json, pathlib, sys
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 ledger, run_id, problems = Ledger(pathlib.Path(sys.argv[1]), read_only=True), sys.argv[2], []
 counted = dict(

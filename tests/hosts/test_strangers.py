@@ -11,7 +11,7 @@ from isolated_host import missing
 from secure_deployment import ROLES, documented
 from strangers import run_campaign
 
-from services.cli.main import main
+from paceline.services.cli.main import main
 
 
 def test_the_page_has_a_command_for_each_role_and_the_command_line_knows_them() -> None:

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from paceline.address import checked_address
 from paceline.errors import InvalidInput
-from services.cli.main import main
+from paceline.services.cli.main import main
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:7070", "coordinator:1", "[::1]:65535", "a-b.c:7070"])

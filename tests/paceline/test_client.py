@@ -12,10 +12,10 @@ import pytest
 
 from paceline.client import Client, state_name
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound, SpecError, Unavailable
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 from paceline.spec.reading import load_spec
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 DEADLINE_S = 60.0
 

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.errors import InvalidInput
+from paceline.services.cli.main import main
 from paceline.token import is_authorized, make_token, metadata, read_token, token_path
-from services.cli.main import main
 
 
 def test_a_token_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from paceline.groups import (
     scores_digest,
     with_holder,
 )
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import (
     decode_completions,
     decode_group,
@@ -28,7 +29,6 @@ from paceline.wire import (
     encode_reference,
     parse_message,
 )
-from protos.paceline.v1 import exchange_pb2 as pb
 
 PROMPT_IDS = np.array([3, 1], np.int32)
 

@@ -11,8 +11,8 @@ from public_configs import PUBLIC_CONFIGS
 from paceline.models.memory_plan import Room, plan
 from paceline.models.memory_remedies import refusal
 from paceline.models.shape import shape_of
+from paceline.services.common.gpus import learner_gpus, share_gpus
 from paceline.spec.reading import load_spec
-from services.common.gpus import learner_gpus, share_gpus
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from paceline.reward.results import RewardResult
+from paceline.reward.runner import RewardRunner
 from paceline.spec import RewardFunctionSection
-from reward.results import RewardResult
-from reward.runner import RewardRunner
 
 FUNCTIONS = """
 import asyncio, os, signal, subprocess, sys, time

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reward.builtin.formats import exact_match
-from reward.calling import InvalidRewards, call_function, checked_rewards, fails_always, form_hint
-from reward.trainer_view import TrainerView
+from paceline.reward.builtin.formats import exact_match
+from paceline.reward.calling import InvalidRewards, call_function, checked_rewards, fails_always, form_hint
+from paceline.reward.trainer_view import TrainerView
 
 GROUP = {
     "prompts": ["1+1=", "1+1="],

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput
+from paceline.reward.builtin import BUILTIN_FUNCTIONS
+from paceline.reward.loading import load_function
 from paceline.user_code.loading import NeighbourFinder, describe_error
-from reward.builtin import BUILTIN_FUNCTIONS
-from reward.loading import load_function
 
 
 def write(path: Path, text: str) -> Path:

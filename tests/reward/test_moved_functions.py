@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from paceline.migration.writing import import_config, spec_text
+from paceline.reward.calling import call_function
+from paceline.reward.loading import load_function
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
-from reward.calling import call_function
-from reward.loading import load_function
 
 SCRIPT = '''
 import re

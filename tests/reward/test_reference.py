@@ -13,9 +13,9 @@ from transformers import Qwen3ForCausalLM
 
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
+from paceline.reward.reference import ReferenceModel, ReferenceScorer
+from paceline.services.demo.model import make_model
 from paceline.spec import RunSpec
-from reward.reference import ReferenceModel, ReferenceScorer
-from services.demo.model import make_model
 
 VOCABULARY = 29
 PROMPT = np.array([3, 1, 4], np.int32)

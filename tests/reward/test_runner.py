@@ -18,9 +18,9 @@ import pytest
 
 from paceline.error_texts import ALIKE
 from paceline.errors import Conflict, InvalidInput
+from paceline.reward.results import RewardFailure, RewardResult
+from paceline.reward.runner import RewardRunner
 from paceline.spec import RewardFunctionSection
-from reward.results import RewardFailure, RewardResult
-from reward.runner import RewardRunner
 
 DEADLINE_S = 60.0
 
@@ -312,7 +312,7 @@ async def test_processes_die_with_the_runner(functions_file: Path, tmp_path: Pat
     script = (
         "import asyncio, sys\n"
         "from paceline.spec import RewardFunctionSection\n"
-        "from reward.runner import RewardRunner\n"
+        "from paceline.reward.runner import RewardRunner\n"
         "section = RewardFunctionSection(function=sys.argv[1], kwargs={'pid_file': sys.argv[2]})\n"
         "async def main():\n"
         "    async with RewardRunner([section]) as runner:\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from reward.trainer_view import MAX_METRICS, CallView, TrainerView, checked_metrics, checked_usage
+from paceline.reward.trainer_view import MAX_METRICS, CallView, TrainerView, checked_metrics, checked_usage
 
 
 def test_what_is_logged_is_bounded_and_finite() -> None:

@@ -15,9 +15,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.groups import Completion
+from paceline.rollout.engine import Engine
+from paceline.rollout.engines import create_engine
 from paceline.spec import RunSpec
-from rollout.engine import Engine
-from rollout.engines import create_engine
 
 VOCAB_SIZE = 23
 MAX_TOKENS = 4096

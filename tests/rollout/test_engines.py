@@ -13,11 +13,11 @@ import torch
 
 from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable, WireError
 from paceline.groups import Completion, Version, VersionSpan
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
+from paceline.rollout.stop_strings import StopStrings, cut
 from paceline.spec import RunSpec
 from paceline.weights.host_weights import HostWeights, State
 from paceline.weights.segment_pair import SegmentPair
-from rollout.engine import Engine, GenerationRequest, SamplingParams
-from rollout.stop_strings import StopStrings, cut
 
 ENDLESS = 4000
 """More tokens than any test waits for: it aborts or closes, so no outcome depends on how fast the engine is."""

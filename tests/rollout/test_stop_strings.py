@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.groups import Completion, VersionSpan
-from rollout.stop_strings import StopStrings, cut
+from paceline.rollout.stop_strings import StopStrings, cut
 
 PIECES = ["a", "b", "</", "answer", ">", ">\n", "x<", "/answer>", " "]
 

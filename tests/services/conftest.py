@@ -13,8 +13,8 @@ from exchange_drivers import MakeWorld, World, make_spec
 from ledger_files import KEY_TEXT
 
 from paceline.encryption.storage_key import KEY_VARIABLE
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 
 @pytest.fixture

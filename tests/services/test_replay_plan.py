@@ -6,9 +6,9 @@ import pytest
 from exchange_drivers import Learner, Reward, Rollout, World, fill
 
 from paceline.errors import SpecError
+from paceline.services.cli.recorded.replay import overridden
+from paceline.services.replay.plan import plan_replay
 from paceline.spec.reading import spec_from_yaml, spec_to_yaml
-from services.cli.recorded.replay import overridden
-from services.replay.plan import plan_replay
 
 
 @pytest.fixture

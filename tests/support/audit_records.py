@@ -12,7 +12,7 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
-from services.cli.main import main
+from paceline.services.cli.main import main
 
 
 def paceline(*arguments: str, status: int = 0) -> str:

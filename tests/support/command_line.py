@@ -6,7 +6,7 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
-from services.cli.main import main
+from paceline.services.cli.main import main
 
 NOBODY = "127.0.0.1:1"
 """Address at which no coordinator listens."""

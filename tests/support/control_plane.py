@@ -12,9 +12,16 @@ import grpc
 import pytest
 from exchange_drivers import make_spec
 
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.common.processes.file_limit import Capacity
+from paceline.services.coordinator.bundle_servicer import BundleServicer
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle.coordinator import Coordinator
+from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.records_servicer import RecordsServicer
+from paceline.services.coordinator.servicers import RunServicer, WorkerServicer
 from paceline.spec.reading import spec_to_yaml
-from paceline.wire import PROTOCOL
-from protos.paceline.v1 import (
+from paceline.v1 import (
     bundle_pb2_grpc,
     common_pb2,
     records_pb2_grpc,
@@ -23,14 +30,7 @@ from protos.paceline.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from services.common.grpc_server import GrpcServer
-from services.common.processes.file_limit import Capacity
-from services.coordinator.bundle_servicer import BundleServicer
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.lifecycle.coordinator import Coordinator
-from services.coordinator.members.registry import Members
-from services.coordinator.records_servicer import RecordsServicer
-from services.coordinator.servicers import RunServicer, WorkerServicer
+from paceline.wire import PROTOCOL
 
 DEADLINE_S = 60.0
 

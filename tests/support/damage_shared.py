@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from exchange_service import Peer, Service
 
-from protos.paceline.v1 import common_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
 
 
 def client(service: Service, member_id: str, role: common_pb2.Role.ValueType, **fields: object) -> Peer:

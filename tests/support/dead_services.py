@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from services.common.processes.log_tail import reason_in
-from services.local.cluster import LocalCluster
+from paceline.services.common.processes.log_tail import reason_in
+from paceline.services.local.cluster import LocalCluster
 
 SHOWN_LINES = 30
 SHOWN_DEATHS = 2

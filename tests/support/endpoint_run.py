@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.groups import Completion, Version
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.spec import RunSpec
-from rollout.engine import Engine, GenerationRequest, SamplingParams
 
 RUN = "demo-1"
 FIRST = Version(1, 4)

@@ -14,10 +14,10 @@ from exchange_drivers import COMMITTED, Rollout, World
 
 from paceline.episodes import TurnArrays
 from paceline.groups import Completion, Group, Rows, Turn, Version, VersionSpan
+from paceline.services.coordinator.exchange.state import Outcome
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import encode_result
-from protos.paceline.v1 import common_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.state import Outcome
 
 ENVIRONMENT = {"environment": {"class": "none.py:Environment"}}
 """Section of the drivers' runs."""

@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from paceline.groups import Completion, Group, Rows, Turn, VersionSpan
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 
 def ids(*values: int) -> np.ndarray:

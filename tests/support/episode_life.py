@@ -6,7 +6,7 @@ from episode_drivers import EnvironmentWorker, Episodes, serving_rollout
 from exchange_drivers import COMMITTED, DUPLICATE, STALE, Learner, Reward, World
 
 from paceline.groups import Version
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 OFTEN = ("lease", "turn", "turn", "last turn", "last turn", "submit", "submit", "score", "train")
 """What moves groups on. Else hardly any group would come to its end between the other actions."""

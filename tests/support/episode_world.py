@@ -13,12 +13,18 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from environment.episodes import GroupEpisodes
-from environment.hosting.calls import accepted
-from environment.hosting.classes import ClassFacts, facts_of
-from environment.hosting.faults import EnvironmentFailed
-from environment.hosting.values import decode_state, encode_state, step_of, text_of_reset, text_of_tool
-from environment.protocols import (
+from paceline.environment.episodes import GroupEpisodes
+from paceline.environment.hosting.calls import accepted
+from paceline.environment.hosting.classes import ClassFacts, facts_of
+from paceline.environment.hosting.faults import EnvironmentFailed
+from paceline.environment.hosting.values import (
+    decode_state,
+    encode_state,
+    step_of,
+    text_of_reset,
+    text_of_tool,
+)
+from paceline.environment.protocols import (
     EpisodeLease,
     GroupRows,
     LeaseLost,
@@ -28,11 +34,11 @@ from environment.protocols import (
     TurnParams,
     TurnRequest,
 )
-from environment.setting import EpisodeSetting
+from paceline.environment.setting import EpisodeSetting
 from paceline.episodes import TurnArrays
 from paceline.groups import IntArray, VersionSpan
 from paceline.spec import RunSpec
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 HERMES = """\
 {%- if tools %}<|im_start|>system

@@ -14,21 +14,21 @@ import numpy as np
 
 from paceline.data.prompts import open_prompts
 from paceline.groups import Completion, Group, IntArray, Version, VersionSpan
+from paceline.services.coordinator.exchange import evaluation
+from paceline.services.coordinator.exchange.leases import revoke_from_member
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice, Outcome
+from paceline.services.coordinator.exchange.transport.dispatch import handle
+from paceline.services.coordinator.exchange.uploads.array_checks import Limits
+from paceline.services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
+from paceline.services.coordinator.ledger import pruning
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.segments import read_frame
+from paceline.services.coordinator.members.registry import Member
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL, decode_completions, decode_result, encode_completions, encode_result
-from protos.paceline.v1 import common_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange import evaluation
-from services.coordinator.exchange.leases import revoke_from_member
-from services.coordinator.exchange.state import ActiveRun, Exchange, Notice, Outcome
-from services.coordinator.exchange.transport.dispatch import handle
-from services.coordinator.exchange.uploads.array_checks import Limits
-from services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
-from services.coordinator.ledger import pruning
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.segments import read_frame
-from services.coordinator.members.registry import Member
 
 OK, COMMITTED = pb.REPLY_STATUS_OK, pb.REPLY_STATUS_COMMITTED
 DUPLICATE, STALE, INVALID = pb.REPLY_STATUS_DUPLICATE, pb.REPLY_STATUS_STALE, pb.REPLY_STATUS_INVALID

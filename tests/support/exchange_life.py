@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from exchange_drivers import COMMITTED, DUPLICATE, STALE, Learner, Reward, Rollout, World
 
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 
 class Life:

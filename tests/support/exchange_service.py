@@ -11,12 +11,12 @@ import zmq.asyncio
 from exchange_drivers import World
 
 from paceline.groups import Version
+from paceline.services.common.zmq_keepalive import in_brackets, use_ipv6
+from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.transport.server import ExchangeServer
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1.common_pb2 import ROLE_ROLLOUT, Role
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1.common_pb2 import ROLE_ROLLOUT, Role
-from services.common.zmq_keepalive import in_brackets, use_ipv6
-from services.coordinator.exchange.state import Notice
-from services.coordinator.exchange.transport.server import ExchangeServer
 
 DEADLINE_S = 60.0
 

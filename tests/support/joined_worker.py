@@ -8,10 +8,10 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
+from paceline.services.common.membership import Membership
+from paceline.v1 import common_pb2, worker_pb2
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, worker_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.common.membership import Membership
 
 
 class JoinedWorker:

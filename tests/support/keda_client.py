@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
-from services.local.cluster import LocalCluster
+from paceline.services.local.cluster import LocalCluster
 
 TARGET = 1.0
 ACTIVATION = 0.0

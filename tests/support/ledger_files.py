@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.encryption.storage_key import storage_key
-from services.coordinator.ledger import database
+from paceline.services.coordinator.ledger import database
 
 KEY_TEXT = "0123456789abcdef" * 4
 OTHER_KEY_TEXT = "fedcba9876543210" * 4

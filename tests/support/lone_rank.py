@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from protos.paceline.v1 import worker_pb2
-from services.learner.orders import Orders
+from paceline.services.learner.orders import Orders
+from paceline.v1 import worker_pb2
 
 
 class LoneRank:

@@ -9,7 +9,7 @@ from typing import Any
 from control_plane import DEADLINE_S, Plane, Worker
 
 from paceline.backoff import ExponentialBackoff
-from protos.paceline.v1 import common_pb2, run_pb2
+from paceline.v1 import common_pb2, run_pb2
 
 
 def quick() -> ExponentialBackoff:

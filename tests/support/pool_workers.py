@@ -9,8 +9,8 @@ from pathlib import Path
 
 from service_processes import PACELINE, environment, wait_for
 
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 
 
 @contextlib.contextmanager

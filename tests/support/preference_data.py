@@ -12,9 +12,9 @@ from ragged_batch import f64
 from tiny_policy import CPU
 from transformers import Qwen3ForCausalLM
 
-from learner.batch.samples import TrainingSample
-from learner.objectives.dpo import PairLogRatios
-from learner.step.trainer import Trainer
+from paceline.learner.batch.samples import TrainingSample
+from paceline.learner.objectives.dpo import PairLogRatios
+from paceline.learner.step.trainer import Trainer
 from paceline.spec import RunSpec
 
 BETA, EPSILON = 0.5, 0.1

@@ -42,7 +42,7 @@ def answer_to_hello(address):
     """Return the coordinator's answer to a Hello without a token: `welcome`, or the status of its refusal."""
     import grpc
 
-    from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+    from paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
     hello = worker_pb2.Hello(role=common_pb2.ROLE_ROLLOUT, member_id="hostile-1", address="127.0.0.1:1")
     with grpc.insecure_channel(address) as channel:
@@ -58,8 +58,8 @@ def answer_to_request(endpoint, member_id):
     """Return the exchange's answer to a request for tasks in the name of a member, without its secret."""
     import zmq
 
+    from paceline.v1 import exchange_pb2 as pb
     from paceline.wire import PROTOCOL
-    from protos.paceline.v1 import exchange_pb2 as pb
 
     request = pb.ExchangeRequest(protocol=PROTOCOL, member_id=member_id, term=1, task=pb.TaskRequest(room=1))
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:

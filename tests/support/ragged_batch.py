@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.base import Denominators, LossResult, TokenArrays
-from learner.objectives.policy import policy_loss
+from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays
+from paceline.learner.objectives.policy import policy_loss
 from paceline.spec import LossSection
 
 LENGTHS = [3, 2, 1]

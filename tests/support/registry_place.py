@@ -12,7 +12,7 @@ from trained_ledger import RUN_ID, Writer
 
 from paceline.evaluation.gate import Bounds, judge
 from paceline.evaluation.results import digest_of, folder_digest, read_result, write_result
-from services.cli.main import main
+from paceline.services.cli.main import main
 
 
 class Workplace:

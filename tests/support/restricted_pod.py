@@ -13,9 +13,9 @@ import platform
 import struct
 import sys
 
-from reward.sandbox import launcher
-from reward.sandbox.seccomp_filter import ARCHITECTURES
-from reward.sandbox.syscalls import CONDITIONAL, REFUSED
+from paceline.reward.sandbox import launcher
+from paceline.reward.sandbox.seccomp_filter import ARCHITECTURES
+from paceline.reward.sandbox.syscalls import CONDITIONAL, REFUSED
 
 DENIED = [
     "acct",

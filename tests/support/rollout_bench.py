@@ -11,10 +11,10 @@ import numpy as np
 from exchange_drivers import make_spec
 
 from paceline.groups import Completion, VersionSpan
-from protos.paceline.v1 import exchange_pb2 as pb
-from rollout.engine import GenerationRequest, empty_completion
-from services.demo.model import make_tokenizer
-from services.rollout.run import RolloutRun
+from paceline.rollout.engine import GenerationRequest, empty_completion
+from paceline.services.demo.model import make_tokenizer
+from paceline.services.rollout.run import RolloutRun
+from paceline.v1 import exchange_pb2 as pb
 
 PATIENCE_S = 60.0
 GEMMA = (

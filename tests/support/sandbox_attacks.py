@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from reward.sandbox.choosing import make_sandbox
-from reward.sandbox.protocol import Limits, Outcome, Sandbox
-from reward.sandbox.usage import descendants
+from paceline.reward.sandbox.choosing import make_sandbox
+from paceline.reward.sandbox.protocol import Limits, Outcome, Sandbox
+from paceline.reward.sandbox.usage import descendants
 
 SECRET = "PACELINE-SECRET-7f3a"
 ESCAPED = "ESCAPED"

@@ -9,16 +9,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.ledger import Ledger
 
-PACELINE = [sys.executable, "-c", "from services.cli.main import main; main()"]
+PACELINE = [sys.executable, "-c", "from paceline.services.cli.main import main; main()"]
 
 
 COMMANDS = {
-    "coordinator": ["services.coordinator.main"],
-    "rollout": ["services.rollout.main"],
-    "reward": ["services.reward.main"],
-    "learner": ["services.learner.main", "--ranks", "2"],
+    "coordinator": ["paceline.services.coordinator.main"],
+    "rollout": ["paceline.services.rollout.main"],
+    "reward": ["paceline.services.reward.main"],
+    "learner": ["paceline.services.learner.main", "--ranks", "2"],
 }
 
 

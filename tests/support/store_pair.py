@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from learner.weights.rank_board import make_board
-from learner.weights.shards import local_slices, plan_tensors
-from learner.weights.store.chain import Stored
-from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
+from paceline.learner.weights.rank_board import make_board
+from paceline.learner.weights.shards import local_slices, plan_tensors
+from paceline.learner.weights.store.chain import Stored
+from paceline.learner.weights.store.writer import StoreWriter
+from paceline.rollout.weights.store_reader import StoreReader
 from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer
 from paceline.weights.store_layout import CHUNK_ELEMENTS
-from rollout.weights.store_reader import StoreReader
 
 DEADLINE_S = 60.0
 

@@ -12,12 +12,12 @@ import yaml
 
 from paceline.client import Event
 from paceline.errors import Conflict
+from paceline.services.cli.sweeping.study import SweepStudy
+from paceline.services.cli.sweeping.sweep_file import Sweep
+from paceline.services.cli.sweeping.trials import Trials
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
-from protos.paceline.v1 import run_pb2
-from services.cli.sweeping.study import SweepStudy
-from services.cli.sweeping.sweep_file import Sweep
-from services.cli.sweeping.trials import Trials
+from paceline.v1 import run_pb2
 
 SPEC = {
     "policy": {"model_name": "tiny"},

@@ -18,7 +18,7 @@ from free_ports import free_port
 from trained_ledger import RUN_ID, Writer
 
 from paceline.records import Records
-from services.cli.recorded.source import ledger_source
+from paceline.services.cli.recorded.source import ledger_source
 
 START_S = 90.0
 HOSTILE = "<script>alert(1)</script>\x1b[31m"

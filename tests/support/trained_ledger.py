@@ -10,16 +10,16 @@ import numpy as np
 
 from paceline.data.prompts import open_prompts
 from paceline.groups import Completion, Group, Version, VersionSpan
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.transport.dispatch import handle
+from paceline.services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.registry import Member
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL, encode_result
-from protos.paceline.v1 import common_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
-from services.coordinator.exchange.transport.dispatch import handle
-from services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.registry import Member
 
 RUN_ID = "sums-1"
 PROMPT_IDS = np.array([4, 5], np.int32)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.client import Client
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 240.0
 

@@ -20,21 +20,21 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.checkpoints.checkpoint import load
-from learner.checkpoints.manifest import read_manifest
 from paceline.client import Client
 from paceline.files.storage import Folder
 from paceline.groups import Version
+from paceline.learner.checkpoints.checkpoint import load
+from paceline.learner.checkpoints.manifest import read_manifest
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.demo.model import make_model
+from paceline.services.demo.task import answer, problem
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
 from paceline.token import open_channel
+from paceline.v1 import learner_pb2, learner_pb2_grpc
+from paceline.v1.common_pb2 import Role
 from paceline.weights.hosts.local_socket import LABEL_VARIABLE
-from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
-from protos.paceline.v1.common_pb2 import Role
-from services.coordinator.ledger.ledger import Ledger
-from services.demo.model import make_model
-from services.demo.task import answer, problem
-from services.local.cluster import LocalCluster
 
 HERE = Path(__file__).parent
 DEADLINE_S = 600.0
@@ -83,7 +83,7 @@ class Worker:
         }
         if not beside_learner:
             environment[LABEL_VARIABLE] = name
-        program = [str(HERE / "faulty_rollout.py")] if faulty else ["-m", "services.rollout.main"]
+        program = [str(HERE / "faulty_rollout.py")] if faulty else ["-m", "paceline.services.rollout.main"]
         self.started_s = time.time()
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -271,7 +271,7 @@ class ElasticRun:
             return []
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(service).children(recursive=True)
-            return [c.pid for c in children if "services.learner.rank" in " ".join(c.cmdline())]
+            return [c.pid for c in children if "paceline.services.learner.rank" in " ".join(c.cmdline())]
         return []
 
     # The right weights
@@ -347,7 +347,7 @@ class ElasticRun:
         arguments = ["replay", str(self.cluster.directory / self.run_id), "--output", str(output), "--json"]
         arguments += ["--from", str(start), "--to", str(step), "--device", "cpu"]
         done = subprocess.run(
-            [sys.executable, "-c", "from services.cli.main import main; main()", *arguments],
+            [sys.executable, "-c", "from paceline.services.cli.main import main; main()", *arguments],
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import services.host_agent.main
+import paceline.services.host_agent.main
 from paceline.weights.hosts import agent
 from paceline.weights.hosts.manifest import HostManifest
 from paceline.weights.hosts.reading import Reading
@@ -83,10 +83,10 @@ def main() -> None:
     """Serves, with the seams in place."""
     agent.Reading = FaultyReading  # type: ignore[misc]
     agent._Client = FaultyClient  # type: ignore[misc]
-    services.host_agent.main.Agent = FaultyAgent  # type: ignore[misc]
+    paceline.services.host_agent.main.Agent = FaultyAgent  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, arm)
     ORDERS.with_suffix(".agent-pid").write_text(str(os.getpid()))
-    services.host_agent.main.main()
+    paceline.services.host_agent.main.main()
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import paceline.services.rollout.main
+import paceline.services.rollout.weights
 import paceline.weights.hosts.client
-import services.rollout.main
-import services.rollout.weights
 from paceline.groups import Version
-from protos.paceline.v1 import host_agent_pb2, worker_pb2
-from rollout.weights.host_receiver import HostReceiver
+from paceline.rollout.weights.host_receiver import HostReceiver
+from paceline.v1 import host_agent_pb2, worker_pb2
 
 ORDERS = Path(os.environ["PACELINE_FAULT"])
 
@@ -79,11 +79,11 @@ class FaultyHostReceiver(HostReceiver):
 
 def main() -> None:
     """Serves, with the seams in place."""
-    services.rollout.weights.HostReceiver = FaultyHostReceiver  # type: ignore[misc]
+    paceline.services.rollout.weights.HostReceiver = FaultyHostReceiver  # type: ignore[misc]
     paceline.weights.hosts.client.MODULE = "faulty_agent"
     signal.signal(signal.SIGUSR1, arm)
     signal.signal(signal.SIGUSR2, lambda *_: go_on.set())
-    services.rollout.main.main()
+    paceline.services.rollout.main.main()
 
 
 if __name__ == "__main__":

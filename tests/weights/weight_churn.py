@@ -21,8 +21,8 @@ import click
 from elastic_run import DEADLINE_S, STEP_S, ElasticRun, until
 
 from paceline.client import ENDED_STATES, state_name
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 AT_LEAST = 2
 """Workers that go on serving when one leaves."""

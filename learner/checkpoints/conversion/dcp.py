@@ -35,14 +35,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_collectively
 from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
 
-from learner.checkpoints.checkpoint import as_error
-from learner.checkpoints.conversion.weights import ModelWeights
-from learner.checkpoints.metadata import METADATA, decode_metadata
-from learner.checkpoints.safetensors_writer import TensorHeader
-from learner.checkpoints.state_files import state_reader
-from learner.weights.gather import unwrapped
 from paceline.errors import Conflict, InvalidInput, Unavailable
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints.checkpoint import as_error
+from paceline.learner.checkpoints.conversion.weights import ModelWeights
+from paceline.learner.checkpoints.metadata import METADATA, decode_metadata
+from paceline.learner.checkpoints.safetensors_writer import TensorHeader
+from paceline.learner.checkpoints.state_files import state_reader
+from paceline.learner.weights.gather import unwrapped
 
 KEY = "model"
 """Entry of the state dict that has the weights, as trainers name it."""

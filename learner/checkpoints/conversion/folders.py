@@ -17,18 +17,18 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from learner.checkpoints.conversion.dcp import DcpCheckpoint, write_dcp
-from learner.checkpoints.conversion.weights import ModelWeights, refuse_not_finite
-from learner.checkpoints.export_folder import written_beside
-from learner.checkpoints.export_manifest import write_export_manifest
-from learner.checkpoints.metadata import METADATA
-from learner.checkpoints.model_folder import empty_model, stored_tensors
-from learner.checkpoints.other_files import CONFIG, check_tokenizer, copy_other_files
-from learner.checkpoints.safetensors_writer import MAX_FILE_BYTES, SafetensorsWriter, TensorHeader
-from learner.checkpoints.verification import Location
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.files.storage import Folder, is_url
+from paceline.learner.checkpoints.conversion.dcp import DcpCheckpoint, write_dcp
+from paceline.learner.checkpoints.conversion.weights import ModelWeights, refuse_not_finite
+from paceline.learner.checkpoints.export_folder import written_beside
+from paceline.learner.checkpoints.export_manifest import write_export_manifest
+from paceline.learner.checkpoints.metadata import METADATA
+from paceline.learner.checkpoints.model_folder import empty_model, stored_tensors
+from paceline.learner.checkpoints.other_files import CONFIG, check_tokenizer, copy_other_files
+from paceline.learner.checkpoints.safetensors_writer import MAX_FILE_BYTES, SafetensorsWriter, TensorHeader
+from paceline.learner.checkpoints.verification import Location
 from paceline.models.pretrained import check_weights, skeleton
 from paceline.models.weight_files import WeightFiles, find_weight_files
 

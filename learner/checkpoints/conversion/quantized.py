@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from learner.checkpoints.export_folder import written_beside
-from learner.checkpoints.export_manifest import write_export_manifest
-from learner.checkpoints.other_files import CONFIG, check_tokenizer, copy_other_files
-from learner.checkpoints.verification import Location
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
+from paceline.learner.checkpoints.export_folder import written_beside
+from paceline.learner.checkpoints.export_manifest import write_export_manifest
+from paceline.learner.checkpoints.other_files import CONFIG, check_tokenizer, copy_other_files
+from paceline.learner.checkpoints.verification import Location
 from paceline.models.pretrained import check_model
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.checkpoints.safetensors_writer import TensorHeader
-from learner.weights.stream import Weight
 from paceline.errors import InvalidInput
 from paceline.files.model_source import ADAPTER_CONFIG
+from paceline.learner.checkpoints.safetensors_writer import TensorHeader
+from paceline.learner.weights.stream import Weight
 from paceline.models.pretrained import is_finite
 from paceline.models.weight_files import WeightFiles, torch_dtype
 from paceline.regular_file import read_regular

@@ -22,22 +22,22 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from learner.weights.channel import WithoutMembers
-from learner.weights.hosts.members import HostMembers
-from learner.weights.hosts.shard_writer import ShardWriter
-from learner.weights.hosts.stage import RankStage
-from learner.weights.rank_board import RankBoard
-from learner.weights.shards import whole_slices
-from learner.weights.store.offers import StoreOffers
-from learner.weights.store.writer import StoreWriter
 from paceline.errors import InvalidInput, PacelineError, Unavailable
 from paceline.groups import Version
+from paceline.learner.weights.channel import WithoutMembers
+from paceline.learner.weights.hosts.members import HostMembers
+from paceline.learner.weights.hosts.shard_writer import ShardWriter
+from paceline.learner.weights.hosts.stage import RankStage
+from paceline.learner.weights.rank_board import RankBoard
+from paceline.learner.weights.shards import whole_slices
+from paceline.learner.weights.store.offers import StoreOffers
+from paceline.learner.weights.store.writer import StoreWriter
 from paceline.rate_limited_log import unforeseen
+from paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
 from paceline.weights.host_segment import HostSegment
 from paceline.weights.hosts.client import AgentClient
 from paceline.weights.hosts.manifest import HostManifest, PieceAlgorithm
 from paceline.weights.packing import empty_flat, views
-from protos.paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
 
 STORE_RETRY_S = 0.5
 CLOSE_WAIT_S = 2.0

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from learner.weights.publish_result import Failure, PublishResult
 from paceline.groups import Version
+from paceline.learner.weights.publish_result import Failure, PublishResult
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.manifest import longest_s
 

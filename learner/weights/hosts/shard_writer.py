@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from learner.model.mesh import in_first_replica, shard_group
-from learner.weights.gather import is_first_rank, is_split_by_rows, named_weights
-from learner.weights.shards import plan_tensors
 from paceline.groups import Version
+from paceline.learner.model.mesh import in_first_replica, shard_group
+from paceline.learner.weights.gather import is_first_rank, is_split_by_rows, named_weights
+from paceline.learner.weights.shards import plan_tensors
 from paceline.weights.host_segment import HostSegment
 from paceline.weights.hosts.manifest import HostManifest, PieceAlgorithm
 from paceline.weights.hosts.pieces import Owned, bucket_bytes_for, joined

@@ -20,10 +20,10 @@ import torch
 from paceline.errors import PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
+from paceline.v1 import common_pb2, host_agent_pb2
 from paceline.weights.host_segment import HostSegment
 from paceline.weights.hosts.client import AgentClient
 from paceline.weights.hosts.manifest import HostManifest
-from protos.paceline.v1 import common_pb2, host_agent_pb2
 
 MEMORY_S = 30.0
 """Longest wait for memory of the host, while its agent is being replaced; it takes milliseconds otherwise."""

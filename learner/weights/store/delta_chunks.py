@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from learner.weights.store.version_source import FoundChanges, KeptVersion, VersionSource, chunk_bits
 from paceline.groups import Version
+from paceline.learner.weights.store.version_source import FoundChanges, KeptVersion, VersionSource, chunk_bits
 from paceline.weights import delta_codec
 from paceline.weights.manifest import Algorithm, checksum
 from paceline.weights.part_file import ChunkNote

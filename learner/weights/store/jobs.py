@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from learner.weights.store.version_source import VersionSource
 from paceline.groups import Version
+from paceline.learner.weights.store.version_source import VersionSource
 
 
 @dataclass

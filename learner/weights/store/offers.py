@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from learner.weights.publish_result import PublishResult
-from learner.weights.store.chain import Stored
 from paceline.backoff import pause_after
 from paceline.groups import Version
+from paceline.learner.weights.publish_result import PublishResult
+from paceline.learner.weights.store.chain import Stored
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.manifest import Algorithm
 from paceline.weights.offers import StoreOffer

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from learner.weights.shards import LocalSlice
 from paceline.groups import Version
+from paceline.learner.weights.shards import LocalSlice
 from paceline.weights.delta_codec import Changes
 from paceline.weights.store_layout import RankLayout
 

@@ -22,20 +22,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from learner.weights.rank_board import RankBoard
-from learner.weights.shards import LocalSlice
-from learner.weights.store.chain import Chain, Stored
-from learner.weights.store.delta_chunks import CodedChunk, coded_chunks
-from learner.weights.store.jobs import Job, StoreJobs
-from learner.weights.store.version_source import (
+from paceline.backoff import ExponentialBackoff
+from paceline.errors import PacelineError
+from paceline.groups import Version
+from paceline.learner.weights.rank_board import RankBoard
+from paceline.learner.weights.shards import LocalSlice
+from paceline.learner.weights.store.chain import Chain, Stored
+from paceline.learner.weights.store.delta_chunks import CodedChunk, coded_chunks
+from paceline.learner.weights.store.jobs import Job, StoreJobs
+from paceline.learner.weights.store.version_source import (
     KeptVersion,
     VersionSource,
     WholeSlices,
     chunk_bits,
 )
-from paceline.backoff import ExponentialBackoff
-from paceline.errors import PacelineError
-from paceline.groups import Version
 from paceline.weights.manifest import Algorithm, TensorPlan, checksum
 from paceline.weights.object_store import Buffer, WeightStore
 from paceline.weights.part_file import ChunkNote, PartHeader, part_chunks

@@ -14,7 +14,7 @@ CONFIGURATION = """\
 
 Every key of a spec, with its type, its default and one sentence. `paceline spec --explain KEY` prints the same, and
 `paceline spec FILE` checks a spec and prints it with all defaults. This page is generated from the classes in
-`paceline/spec/` by `python -m services.cli.reference`.
+`paceline/spec/` by `python -m paceline.services.cli.reference`.
 
 A spec is a YAML file of sections. Each key can be overridden on the command line by its dotted name:
 `paceline up spec.yaml grpo.max_num_steps=50 rewards.0.weight=0.5`. In the names below `N` is the index of a list item.
@@ -27,7 +27,7 @@ NAMES = """\
 
 The keys of a spec for the settings of TRL, NeMo RL, verl and prime-rl. An unknown key is answered from this list, and
 `paceline import` uses it ([migration.md](migration.md)). This page is generated from `paceline/spec/foreign/` by
-`python -m services.cli.reference`. `.*` stands for every key below.
+`python -m paceline.services.cli.reference`. `.*` stands for every key below.
 """
 
 

@@ -24,6 +24,7 @@ from functools import partial
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
+from paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
 from paceline.weights.hosts.accepting import next_connection
 from paceline.weights.hosts.local_socket import LocalConnection
 from paceline.weights.hosts.manifest import HostManifest, piece_digest
@@ -31,7 +32,6 @@ from paceline.weights.hosts.reading import SILENCE_S, STREAMS, Reading
 from paceline.weights.hosts.sending import Sender
 from paceline.weights.hosts.store import HeldVersion, HostStore
 from paceline.weights.hosts.transport import Transport
-from protos.paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
 
 PROTOCOL = 1
 PROGRESS_S = 0.5

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from protos.paceline.v1 import worker_pb2
+from paceline.v1 import worker_pb2
 
 FALLBACKS = 3
 """Hosts before the preferred upstream that are tried after it, ahead of the learner's hosts."""

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from paceline.backoff import pause_after
 from paceline.errors import PacelineError, Unavailable
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
+from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.hosts.local_socket import LocalConnection, connect
-from protos.paceline.v1 import host_agent_pb2, worker_pb2
 
 SILENCE_S = 5.0
 """Silence after which an agent is taken for stuck; it is asked for a sign of life each second."""
@@ -33,7 +33,7 @@ POLL_S = 0.02
 CONNECT_S = 2.0
 CLOSE_WAIT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-MODULE = "services.host_agent.main"
+MODULE = "paceline.services.host_agent.main"
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)

@@ -14,8 +14,8 @@ import struct
 from google.protobuf.message import DecodeError
 
 from paceline.errors import WireError
+from paceline.v1 import host_agent_pb2
 from paceline.weights.hosts.transport import Channel
-from protos.paceline.v1 import host_agent_pb2
 
 PROTOCOL = 1
 NONCE_BYTES = 16

@@ -24,13 +24,13 @@ from typing import TypeVar
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.frames import Kind
 from paceline.weights.hosts.manifest import HostManifest, piece_digest
 from paceline.weights.hosts.store import HeldVersion, HostStore
 from paceline.weights.hosts.transport import Channel, Transport
 from paceline.weights.manifest import MAX_MANIFEST_BYTES
-from protos.paceline.v1 import host_agent_pb2, worker_pb2
 
 SILENCE_S = 0.7
 """Silence after which an upstream is taken for dead; a living one sends something each `sending.WAIT_S`."""

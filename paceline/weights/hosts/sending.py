@@ -17,11 +17,11 @@ import time
 from paceline.errors import PacelineError
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.v1 import host_agent_pb2
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.frames import Kind
 from paceline.weights.hosts.store import HeldVersion, HostStore
 from paceline.weights.hosts.transport import Channel, Listener
-from protos.paceline.v1 import host_agent_pb2
 
 WAIT_S = 0.2
 MAX_STREAMS = 64

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos.paceline.v1 import bundle_pb2 as paceline_dot_v1_dot_bundle__pb2
+from paceline.v1 import bundle_pb2 as paceline_dot_v1_dot_bundle__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__

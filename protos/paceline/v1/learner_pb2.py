@@ -22,14 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from protos.paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
+from paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
 DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/learner.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x1d\n\x1bLearnerServiceStatusRequest\"~\n\x1cLearnerServiceStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\r\n\x05phase\x18\x04 \x01(\t\"\x13\n\x11\x43heckpointRequest\"0\n\x12\x43heckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\"3\n\rExportRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_only\x18\x02 \x01(\x08\"K\n\x0e\x45xportResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion2\x81\x02\n\x0eLearnerService\x12]\n\x06Status\x12(.paceline.v1.LearnerServiceStatusRequest\x1a).paceline.v1.LearnerServiceStatusResponse\x12M\n\nCheckpoint\x12\x1e.paceline.v1.CheckpointRequest\x1a\x1f.paceline.v1.CheckpointResponse\x12\x41\n\x06\x45xport\x12\x1a.paceline.v1.ExportRequest\x1a\x1b.paceline.v1.ExportResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.paceline.v1.learner_pb2', _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.learner_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LEARNERSERVICESTATUSREQUEST']._serialized_start=68

@@ -5,7 +5,7 @@ isort:skip_file
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from protos.paceline.v1 import common_pb2 as _common_pb2
+from paceline.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing

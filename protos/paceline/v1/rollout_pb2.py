@@ -22,14 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from protos.paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
+from paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
 DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/rollout.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x94\x02\n\x0fGenerateRequest\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\x05\x12\t\n\x01n\x18\x03 \x01(\r\x12+\n\x06params\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12/\n\x0bmin_version\x18\x07 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x32\n\x0epinned_version\x18\x08 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x0f\n\x07session\x18\t \x01(\t\x12\x11\n\tbegun_ids\x18\n \x03(\x05\"I\n\x10GenerateResponse\x12\x35\n\x0b\x63ompletions\x18\x01 \x03(\x0b\x32 .paceline.v1.GeneratedCompletion\"\x88\x01\n\x13GeneratedCompletion\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\'\n\x05spans\x18\x05 \x03(\x0b\x32\x18.paceline.v1.VersionSpan\"V\n\x0bVersionSpan\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"\x1d\n\x1bRolloutServiceStatusRequest\"\xc6\x01\n\x1cRolloutServiceStatusResponse\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12+\n\x07version\x18\x03 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x12\n\nnum_leases\x18\x06 \x01(\r\x12\x18\n\x10generated_tokens\x18\x07 \x01(\x04\"\x1f\n\x0c\x44rainRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"!\n\rDrainResponse\x12\x10\n\x08returned\x18\x01 \x01(\r2\xf8\x01\n\x0eRolloutService\x12G\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse\x12]\n\x06Status\x12(.paceline.v1.RolloutServiceStatusRequest\x1a).paceline.v1.RolloutServiceStatusResponse\x12>\n\x05\x44rain\x12\x19.paceline.v1.DrainRequest\x1a\x1a.paceline.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.paceline.v1.rollout_pb2', _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=69

@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.services.cli.chat import spec_of_model
+from paceline.services.cli.evaluating.evaluation_spec import (
+    digests,
+    evaluation_spec,
+    reads_model,
+    spec_of_endpoint,
+)
+from paceline.services.common.options import device_option, directory_option, json_option, print_json
+from paceline.services.common.processes.quiet_libraries import quiet_libraries
 from paceline.spec import RunSpec
 from paceline.tasks import task_file, task_names
-from services.cli.chat import spec_of_model
-from services.cli.evaluating.evaluation_spec import digests, evaluation_spec, reads_model, spec_of_endpoint
-from services.common.options import device_option, directory_option, json_option, print_json
-from services.common.processes.quiet_libraries import quiet_libraries
 
 if TYPE_CHECKING:
+    from paceline.reward.endpoints.settings import EndpointSettings
+    from paceline.services.evaluation.runner import Evaluated
     from paceline.spec.sections.data import DataSource
-    from reward.endpoints.settings import EndpointSettings
-    from services.evaluation.runner import Evaluated
 
 
 def _file_or_task(name: str) -> Path:
@@ -150,7 +155,7 @@ def _endpoint(
     model: str | None, name: str, key_env: str | None, key_file: str | None, timeout_s: float
 ) -> EndpointSettings | None:
     """Return the settings of the endpoint that --model names; None for a model of files. Raises InvalidInput."""
-    from reward.endpoints.settings import EndpointSettings, checked_settings
+    from paceline.reward.endpoints.settings import EndpointSettings, checked_settings
 
     if model is None or not model.startswith(("http://", "https://")):
         given = {"--model-name": name, "--api-key-env": key_env, "--api-key-file": key_file}
@@ -198,18 +203,18 @@ async def _evaluated(
     seed: int,
     processes: int,
 ) -> Evaluated:
-    from services.evaluation.runner import evaluate as run
+    from paceline.services.evaluation.runner import evaluate as run
 
     if spec.evaluation.method == "prefer":
         return await run(None, spec, seed, processes)
     if endpoint is not None:
-        from services.evaluation.url_model import opened_url
+        from paceline.services.evaluation.url_model import opened_url
 
         async with opened_url(spec, endpoint) as served:
             return await run(served, spec, seed, processes)
-    from services.cli.serve_model import device_of
-    from services.evaluation.engine_model import EngineModel
-    from services.model_server.serving import model_label, opened_model
+    from paceline.services.cli.serve_model import device_of
+    from paceline.services.evaluation.engine_model import EngineModel
+    from paceline.services.model_server.serving import model_label, opened_model
 
     async with opened_model(spec, model_label(model or ""), device_of(device)) as opened:
         return await run(EngineModel(opened), spec, seed, processes)
@@ -219,10 +224,10 @@ def _by_harness(
     harness: str, arguments: tuple[str, ...], model: str | None, device: str, directory: Path, seed: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return result and samples of an outside harness on a model that is served meanwhile."""
-    from services.cli.serve_model import BATCH_SIZE, device_of
-    from services.evaluation.harnesses.running import run_harness
-    from services.evaluation.harnesses.scored import HarnessRun, result_of
-    from services.model_server.serving import model_label, opened_model
+    from paceline.services.cli.serve_model import BATCH_SIZE, device_of
+    from paceline.services.evaluation.harnesses.running import run_harness
+    from paceline.services.evaluation.harnesses.scored import HarnessRun, result_of
+    from paceline.services.model_server.serving import model_label, opened_model
 
     if model is None or model.startswith(("http://", "https://")):
         raise click.UsageError(
@@ -252,7 +257,7 @@ def _compare(
     result: dict[str, Any], sets: list[DataSource], questions: list[str], prompt_key: str
 ) -> list[str]:
     """Add the overlap with training data to the result, and return the warnings."""
-    from services.evaluation.trained_on import compared, warnings_of
+    from paceline.services.evaluation.trained_on import compared, warnings_of
 
     result["trained_on"] = compared(questions, sets, prompt_key)
     return warnings_of(result["trained_on"], len(questions))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from services.cli.decision import decision_options, end
+from paceline.services.cli.decision import decision_options, end
 
 
 def _bounds(_context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, float]:

@@ -11,9 +11,9 @@ import click
 
 from paceline.errors import LedgerFault, NotFound
 from paceline.files.names import AUDIT_NAME, LEDGER_NAME
-from services.cli import render
-from services.cli.recorded.source import opened_ledger
-from services.common.options import directory_option, json_option, print_json
+from paceline.services.cli import render
+from paceline.services.cli.recorded.source import opened_ledger
+from paceline.services.common.options import directory_option, json_option, print_json
 
 COLUMNS = ("record", "time", "who", "from", "what", "about", "result", "why")
 
@@ -29,7 +29,7 @@ def audit() -> None:
 def verify(directory: Path, as_json: bool) -> None:
     """Verify the chain of the audit log, with the ledger and the manifests of checkpoints; exit status 1 if a record was changed
     or is missing."""
-    from services.coordinator.audit_log import verification
+    from paceline.services.coordinator.audit_log import verification
 
     with opened_ledger(directory / LEDGER_NAME) as opened:
         report = verification.verify(opened)
@@ -50,7 +50,7 @@ def verify(directory: Path, as_json: bool) -> None:
 @json_option
 def show(last: int, shows_all: bool, directory: Path, as_json: bool) -> None:
     """Show the newest records, oldest first. With --json one JSON object a line, with all fields."""
-    from services.coordinator.audit_log.verification import records
+    from paceline.services.coordinator.audit_log.verification import records
 
     folder = directory / AUDIT_NAME
     if not folder.is_dir():

@@ -13,10 +13,10 @@ import click
 
 from paceline.data.table_packages import need_table_packages
 from paceline.errors import NotFound
+from paceline.services.cli import render
+from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.common.options import json_option, print_json
 from paceline.spec.explaining.nearest import nearest
-from services.cli import render
-from services.cli.recorded.source import records_of_run, source_options
-from services.common.options import json_option, print_json
 
 KINDS = ("step", "evaluation")
 TIME = "time"

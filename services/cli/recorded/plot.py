@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from paceline.errors import InvalidInput, NotFound
-from services.cli import render
-from services.cli.recorded.metrics import check_names, metric_rows, selected
-from services.cli.recorded.report_page import RunCurves, curves_page
-from services.cli.recorded.source import Source, records_of_run, run_ids, source_options
-from services.common.options import find_run, json_option, print_json
+from paceline.services.cli import render
+from paceline.services.cli.recorded.metrics import check_names, metric_rows, selected
+from paceline.services.cli.recorded.report_page import RunCurves, curves_page
+from paceline.services.cli.recorded.source import Source, records_of_run, run_ids, source_options
+from paceline.services.common.options import find_run, json_option, print_json
 
 REPORT_NAME = "report.html"
 

@@ -16,9 +16,8 @@ from paceline.errors import InvalidInput, NotFound
 from paceline.files.names import EXPORTS, LEDGER_NAME
 from paceline.records import Records
 from paceline.registry.origin import Origin
-from paceline.spec import RunSpec
-from services.cli import render
-from services.cli.recorded.source import (
+from paceline.services.cli import render
+from paceline.services.cli.recorded.source import (
     Source,
     opened_ledger,
     records_of,
@@ -26,11 +25,12 @@ from services.cli.recorded.source import (
     run_ids,
     source_options,
 )
-from services.common.options import directory_option, find_run, json_option, print_json
+from paceline.services.common.options import directory_option, find_run, json_option, print_json
+from paceline.spec import RunSpec
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.records_pb2 import RecordedCheckpoint
-    from protos.paceline.v1.run_pb2 import Run
+    from paceline.v1.records_pb2 import RecordedCheckpoint
+    from paceline.v1.run_pb2 import Run
 
 
 @click.group()
@@ -54,7 +54,7 @@ def verify(
 ) -> None:
     """Compare all records of RUN (its id or its folder; default all runs); exit status 1 if any of them disagree. A coordinator
     compares them on its own host."""
-    from services.coordinator.audit.repair import repair
+    from paceline.services.coordinator.audit.repair import repair
 
     if repairs and coordinator:
         raise click.UsageError(
@@ -87,7 +87,7 @@ def verify(
 @json_option
 def backup(destination: Path, directory: Path, as_json: bool) -> None:
     """Write a consistent copy of the ledger to the file DESTINATION, also while the coordinator runs."""
-    from services.coordinator.ledger.backup import back_up
+    from paceline.services.coordinator.ledger.backup import back_up
 
     with opened_ledger(directory / LEDGER_NAME) as opened:
         size_bytes = back_up(opened, destination)
@@ -107,7 +107,7 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 def encrypt(old_key_file: Path | None, directory: Path) -> None:
     """Encrypt the ledger with the storage key that the environment gives. Stop the coordinator before; the ledger's disk needs
     room for a second copy of it meanwhile."""
-    from services.coordinator.ledger.reencryption import encrypt_ledger
+    from paceline.services.coordinator.ledger.reencryption import encrypt_ledger
 
     new = storage_key()
     if new is None:
@@ -159,7 +159,7 @@ def export(
         destination = f"{beside or chosen.directory}/{EXPORTS}/step-{chosen.step}"
     import torch
 
-    from learner.checkpoints.export import export_checkpoint
+    from paceline.learner.checkpoints.export import export_checkpoint
 
     export_checkpoint(
         chosen.path,

@@ -14,13 +14,19 @@ import click
 import yaml
 
 from paceline.errors import Conflict, PacelineError
+from paceline.services.cli.recorded.source import opened_ledger
+from paceline.services.common.options import (
+    device_option,
+    directory_option,
+    find_run,
+    json_option,
+    print_json,
+)
 from paceline.spec import RunSpec
 from paceline.spec.reading import apply_override, parse_spec, spec_to_yaml
-from services.cli.recorded.source import opened_ledger
-from services.common.options import device_option, directory_option, find_run, json_option, print_json
 
 if TYPE_CHECKING:
-    from services.replay.plan import ReplayPlan
+    from paceline.services.replay.plan import ReplayPlan
 
 
 @click.command()
@@ -58,7 +64,7 @@ def replay(
     The batches are the same, and on CPUs the weights too, bit for bit; exit status 1 if they differ without a known
     reason. OVERRIDES such as loss_fn.ratio_clip_max=0.28 change the objective. The run itself is only read.
     """
-    from services.replay.plan import plan_replay, recorded_losses
+    from paceline.services.replay.plan import plan_replay, recorded_losses
 
     path, run_id = find_run(run, directory)
     with opened_ledger(path) as opened:
@@ -125,8 +131,15 @@ def overridden(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
 
 def _command(ranks: int) -> list[str]:
     if ranks == 1:
-        return [sys.executable, "-m", "services.replay.rank"]
-    return [sys.executable, "-m", "services.learner.launcher", str(ranks), "10", "services.replay.rank"]
+        return [sys.executable, "-m", "paceline.services.replay.rank"]
+    return [
+        sys.executable,
+        "-m",
+        "paceline.services.learner.launcher",
+        str(ranks),
+        "10",
+        "paceline.services.replay.rank",
+    ]
 
 
 def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dict[str, Any]]:
@@ -157,7 +170,7 @@ def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:
     """Compare the weights with those of the run's checkpoint after the same steps, if it has one."""
     if plan.expected is None:
         return {"compared_with": None, "identical": None, "different_tensors": [], "largest_difference": None}
-    from learner.checkpoints.export import checkpoint_weights, compare_weights
+    from paceline.learner.checkpoints.export import checkpoint_weights, compare_weights
 
     policy, scoring = plan.spec.policy, plan.spec.has_scoring_head
     reached = checkpoint_weights(saved["checkpoint"], saved["sha256"], policy, scoring=scoring)

@@ -11,11 +11,11 @@ import click
 
 from paceline import __version__
 from paceline.errors import NotFound
-from services.cli import render
-from services.cli.recorded.plot import REPORT_NAME, check_page_file, curves_of
-from services.cli.recorded.report_page import Block, curve_blocks, page
-from services.cli.recorded.source import Source, records_of_run, source_options
-from services.common.options import json_option, print_json
+from paceline.services.cli import render
+from paceline.services.cli.recorded.plot import REPORT_NAME, check_page_file, curves_of
+from paceline.services.cli.recorded.report_page import Block, curve_blocks, page
+from paceline.services.cli.recorded.source import Source, records_of_run, source_options
+from paceline.services.common.options import json_option, print_json
 
 if TYPE_CHECKING:
     from paceline.records import Records

@@ -16,7 +16,7 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from services.coordinator.reporting.metric_table import PARTS, metric_of
+from paceline.services.coordinator.reporting.metric_table import PARTS, metric_of
 
 NO_METRICS = ("step", "time")
 MAX_POINTS = 300
@@ -41,7 +41,7 @@ class RunCurves(NamedTuple):
 
 def page(title: str, blocks: Sequence[Block]) -> str:
     """Return a whole document."""
-    template = (files("services.cli.recorded") / "page.html").read_text("utf-8")
+    template = (files("paceline.services.cli.recorded") / "page.html").read_text("utf-8")
     begin, _, rest = template.partition("{{modules}}")
     own, closing, end = rest.partition("</script>")
     script = _modules() + own
@@ -61,7 +61,7 @@ def _modules() -> str:
 
 
 def _static(name: str) -> str:
-    return (files("services.dashboard") / "static" / name).read_text("utf-8")
+    return (files("paceline.services.dashboard") / "static" / name).read_text("utf-8")
 
 
 def curves_page(runs: Sequence[RunCurves]) -> str:

@@ -13,7 +13,7 @@ import click
 from paceline.data.table_packages import need_table_packages
 from paceline.errors import NotFound
 from paceline.records import Records, missing_samples
-from services.cli.recorded.source import Source
+from paceline.services.cli.recorded.source import Source
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 FILTERS = (

@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from services.cli import render
-from services.cli.recorded.sample_choice import SampleChoice, filter_options
-from services.cli.recorded.source import records_of_run, source_options
-from services.common.options import json_option, print_json
+from paceline.services.cli import render
+from paceline.services.cli.recorded.sample_choice import SampleChoice, filter_options
+from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.common.options import json_option, print_json
 
 SHOWN = 4
 """Groups that are shown unless --limit says otherwise."""
@@ -76,7 +76,7 @@ def export_all(
     function, final_reward. With --pairs it has prompt, chosen, rejected and both rewards. `data.train: DESTINATION`
     trains on the file.
     """
-    from services.coordinator.audit.sample_files import export_samples
+    from paceline.services.coordinator.audit.sample_files import export_samples
 
     if not pairs and (at_least is not None or at_most is not None):
         raise click.UsageError("--best and --worst are bounds of --pairs; add --pairs")

@@ -21,12 +21,12 @@ import click
 from paceline.client import Client, Event
 from paceline.errors import NotFound, Unavailable
 from paceline.files.names import LEDGER_NAME
-from services.common.insecure import check_coordinator, insecure_option
-from services.common.options import caller_token_file_option, directory_option, find_run
+from paceline.services.common.insecure import check_coordinator, insecure_option
+from paceline.services.common.options import caller_token_file_option, directory_option, find_run
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.run_pb2 import Run
-    from services.coordinator.ledger.ledger import Ledger
+    from paceline.services.coordinator.ledger.ledger import Ledger
+    from paceline.v1.run_pb2 import Run
 
 VARIABLE = "PACELINE_COORDINATOR"
 EVENTS_AT_ONCE = 1000
@@ -50,7 +50,7 @@ class LedgerRuns:
     """The runs of one ledger that is open in this thread, and their records."""
 
     def __init__(self, ledger: Ledger):
-        from services.coordinator.audit.reading.reader import records_in
+        from paceline.services.coordinator.audit.reading.reader import records_in
 
         self.ledger, self.records = ledger, records_in(ledger)
 
@@ -60,7 +60,7 @@ class LedgerRuns:
 
     def get(self, run_id: str) -> Run:
         """Return a run. Raises NotFound."""
-        from services.coordinator.reporting.run_messages import run_message
+        from paceline.services.coordinator.reporting.run_messages import run_message
 
         row = self.ledger.run(run_id)
         message = run_message(self.ledger, row)
@@ -78,7 +78,7 @@ class LedgerRuns:
     def run_ids(self) -> list[str]:
         """Return the ids of all runs, oldest first, also where other columns cannot be read; the runs whose rows are lost come
         last."""
-        from services.coordinator.ledger.integrity.lost_runs import lost_runs
+        from paceline.services.coordinator.ledger.integrity.lost_runs import lost_runs
 
         lost: list[str] = []
         with contextlib.suppress(
@@ -101,8 +101,8 @@ def run_ids(source: Source) -> list[str]:
 def opened_ledger(path: Path) -> Iterator[Ledger]:
     """Open the ledger at `path`, read-only; explain the damage of a file that cannot be read. Raises NotFound,
     LedgerFault."""
-    from services.coordinator.ledger.integrity.file_damage import explained
-    from services.coordinator.ledger.ledger import Ledger
+    from paceline.services.coordinator.ledger.integrity.file_damage import explained
+    from paceline.services.coordinator.ledger.ledger import Ledger
 
     try:
         ledger = Ledger(path, read_only=True)

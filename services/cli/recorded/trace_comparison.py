@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from services.cli.decision import decision_options, end
+from paceline.services.cli.decision import decision_options, end
 
 
 @click.command()

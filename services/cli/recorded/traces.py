@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from paceline.errors import DataError
-from services.cli.recorded.source import records_of_run, source_options
-from services.cli.recorded.trace_comparison import compare
-from services.common.options import json_option, print_json
+from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.cli.recorded.trace_comparison import compare
+from paceline.services.common.options import json_option, print_json
 
 
 @click.group()
@@ -31,7 +31,7 @@ traces.add_command(compare)
 def export(run: str, destination: Path, directory: Path, coordinator: str | None, as_json: bool) -> None:
     """Write every completion that RUN trained on to DESTINATION, .jsonl or .parquet, with its tokens, their
     log-probabilities and versions, and its rewards. `paceline offline_grpo` trains on the file."""
-    from services.coordinator.audit.sample_files import export_samples
+    from paceline.services.coordinator.audit.sample_files import export_samples
 
     if destination.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(

@@ -20,12 +20,18 @@ from pydantic import ValidationError
 from paceline.client import Client
 from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.files.names import LEDGER_NAME
+from paceline.services.cli.recorded.source import (
+    Source,
+    ledger_source,
+    records_of,
+    records_of_run,
+    source_options,
+)
+from paceline.services.tracking.follower import Follower, Target
+from paceline.services.tracking.opening import Setting, named
+from paceline.services.tracking.service import Sender, Tracking, end, folder_of, records_opening
 from paceline.spec.reading import spec_of_run
 from paceline.spec.sections.system import TrackerSection
-from services.cli.recorded.source import Source, ledger_source, records_of, records_of_run, source_options
-from services.tracking.follower import Follower, Target
-from services.tracking.opening import Setting, named
-from services.tracking.service import Sender, Tracking, end, folder_of, records_opening
 
 KINDS = ("wandb", "mlflow", "tensorboard")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.registry.evidence import has_passed, outcome_of
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.registry_pb2 import ModelChange, RegisteredModel
+    from paceline.v1.registry_pb2 import ModelChange, RegisteredModel
 
 PLAIN = (
     *("name", "version", "stage", "override", "run_id", "chain", "path", "export_sha256", "statement_sha256"),

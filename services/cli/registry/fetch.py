@@ -11,13 +11,13 @@ import click
 from paceline.errors import Conflict, DataError, PacelineError
 from paceline.files.storage import Folder, unavailable
 from paceline.registry.names import read_reference
-from services.cli.recorded.source import source_options
-from services.cli.registry.facts import model_facts, stage_fault
-from services.cli.registry.source import models_of
-from services.common.options import json_option, print_json
+from paceline.services.cli.recorded.source import source_options
+from paceline.services.cli.registry.facts import model_facts, stage_fault
+from paceline.services.cli.registry.source import models_of
+from paceline.services.common.options import json_option, print_json
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.registry_pb2 import RegisteredModel
+    from paceline.v1.registry_pb2 import RegisteredModel
 
 MODEL = "NAME[:VERSION|@ALIAS]"
 public_key_option = click.option(
@@ -57,7 +57,7 @@ def fetch(
     The digest of every file, of its evaluations and of its verdicts is compared with the record; a file that differs is refused
     by its name.
     """
-    from learner.checkpoints.export_folder import written_beside
+    from paceline.learner.checkpoints.export_folder import written_beside
 
     if verify and public_key is None:
         raise click.UsageError("--verify needs the key of whoever signs; name it with --public-key")

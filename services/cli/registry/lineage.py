@@ -8,8 +8,8 @@ import re
 from paceline.errors import InvalidInput
 from paceline.registry.origin import Origin, check_origin
 from paceline.registry.statement import Lineage
+from paceline.services.cli.recorded.source import Source
 from paceline.spec.reading import spec_of_run, spec_to_yaml
-from services.cli.recorded.source import Source
 
 EXPORT_OF_STEP = re.compile(r"step-(\d{1,9})")
 """Name that `paceline export` gives to a folder."""

@@ -8,12 +8,12 @@ import click
 
 from paceline.errors import Conflict
 from paceline.registry.names import CHAMPION, Reference, read_reference
-from services.cli.recorded.source import source_options
-from services.cli.registry.facts import change_facts, change_line, model_facts, model_lines
-from services.cli.registry.fetch import MODEL, fetch, push
-from services.cli.registry.register import register
-from services.cli.registry.source import changing_models_of, models_of
-from services.common.options import json_option, print_json
+from paceline.services.cli.recorded.source import source_options
+from paceline.services.cli.registry.facts import change_facts, change_line, model_facts, model_lines
+from paceline.services.cli.registry.fetch import MODEL, fetch, push
+from paceline.services.cli.registry.register import register
+from paceline.services.cli.registry.source import changing_models_of, models_of
+from paceline.services.common.options import json_option, print_json
 
 alias_option = click.option("--alias", default=CHAMPION, show_default=True, help="Alias that moves.")
 

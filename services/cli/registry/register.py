@@ -14,15 +14,15 @@ from paceline.files.storage import Folder
 from paceline.registry.names import check_name
 from paceline.registry.origin import Origin, origin_of
 from paceline.registry.statement import Lineage
-from services.cli.recorded.source import records_of_run, source_options
-from services.cli.registry.facts import model_facts
-from services.cli.registry.lineage import lineage_of
-from services.cli.registry.source import changing_models_of, models_of
-from services.common.options import json_option, print_json
+from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.cli.registry.facts import model_facts
+from paceline.services.cli.registry.lineage import lineage_of
+from paceline.services.cli.registry.source import changing_models_of, models_of
+from paceline.services.common.options import json_option, print_json
 
 if TYPE_CHECKING:
     from paceline.registry.folder import Contents
-    from protos.paceline.v1.registry_pb2 import RegisteredModel
+    from paceline.v1.registry_pb2 import RegisteredModel
 
 NOT_RECORDED = (AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted)
 """Errors after which the version is certainly not on record. After others it may be, so its files stay."""
@@ -90,7 +90,7 @@ def register(
     The folder is copied to the store with a model card, evaluations, verdicts, an in-toto statement on every file, and a
     signature. The version is `passed` when all of its verdicts are, else `registered`.
     """
-    from learner.checkpoints.export_folder import written_beside
+    from paceline.learner.checkpoints.export_folder import written_beside
     from paceline.registry.folder import Sources, make_folder
     from paceline.spec.reading import spec_from_yaml
 
@@ -156,8 +156,8 @@ def _note(run: str | None, origin: Origin | None) -> str:
 def _message(
     name: str, version: int, lineage: Lineage, parent: str, path: str, contents: Contents
 ) -> RegisteredModel:
-    from protos.paceline.v1.common_pb2 import PolicyVersion
-    from protos.paceline.v1.registry_pb2 import RegisteredModel
+    from paceline.v1.common_pb2 import PolicyVersion
+    from paceline.v1.registry_pb2 import RegisteredModel
 
     return RegisteredModel(
         name=name,

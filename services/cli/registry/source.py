@@ -17,11 +17,11 @@ from paceline.errors import Conflict, NotFound
 from paceline.files.names import LEDGER_NAME
 from paceline.registry.calls import Models
 from paceline.registry.names import REFERENCE, read_reference
-from services.cli.recorded.source import records_of
+from paceline.services.cli.recorded.source import records_of
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.registry_pb2 import RegisteredModel
-    from services.coordinator.ledger.ledger import Ledger
+    from paceline.services.coordinator.ledger.ledger import Ledger
+    from paceline.v1.registry_pb2 import RegisteredModel
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def changing_models_of(directory: Path, coordinator: str | None) -> Iterator[Mod
         if isinstance(source, Client):
             yield source.models
             return
-    from services.coordinator.ledger.ledger import Ledger
+    from paceline.services.coordinator.ledger.ledger import Ledger
 
     path = directory / LEDGER_NAME
     if not path.is_file():
@@ -63,7 +63,7 @@ def registered_model(model: str, directory: Path) -> RegisteredModel | None:
 
 
 def _local(ledger: Ledger) -> Models:
-    from services.coordinator.model_servicer import RegistryCalls
+    from paceline.services.coordinator.model_servicer import RegistryCalls
 
     calls = RegistryCalls(ledger, ledger, getpass.getuser)
 

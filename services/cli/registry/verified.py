@@ -18,8 +18,8 @@ import click
 from paceline.files.spool import spool_folder
 from paceline.files.storage import Folder
 from paceline.registry.statement import STATEMENT
-from services.cli.registry.fetch import check_files, checked_copy
-from services.cli.registry.source import registered_model
+from paceline.services.cli.registry.fetch import check_files, checked_copy
+from paceline.services.cli.registry.source import registered_model
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def _check_fetched(folder: Folder, public_key: Path) -> None:
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
     """Give an empty folder, which is removed at the end; those of processes that were killed go at the next call."""
-    from learner.checkpoints.export_folder import remove_left_overs
+    from paceline.learner.checkpoints.export_folder import remove_left_overs
 
     spool = spool_folder() / "served"
     remove_left_overs(spool)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import click
 
 from paceline.client import Event
-from services.cli import render
-from services.common.options import json_option, print_json
-from services.common.reporting.curve import scaled, sparkline
+from paceline.services.cli import render
+from paceline.services.common.options import json_option, print_json
+from paceline.services.common.reporting.curve import scaled, sparkline
 
 ALWAYS = frozenset({"warning", "state"})
 """Kinds of events that are shown although the user wants a quiet screen."""

@@ -8,12 +8,18 @@ import click
 
 from paceline.address import checked_address, is_loopback
 from paceline.client import Client
+from paceline.services.cli import render
+from paceline.services.cli.recorded.source import DEFAULT_DIRECTORY, runs_of
+from paceline.services.cli.running.progress import Shown, shown_options
+from paceline.services.cli.running.watching import follow, wait_for
+from paceline.services.common.options import (
+    coordinator_option,
+    find_run,
+    json_option,
+    print_json,
+    recorded_option,
+)
 from paceline.spec import RunSpec
-from services.cli import render
-from services.cli.recorded.source import DEFAULT_DIRECTORY, runs_of
-from services.cli.running.progress import Shown, shown_options
-from services.cli.running.watching import follow, wait_for
-from services.common.options import coordinator_option, find_run, json_option, print_json, recorded_option
 
 
 @click.command()

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.client import Client
-from services.cli import render
-from services.common.options import coordinator_option, json_option, print_json
+from paceline.services.cli import render
+from paceline.services.common.options import coordinator_option, json_option, print_json
 
 if TYPE_CHECKING:
-    from protos.paceline.v1.status_pb2 import PoolStatus, StatusResponse
+    from paceline.v1.status_pb2 import PoolStatus, StatusResponse
 
 COLUMNS = (
     "pool",

@@ -14,13 +14,13 @@ import click
 
 from paceline.client import Client
 from paceline.errors import SpecError
+from paceline.services.cli.running.progress import Shown, shown_options
+from paceline.services.cli.running.up import run_here
+from paceline.services.cli.running.watching import follow
+from paceline.services.common.insecure import check_coordinator, insecure_option
+from paceline.services.common.options import directory_option
 from paceline.spec import RunSpec
 from paceline.spec.run import Algorithm
-from services.cli.running.progress import Shown, shown_options
-from services.cli.running.up import run_here
-from services.cli.running.watching import follow
-from services.common.insecure import check_coordinator, insecure_option
-from services.common.options import directory_option
 
 
 def load_for(algorithm: str, spec: str, overrides: tuple[str, ...]) -> RunSpec:

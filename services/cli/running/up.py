@@ -18,24 +18,24 @@ from paceline.errors import PacelineError, SpecError
 from paceline.files.names import LEDGER_NAME
 from paceline.host.memory import available_bytes
 from paceline.models.memory_estimate import shortage
-from paceline.spec import ClusterSection, RunSpec
-from services.cli.running.left_runs import LeftRuns, left_runs
-from services.cli.running.progress import Shown, shown_options
-from services.cli.running.watching import follow
-from services.common.gpus import divide, named_in, torch_is_for_cpus, visible_gpus
-from services.common.insecure import check_host, insecure_option
-from services.common.options import (
+from paceline.services.cli.running.left_runs import LeftRuns, left_runs
+from paceline.services.cli.running.progress import Shown, shown_options
+from paceline.services.cli.running.watching import follow
+from paceline.services.common.gpus import divide, named_in, torch_is_for_cpus, visible_gpus
+from paceline.services.common.insecure import check_host, insecure_option
+from paceline.services.common.options import (
     directory_option,
     functions_from_option,
     store_option,
     token_file_option,
 )
-from services.common.user_code_options import user_code_options
-from services.local.cluster import GRACE_S, LocalCluster
-from services.local.missing_paths import check_paths_are_here
-from services.local.page_link import start_page
-from services.local.room import planned_here
-from services.local.sizes import sizes_for
+from paceline.services.common.user_code_options import user_code_options
+from paceline.services.local.cluster import GRACE_S, LocalCluster
+from paceline.services.local.missing_paths import check_paths_are_here
+from paceline.services.local.page_link import start_page
+from paceline.services.local.room import planned_here
+from paceline.services.local.sizes import sizes_for
+from paceline.spec import ClusterSection, RunSpec
 
 USUAL_PORT = 7070
 MIN_FREE_MB = 512
@@ -185,7 +185,7 @@ def run_here(
     Runs that train on a data set's examples get no rollout and reward workers. With `scaled` (bounds by role, possibly none)
     the coordinator's advice decides on the number of workers. Raises PacelineError.
     """
-    from services.local.scaling import LocalScaler, scaled_pools  # imports grpc
+    from paceline.services.local.scaling import LocalScaler, scaled_pools  # imports grpc
 
     say = functools.partial(click.echo, err=True)
     if spec is not None:

@@ -14,10 +14,10 @@ import click
 
 from paceline.client import ENDED_STATES, Client
 from paceline.errors import PacelineError
-from services.cli import render
-from services.cli.running.progress import Course, Shown, screen
-from services.common.options import print_json
-from services.common.reporting.visible_text import visible
+from paceline.services.cli import render
+from paceline.services.cli.running.progress import Course, Shown, screen
+from paceline.services.common.options import print_json
+from paceline.services.common.reporting.visible_text import visible
 
 EXITS = {"succeeded": 0, "failed": 1, "cancelled": 3, "paused": 4}
 """Exit status of `paceline submit --wait` by the run's state; 2 is click's, for a misspelt command."""
@@ -25,7 +25,7 @@ QUEUE_S = 2.0
 """Seconds between two looks at the run in front of a queued one."""
 
 if TYPE_CHECKING:
-    from services.cli.recorded.source import Source
+    from paceline.services.cli.recorded.source import Source
 
 
 def follow(

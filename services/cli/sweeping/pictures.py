@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from services.cli.recorded.report_page import Block, Point, line, page
-from services.cli.sweeping.sweep_file import Range, Sweep, Value
+from paceline.services.cli.recorded.report_page import Block, Point, line, page
+from paceline.services.cli.sweeping.sweep_file import Range, Sweep, Value
 
 if TYPE_CHECKING:
     import optuna

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Conflict, NotFound, PacelineError
-from services.cli.sweeping.sweep_file import Range, Sweep, Value
+from paceline.services.cli.sweeping.sweep_file import Range, Sweep, Value
 
 if TYPE_CHECKING:
     import optuna

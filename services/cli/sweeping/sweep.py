@@ -11,15 +11,15 @@ from typing import Any
 import click
 
 from paceline.client import Client
+from paceline.services.cli.sweeping import pictures
+from paceline.services.cli.sweeping.study import SweepStudy
+from paceline.services.cli.sweeping.sweep_file import check_sweep, load_sweep, overrides_of
+from paceline.services.cli.sweeping.trials import Trials
+from paceline.services.common.insecure import check_coordinator, insecure_option
+from paceline.services.common.options import directory_option, json_option, print_json, token_file_option
+from paceline.services.common.reporting.visible_text import visible
+from paceline.services.local.folder_lock import FolderLock
 from paceline.spec import RunSpec
-from services.cli.sweeping import pictures
-from services.cli.sweeping.study import SweepStudy
-from services.cli.sweeping.sweep_file import check_sweep, load_sweep, overrides_of
-from services.cli.sweeping.trials import Trials
-from services.common.insecure import check_coordinator, insecure_option
-from services.common.options import directory_option, json_option, print_json, token_file_option
-from services.common.reporting.visible_text import visible
-from services.local.folder_lock import FolderLock
 
 FOLDER, LOCK, REPORT = "sweeps", "sweep.lock", "report.html"
 
@@ -91,10 +91,10 @@ def _client(
     """Return a client of the coordinator that was named, or of services that end with `stack`."""
     if coordinator is not None:
         return stack.enter_context(Client(coordinator, reconnect_s=math.inf))
-    from services.cli.running.up import ends_with_signals, placed
-    from services.common.gpus import visible_gpus
-    from services.local.cluster import LocalCluster
-    from services.local.page_link import start_page
+    from paceline.services.cli.running.up import ends_with_signals, placed
+    from paceline.services.common.gpus import visible_gpus
+    from paceline.services.local.cluster import LocalCluster
+    from paceline.services.local.page_link import start_page
 
     gpus = visible_gpus()
     _, sizes = placed(spec, [spec], len(gpus), say)

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from paceline.client import Event
 from paceline.errors import Conflict
+from paceline.services.cli import render
+from paceline.services.cli.running.watching import advice, in_front_of
+from paceline.services.cli.sweeping.study import SweepStudy, Trial
+from paceline.services.cli.sweeping.sweep_file import overrides_of
 from paceline.spec.reading import load_spec
-from services.cli import render
-from services.cli.running.watching import advice, in_front_of
-from services.cli.sweeping.study import SweepStudy, Trial
-from services.cli.sweeping.sweep_file import overrides_of
 
 
 class Coordinator(Protocol):

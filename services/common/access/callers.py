@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import AccessDenied
+from paceline.services.common.access.caller import Caller, CallerRole
+from paceline.services.common.access.polled_file import PolledFile
+from paceline.services.common.access.revoked_certificates import FILE_NAME as REVOKED_NAME
+from paceline.services.common.access.revoked_certificates import read_revoked
+from paceline.services.common.access.token_table import BOOTSTRAP, NamedToken, digest_of, read_table
 from paceline.token import VARIABLE
-from services.common.access.caller import Caller, CallerRole
-from services.common.access.polled_file import PolledFile
-from services.common.access.revoked_certificates import FILE_NAME as REVOKED_NAME
-from services.common.access.revoked_certificates import read_revoked
-from services.common.access.token_table import BOOTSTRAP, NamedToken, digest_of, read_table
 
 ALL_ROLES = frozenset(CallerRole)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.errors import Conflict, InvalidInput
-from services.common.access.locked_json import locked, replace_whole
+from paceline.services.common.access.locked_json import locked, replace_whole
 
 FILE_NAME = "revoked-certificates.json"
 FORMAT = 1

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from protos.paceline.v1 import common_pb2
-from services.common.access.caller import CallerRole
+from paceline.services.common.access.caller import CallerRole
+from paceline.v1 import common_pb2
 
 VIEWER, SUBMITTER, OPERATOR, WORKER, SCRAPER = CallerRole
 

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from paceline.errors import Conflict, InvalidInput, NotFound
-from services.common.access.caller import CallerRole
-from services.common.access.locked_json import locked, replace_whole
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.locked_json import locked, replace_whole
 
 FILE_NAME = "tokens.json"
 FORMAT = 1

@@ -24,9 +24,9 @@ from pathlib import Path
 import psutil
 
 from paceline.errors import PacelineError
-from services.common.processes.log_tail import last_lines, reason_in
-from services.common.processes.restart_policy import MAX_BACKOFF_S, Death, RestartPolicy
-from services.common.processes.tether import tethered
+from paceline.services.common.processes.log_tail import last_lines, reason_in
+from paceline.services.common.processes.restart_policy import MAX_BACKOFF_S, Death, RestartPolicy
+from paceline.services.common.processes.tether import tethered
 
 KILL_WAIT_S = 10.0
 CANNOT_START = 127

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
 from paceline.files.storage import Folder
 from paceline.registry.origin import Origin, origin_of
-from services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.ledger.integrity.report import VerifyReport
 
 if TYPE_CHECKING:
-    from services.coordinator.audit.record import Record
-    from services.coordinator.ledger.tables.checkpoints import Checkpoint
+    from paceline.services.coordinator.audit.record import Record
+    from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoint
 
 
 def checkpoints(record: Record, report: VerifyReport) -> None:

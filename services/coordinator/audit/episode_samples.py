@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.array_frames import Buffer
 from paceline.groups import Completion, Rows
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import CompletionArrays, decode_result, parse_message, split_rows
-from protos.paceline.v1 import exchange_pb2 as pb
 
 if TYPE_CHECKING:
-    from services.coordinator.ledger.ledger import Ledger
+    from paceline.services.coordinator.ledger.ledger import Ledger
 
 
 def episodes(arrays: Buffer, texts: Buffer) -> list[dict[str, Any]] | None:

@@ -16,12 +16,12 @@ import numpy as np
 from paceline.array_frames import Buffer
 from paceline.errors import LedgerFault
 from paceline.groups import FloatArray, Group, scores_digest
+from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.wire import CompletionArrays, decode_reference, decode_result, split_rows
-from services.coordinator.ledger.integrity.report import VerifyReport
-from services.coordinator.ledger.ledger import Ledger
 
 if TYPE_CHECKING:
-    from services.coordinator.audit.record import Record
+    from paceline.services.coordinator.audit.record import Record
 
 KINDS = ("result", "prefix", "reference")
 STATES_WITH_RESULT = ("generated", "scored", "batched")

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from paceline.episodes import TurnArrays
 from paceline.groups import Version
-from services.coordinator.audit.evidence import read_checked
-from services.coordinator.exchange.uploads.turn_checks import context_digest, turn_digest
-from services.coordinator.ledger.groups import State
-from services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.audit.evidence import read_checked
+from paceline.services.coordinator.exchange.uploads.turn_checks import context_digest, turn_digest
+from paceline.services.coordinator.ledger.groups import State
+from paceline.services.coordinator.ledger.integrity.report import VerifyReport
 
 if TYPE_CHECKING:
-    from services.coordinator.audit.record import Record
+    from paceline.services.coordinator.audit.record import Record
 
 Life = tuple[int, int, int]
 """Group, sample and number of a life."""

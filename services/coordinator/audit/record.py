@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec import RunSpec
-from services.coordinator.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import LedgerFault, NotFound
+from paceline.services.coordinator.audit import artifacts
+from paceline.services.coordinator.exchange.batches import damaged_groups
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.ledger.group_queries import OPEN_SQL
+from paceline.services.coordinator.ledger.integrity.file_check import check_pages
+from paceline.services.coordinator.ledger.integrity.file_damage import sentence
+from paceline.services.coordinator.ledger.integrity.report import UNREADABLE, VerifyReport
+from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
+from paceline.services.coordinator.ledger.segments import DamagedRecord
+from paceline.services.coordinator.sessions.starting_point import mark_damaged
 from paceline.spec.reading import spec_from_ledger
-from services.coordinator.audit import artifacts
-from services.coordinator.exchange.batches import damaged_groups
-from services.coordinator.exchange.state import ActiveRun, Exchange
-from services.coordinator.ledger.group_queries import OPEN_SQL
-from services.coordinator.ledger.integrity.file_check import check_pages
-from services.coordinator.ledger.integrity.file_damage import sentence
-from services.coordinator.ledger.integrity.report import UNREADABLE, VerifyReport
-from services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
-from services.coordinator.ledger.segments import DamagedRecord
-from services.coordinator.sessions.starting_point import mark_damaged
 
 Say = Callable[[str], None]
 

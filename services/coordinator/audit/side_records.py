@@ -8,10 +8,10 @@ import json
 from typing import TYPE_CHECKING
 
 from paceline.registry.evidence import check_evidence, has_passed
-from services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.ledger.integrity.report import VerifyReport
 
 if TYPE_CHECKING:
-    from services.coordinator.audit.record import Record
+    from paceline.services.coordinator.audit.record import Record
 
 
 def prompts(record: Record, report: VerifyReport) -> None:

@@ -15,16 +15,16 @@ from collections import Counter
 from collections.abc import Callable
 
 from paceline.errors import NotFound
+from paceline.services.coordinator.audit import artifacts, evidence, journals, side_records
+from paceline.services.coordinator.audit.record import Record
+from paceline.services.coordinator.audit_log.verification import check_end
+from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from paceline.services.coordinator.ledger.groups import OPEN_STATES
+from paceline.services.coordinator.ledger.integrity.file_check import check_file, tolerant
+from paceline.services.coordinator.ledger.integrity.lost_runs import LOST, lost_runs
+from paceline.services.coordinator.ledger.integrity.report import REMEDY, VerifyReport
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec.reading import spec_from_ledger
-from services.coordinator.audit import artifacts, evidence, journals, side_records
-from services.coordinator.audit.record import Record
-from services.coordinator.audit_log.verification import check_end
-from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
-from services.coordinator.ledger.groups import OPEN_STATES
-from services.coordinator.ledger.integrity.file_check import check_file, tolerant
-from services.coordinator.ledger.integrity.lost_runs import LOST, lost_runs
-from services.coordinator.ledger.integrity.report import REMEDY, VerifyReport
-from services.coordinator.ledger.ledger import Ledger
 
 STATES_WITH_STEP = ("batched", "trained")
 

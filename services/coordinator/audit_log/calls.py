@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 
-from services.common.grpc_peers import address_of
-from services.common.token_guard import OF_GUARD, Call
-from services.coordinator.audit_log.record import Entry
+from paceline.services.common.grpc_peers import address_of
+from paceline.services.common.token_guard import OF_GUARD, Call
+from paceline.services.coordinator.audit_log.record import Entry
 
 CONNECT = "paceline.v1.WorkerService/Connect"
 SUBJECTS = ("member_id", "run_id", "name", "sha256")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from paceline.errors import LedgerFault
 from paceline.files.whole_file import sync_folder
-from services.coordinator.audit_log.record import MAX_LINE_BYTES, Entry, chained, read_line
-from services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
+from paceline.services.coordinator.audit_log.record import MAX_LINE_BYTES, Entry, chained, read_line
+from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 
 MAX_FILE_BYTES = 16 << 20
 MAX_FILES = 64

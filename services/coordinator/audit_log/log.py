@@ -22,12 +22,12 @@ from pathlib import Path
 from paceline.address import FORM
 from paceline.errors import LedgerFault
 from paceline.files.names import AUDIT_NAME
-from services.common.token_guard import Call
-from services.coordinator.audit_log.calls import entry_of_call, entry_of_request
-from services.coordinator.audit_log.files import AuditFiles
-from services.coordinator.audit_log.record import OK, Entry
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.tables.audit_heads import AuditHead
+from paceline.services.common.token_guard import Call
+from paceline.services.coordinator.audit_log.calls import entry_of_call, entry_of_request
+from paceline.services.coordinator.audit_log.files import AuditFiles
+from paceline.services.coordinator.audit_log.record import OK, Entry
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
 
 SYNC_S = 0.5
 WINDOW_S = 60.0

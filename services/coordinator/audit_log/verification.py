@@ -15,11 +15,11 @@ from typing import Any
 
 from paceline.files.names import AUDIT_NAME, CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
-from services.coordinator.audit_log.files import MAX_FILES, audit_files, end_of
-from services.coordinator.audit_log.record import Record, read_line
-from services.coordinator.ledger.integrity.report import VerifyReport
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
+from paceline.services.coordinator.audit_log.files import MAX_FILES, audit_files, end_of
+from paceline.services.coordinator.audit_log.record import Record, read_line
+from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 
 SUBJECT = "audit log"
 

@@ -6,7 +6,7 @@ import contextlib
 from typing import IO
 
 from paceline.errors import Conflict, InvalidInput
-from services.coordinator.blobs.store import CHUNK_BYTES, BlobStore
+from paceline.services.coordinator.blobs.store import CHUNK_BYTES, BlobStore
 
 
 class Upload:

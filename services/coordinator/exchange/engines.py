@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.groups import Version
-from protos.paceline.v1 import common_pb2
-from services.coordinator.exchange.admission import may_lease
-from services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.admission import may_lease
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.v1 import common_pb2
 
 
 class Engine(NamedTuple):

@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import sqlite3
 
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange import evaluation
-from services.coordinator.exchange.lives import end_life
-from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
-from services.coordinator.exchange.uploads.array_checks import Limits
-from services.coordinator.exchange.uploads.group_checks import fault_of_ids, fault_of_versions
-from services.coordinator.exchange.uploads.intake import Arrived
-from services.coordinator.exchange.uploads.turn_checks import UploadedTurn
-from services.coordinator.ledger.groups import State
-from services.coordinator.ledger.tables.episodes import FAILED, RESTARTED, JournaledTurn
-from services.coordinator.text_limits import cut
+from paceline.services.coordinator.exchange import evaluation
+from paceline.services.coordinator.exchange.lives import end_life
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.uploads.array_checks import Limits
+from paceline.services.coordinator.exchange.uploads.group_checks import fault_of_ids, fault_of_versions
+from paceline.services.coordinator.exchange.uploads.intake import Arrived
+from paceline.services.coordinator.exchange.uploads.turn_checks import UploadedTurn
+from paceline.services.coordinator.ledger.groups import State
+from paceline.services.coordinator.ledger.tables.episodes import FAILED, RESTARTED, JournaledTurn
+from paceline.services.coordinator.text_limits import cut
+from paceline.v1 import exchange_pb2 as pb
 
 REASONS = (RESTARTED, FAILED)
 """Reasons of an end that workers may give."""

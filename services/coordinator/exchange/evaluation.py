@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from paceline.errors import Unreadable
 from paceline.groups import Group, Version
-from services.coordinator.exchange.engines import Engine
-from services.coordinator.exchange.evaluation_result import evaluation_result
-from services.coordinator.exchange.group_sources import sources_of
-from services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.engines import Engine
+from paceline.services.coordinator.exchange.evaluation_result import evaluation_result
+from paceline.services.coordinator.exchange.group_sources import sources_of
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 
 FIRST_EVALUATION_GROUP = 1 << 40
 """First group id of evaluations, far from those of groups that are trained."""

@@ -14,9 +14,9 @@ import numpy as np
 
 from paceline.groups import FloatArray
 from paceline.rewards import Rewards, totals
+from paceline.services.coordinator.exchange.source_rewards import rewards_by_source
+from paceline.services.coordinator.ledger.groups import State
 from paceline.spec import RunSpec
-from services.coordinator.exchange.source_rewards import rewards_by_source
-from services.coordinator.ledger.groups import State
 
 
 def evaluation_result(

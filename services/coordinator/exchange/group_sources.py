@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
-from services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 
 
 def sources_of(exchange: Exchange, run: ActiveRun, rows: Sequence[sqlite3.Row]) -> list[object] | None:

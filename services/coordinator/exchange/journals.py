@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from paceline.groups import Group
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.batches import damaged_groups
-from services.coordinator.exchange.state import ActiveRun, Exchange
-from services.coordinator.exchange.uploads.turn_checks import GroupTurn
-from services.coordinator.ledger.segments import DamagedRecord, Frame, frame_size
-from services.coordinator.ledger.tables.episodes import LEFT_OUT, EndedLife, Lives, left_out_of
+from paceline.services.coordinator.exchange.batches import damaged_groups
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.uploads.turn_checks import GroupTurn
+from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, frame_size
+from paceline.services.coordinator.ledger.tables.episodes import LEFT_OUT, EndedLife, Lives, left_out_of
+from paceline.v1 import exchange_pb2 as pb
 
 FIRST_LIFE = Lives(1, 0, given_up=False)
 

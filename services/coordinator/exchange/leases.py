@@ -12,17 +12,23 @@ from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
 from paceline.errors import Unreadable
 from paceline.groups import Version, held_attempt, with_holder
+from paceline.services.common.sampling_params import params_message
+from paceline.services.coordinator.exchange import evaluation, journals, quarantine
+from paceline.services.coordinator.exchange.admission import admissible, step_of_group
+from paceline.services.coordinator.exchange.batches import damaged_groups
+from paceline.services.coordinator.exchange.engines import reach_of, serving
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.ledger.groups import NewLease
+from paceline.services.coordinator.ledger.segments import (
+    DamagedRecord,
+    Frame,
+    Payload,
+    UnopenedSegment,
+    read_frame,
+)
 from paceline.tracing import group_traceparent, span
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import parse_message
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.common.sampling_params import params_message
-from services.coordinator.exchange import evaluation, journals, quarantine
-from services.coordinator.exchange.admission import admissible, step_of_group
-from services.coordinator.exchange.batches import damaged_groups
-from services.coordinator.exchange.engines import reach_of, serving
-from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
-from services.coordinator.ledger.groups import NewLease
-from services.coordinator.ledger.segments import DamagedRecord, Frame, Payload, UnopenedSegment, read_frame
 
 MAX_ROOM = 1 << 16
 """Most completions in one answer, whatever room a worker states."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 
-from services.coordinator.exchange.state import ActiveRun, Exchange
-from services.coordinator.ledger.tables.episodes import FAILED, EndedLife
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.ledger.tables.episodes import FAILED, EndedLife
 
 
 def end_life(

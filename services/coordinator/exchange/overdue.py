@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from protos.paceline.v1 import common_pb2
-from services.coordinator.exchange import evaluation, leases
-from services.coordinator.exchange.engines import holds_leases
-from services.coordinator.exchange.lease_durations import LeaseDurations, Overdue
-from services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange import evaluation, leases
+from paceline.services.coordinator.exchange.engines import holds_leases
+from paceline.services.coordinator.exchange.lease_durations import LeaseDurations, Overdue
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.v1 import common_pb2
 
 
 def find(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:

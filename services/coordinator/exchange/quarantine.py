@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import sqlite3
 
-from services.coordinator.exchange import evaluation
-from services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange import evaluation
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 
 SHARED_CRASHES = 2
 """Crashes at which a group was present among others before it is quarantined."""

@@ -12,19 +12,19 @@ from paceline.error_texts import ALIKE
 from paceline.errors import LedgerFault, WireError
 from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.rewards import totals
+from paceline.services.common.logged_extra import extra_line
+from paceline.services.common.trainer_state import trainer_state, with_trainer_state
+from paceline.services.coordinator.exchange import evaluation, overdue, quarantine
+from paceline.services.coordinator.exchange.batches import damaged_groups
+from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.uploads.intake import Arrived
+from paceline.services.coordinator.ledger.groups import Scored, State
+from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment, frame_size
+from paceline.services.coordinator.text_limits import cut
 from paceline.tracing import group_traceparent
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import CompletionArrays, decode_rewards
-from protos.paceline.v1 import common_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.common.logged_extra import extra_line
-from services.common.trainer_state import trainer_state, with_trainer_state
-from services.coordinator.exchange import evaluation, overdue, quarantine
-from services.coordinator.exchange.batches import damaged_groups
-from services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, Outcome
-from services.coordinator.exchange.uploads.intake import Arrived
-from services.coordinator.ledger.groups import Scored, State
-from services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment, frame_size
-from services.coordinator.text_limits import cut
 
 MAX_ROOM = 1024
 """Most tasks in one answer, whatever room a worker states."""

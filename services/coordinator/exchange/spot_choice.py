@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 from paceline.groups import held_attempt
-from services.coordinator.exchange.drift import DriftTest, Finding, Observation
+from paceline.services.coordinator.exchange.drift import DriftTest, Finding, Observation
 
 FIRST_CHECKS = 4
 """Groups of a new worker that are compared as soon as they can be."""

@@ -22,19 +22,19 @@ from typing import Any, NamedTuple
 from paceline.array_frames import Buffer
 from paceline.data.prompts import PromptSource
 from paceline.groups import Version
+from paceline.services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
+from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
+from paceline.services.coordinator.exchange.spot_choice import SpotCheck
+from paceline.services.coordinator.exchange.throughput import Throughput
+from paceline.services.coordinator.ledger.batch_split import Splits
+from paceline.services.coordinator.ledger.group_queries import GroupQueries
+from paceline.services.coordinator.ledger.groups import Groups
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.segments import Frame, StoredFrame, UnopenedSegment
+from paceline.services.coordinator.members.senders import Senders
 from paceline.spec import RunSpec
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
-from services.coordinator.exchange.lease_durations import LeaseDurations
-from services.coordinator.exchange.spot_choice import SpotCheck
-from services.coordinator.exchange.throughput import Throughput
-from services.coordinator.ledger.batch_split import Splits
-from services.coordinator.ledger.group_queries import GroupQueries
-from services.coordinator.ledger.groups import Groups
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.segments import Frame, StoredFrame, UnopenedSegment
-from services.coordinator.members.senders import Senders
 
 MAX_GROUP_ID = 2**63 - 1
 """SQLite's largest integer."""
@@ -157,7 +157,7 @@ class Exchange:
         """Number of ranks of the learner that has the newest session; 0 until it has reported it."""
         self.splits = Splits(ledger.db)
         self.training: Training | None = None
-        """Step of the newest session whose parts were served last (`services.coordinator.exchange.batches.session_faults`)."""
+        """Step of the newest session whose parts were served last (`paceline.services.coordinator.exchange.batches.session_faults`)."""
 
         self.note_intruder: Callable[[str, str, str, str], None] = lambda kind, member_id, why, address: None
         """Called for a request whose sender is not who it says, or sends what is for others to send: its kind, the member that

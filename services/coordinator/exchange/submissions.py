@@ -5,13 +5,13 @@ from __future__ import annotations
 import sqlite3
 
 from paceline.groups import Group
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange import evaluation, journals, overdue, quarantine
-from services.coordinator.exchange.leases import was_given
-from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
-from services.coordinator.exchange.uploads.group_checks import fault_of_group, fault_of_ids
-from services.coordinator.exchange.uploads.intake import Arrived
-from services.coordinator.ledger.groups import Generated, State
+from paceline.services.coordinator.exchange import evaluation, journals, overdue, quarantine
+from paceline.services.coordinator.exchange.leases import was_given
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.uploads.group_checks import fault_of_group, fault_of_ids
+from paceline.services.coordinator.exchange.uploads.intake import Arrived
+from paceline.services.coordinator.ledger.groups import Generated, State
+from paceline.v1 import exchange_pb2 as pb
 
 FINAL_DATA_ERRORS = frozenset({"bad_prompt", "prompt_too_long"})
 """Reasons of a failed attempt after which every other attempt would fail alike, so that the group is dropped at once."""

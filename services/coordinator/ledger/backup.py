@@ -13,12 +13,12 @@ from pathlib import Path
 
 from paceline.errors import LedgerFault, NotFound
 from paceline.files.whole_file import written_whole
-from services.coordinator.ledger import database, restored_backup
-from services.coordinator.ledger.integrity.file_check import check_file
-from services.coordinator.ledger.integrity.file_damage import sentence
-from services.coordinator.ledger.integrity.report import VerifyReport
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.segments import PayloadStore
+from paceline.services.coordinator.ledger import database, restored_backup
+from paceline.services.coordinator.ledger.integrity.file_check import check_file
+from paceline.services.coordinator.ledger.integrity.file_damage import sentence
+from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.segments import PayloadStore
 
 ATTEMPTS = 5
 """Copies that are tried, because pruning may remove a segment between the copy of the tables and that of the

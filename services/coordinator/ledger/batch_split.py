@@ -5,9 +5,9 @@ from __future__ import annotations
 import sqlite3
 from collections import OrderedDict
 
-from services.coordinator.ledger.balance import balance
-from services.coordinator.ledger.group_queries import GroupQueries
-from services.coordinator.ledger.tables.batches import Batches
+from paceline.services.coordinator.ledger.balance import balance
+from paceline.services.coordinator.ledger.group_queries import GroupQueries
+from paceline.services.coordinator.ledger.tables.batches import Batches
 
 MAX_SPLITS = 8
 """Splits in the cache: of the step that is trained, and of some that a later session trains again."""

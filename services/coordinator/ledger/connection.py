@@ -25,12 +25,12 @@ from typing import IO, Any, TypeVar
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, LedgerFault, NotFound
 from paceline.files.whole_file import sync_folder, written_whole
-from services.coordinator.ledger import database, restored_backup
-from services.coordinator.ledger.integrity import row_checksums
-from services.coordinator.ledger.integrity.file_damage import check_open_runs, is_damage
-from services.coordinator.ledger.integrity.report import REMEDY as RESTORE
-from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
-from services.coordinator.ledger.segments import PayloadStore
+from paceline.services.coordinator.ledger import database, restored_backup
+from paceline.services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger.integrity.file_damage import check_open_runs, is_damage
+from paceline.services.coordinator.ledger.integrity.report import REMEDY as RESTORE
+from paceline.services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
+from paceline.services.coordinator.ledger.segments import PayloadStore
 
 ValueT = TypeVar("ValueT")
 MAX_CACHED = 256

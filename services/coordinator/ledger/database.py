@@ -55,7 +55,7 @@ def connect(
             db.row_factory = sqlite3.Row
         return db
     try:
-        from services.coordinator.ledger import cipher_connection
+        from paceline.services.coordinator.ledger import cipher_connection
     except ImportError as error:
         raise InvalidInput(
             f"the ledger {path} cannot be opened with a storage key: {error}; pip install 'paceline[encryption]'"

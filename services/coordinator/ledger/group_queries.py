@@ -9,7 +9,7 @@ import json
 import sqlite3
 from collections.abc import Collection
 
-from services.coordinator.ledger.groups import OPEN_STATES
+from paceline.services.coordinator.ledger.groups import OPEN_STATES
 
 BATCH_COLUMNS = (
     "group_id, class, slot, digest, scores_digest, tokens, sequence_tokens, oldest_step, rewards, reward"

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.errors import Conflict
-from services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger.integrity import row_checksums
 
 INSERTED_AT_ONCE = 64
 """Groups whose prompts are one parameter of a statement."""

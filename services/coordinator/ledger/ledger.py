@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import NotFound
-from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
-from services.coordinator.ledger.connection import LedgerFile
-from services.coordinator.ledger.folders import resolved, stored
-from services.coordinator.ledger.group_queries import GroupQueries
-from services.coordinator.ledger.groups import Groups
-from services.coordinator.ledger.segments import DamagedRecord, Location, Payload
-from services.coordinator.ledger.tables.audit_heads import AuditHeads
-from services.coordinator.ledger.tables.batches import Batches
-from services.coordinator.ledger.tables.checkpoints import Checkpoints
-from services.coordinator.ledger.tables.deaths import Deaths
-from services.coordinator.ledger.tables.episodes import Episodes
-from services.coordinator.ledger.tables.evaluations import Evaluations
-from services.coordinator.ledger.tables.free_slots import FreeSlots
-from services.coordinator.ledger.tables.models import RegisteredModels
-from services.coordinator.ledger.tables.receipts import Receipts
-from services.coordinator.ledger.tables.session_faults import SessionFaults
-from services.coordinator.text_limits import event_json
+from paceline.services.coordinator.ledger.connection import LedgerFile
+from paceline.services.coordinator.ledger.folders import resolved, stored
+from paceline.services.coordinator.ledger.group_queries import GroupQueries
+from paceline.services.coordinator.ledger.groups import Groups
+from paceline.services.coordinator.ledger.segments import DamagedRecord, Location, Payload
+from paceline.services.coordinator.ledger.tables.audit_heads import AuditHeads
+from paceline.services.coordinator.ledger.tables.batches import Batches
+from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoints
+from paceline.services.coordinator.ledger.tables.deaths import Deaths
+from paceline.services.coordinator.ledger.tables.episodes import Episodes
+from paceline.services.coordinator.ledger.tables.evaluations import Evaluations
+from paceline.services.coordinator.ledger.tables.free_slots import FreeSlots
+from paceline.services.coordinator.ledger.tables.models import RegisteredModels
+from paceline.services.coordinator.ledger.tables.receipts import Receipts
+from paceline.services.coordinator.ledger.tables.session_faults import SessionFaults
+from paceline.services.coordinator.text_limits import event_json
+from paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
 
 ACTIVE_STATES = ("running", "paused")
 PRIORITY = (

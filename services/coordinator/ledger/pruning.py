@@ -5,7 +5,7 @@ Some groups at a time, between the exchange's transactions, from the first step 
 
 from __future__ import annotations
 
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 GROUPS_AT_ONCE = 512
 COUNTER = "pruned:groups"

@@ -15,14 +15,14 @@ from pathlib import Path
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Conflict, LedgerFault, NotFound
 from paceline.files.whole_file import written_whole
-from services.coordinator.ledger import database, restored_backup
-from services.coordinator.ledger.backup import take_in_payloads
-from services.coordinator.ledger.connection import lock_ledger
-from services.coordinator.ledger.integrity.file_check import check_file
-from services.coordinator.ledger.integrity.file_damage import sentence
-from services.coordinator.ledger.integrity.report import VerifyReport
-from services.coordinator.ledger.segment_cipher import MAGIC
-from services.coordinator.ledger.segments import PayloadStore
+from paceline.services.coordinator.ledger import database, restored_backup
+from paceline.services.coordinator.ledger.backup import take_in_payloads
+from paceline.services.coordinator.ledger.connection import lock_ledger
+from paceline.services.coordinator.ledger.integrity.file_check import check_file
+from paceline.services.coordinator.ledger.integrity.file_damage import sentence
+from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.ledger.segment_cipher import MAGIC
+from paceline.services.coordinator.ledger.segments import PayloadStore
 
 PRAGMAS = ("user_version", "application_id")
 """Numbers in SQLite's header that belong to the ledger."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.encryption.storage_key import StorageKey
 from paceline.files.whole_file import sync_folder
-from services.coordinator.ledger import database
+from paceline.services.coordinator.ledger import database
 
 MARK = 0x5043424B
 """SQLite's application_id of a backup: PCBK."""

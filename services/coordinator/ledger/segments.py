@@ -28,8 +28,8 @@ from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import LedgerFault
 from paceline.files.whole_file import sync_folder
-from services.coordinator.ledger.segment_cipher import START_BYTES, SegmentCipher
-from services.coordinator.ledger.segment_writer import SegmentWriter
+from paceline.services.coordinator.ledger.segment_cipher import START_BYTES, SegmentCipher
+from paceline.services.coordinator.ledger.segment_writer import SegmentWriter
 
 try:
     from isal.isal_zlib import crc32

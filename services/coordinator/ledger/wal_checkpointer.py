@@ -15,8 +15,8 @@ import logging
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 
-from services.coordinator.ledger import database
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger import database
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 PERIOD_S = 0.5
 MAX_PAGES = 8192

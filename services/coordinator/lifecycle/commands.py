@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 
 from paceline.errors import Conflict, InvalidInput, NotFound, Unavailable
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.exchange.batches import dropping, session_faults
-from services.coordinator.ledger.ledger import ACTIVE_STATES
-from services.coordinator.lifecycle.context import RunContext
-from services.coordinator.lifecycle.resumption import Resumption
-from services.coordinator.lifecycle.run_states import RunStates, set_state
-from services.coordinator.lifecycle.worker_faults import Faults
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.pool.assignments import Assignments
-from services.coordinator.sessions import starting_point
+from paceline.services.coordinator.exchange.batches import dropping, session_faults
+from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
+from paceline.services.coordinator.lifecycle.context import RunContext
+from paceline.services.coordinator.lifecycle.resumption import Resumption
+from paceline.services.coordinator.lifecycle.run_states import RunStates, set_state
+from paceline.services.coordinator.lifecycle.worker_faults import Faults
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.sessions import starting_point
+from paceline.v1 import worker_pb2
 
 MAX_GRACE_S = 86_400.0
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from services.coordinator.exchange.state import Exchange
-from services.coordinator.exchange.transport.server import ExchangeServer
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.lifecycle.watchers import Watchers
-from services.coordinator.reporting.run_log import RunLog
+from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.transport.server import ExchangeServer
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle.watchers import Watchers
+from paceline.services.coordinator.reporting.run_log import RunLog
 
 
 @dataclass

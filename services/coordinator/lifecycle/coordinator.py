@@ -25,37 +25,37 @@ from pathlib import Path
 from paceline.errors import LedgerFault
 from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
+from paceline.services.common.access.caller import Caller
+from paceline.services.common.insecure import insecurity
+from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.exchange import evaluation
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
+from paceline.services.coordinator.exchange.transport.server import ExchangeServer
+from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
+from paceline.services.coordinator.ledger import pruning
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle import recovery
+from paceline.services.coordinator.lifecycle.commands import Commands
+from paceline.services.coordinator.lifecycle.context import RunContext
+from paceline.services.coordinator.lifecycle.hours import Hours, explain
+from paceline.services.coordinator.lifecycle.preemption import Preemption
+from paceline.services.coordinator.lifecycle.resumption import Resumption
+from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
+from paceline.services.coordinator.lifecycle.run_queue import RunQueue
+from paceline.services.coordinator.lifecycle.run_start import RunStarter
+from paceline.services.coordinator.lifecycle.run_states import RunStates
+from paceline.services.coordinator.lifecycle.watchers import Watchers
+from paceline.services.coordinator.lifecycle.worker_faults import Faults
+from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.pool.pool import Pool
+from paceline.services.coordinator.reporting.gauge_history import GaugeHistory
+from paceline.services.coordinator.reporting.run_log import RunLog
+from paceline.services.coordinator.reporting.state_otel import StateMeters
+from paceline.services.coordinator.reporting.watchdog import Watchdog
+from paceline.services.coordinator.scaling.pools import PoolConfig
+from paceline.services.coordinator.scaling.scaler import PERIOD_S, Scaler
+from paceline.services.coordinator.text_limits import one_line
 from paceline.tls.folder import tls_folder
-from services.common.access.caller import Caller
-from services.common.insecure import insecurity
-from services.coordinator.blobs.store import BlobStore
-from services.coordinator.exchange import evaluation
-from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
-from services.coordinator.exchange.transport.server import ExchangeServer
-from services.coordinator.exchange.uploads.prompt_check import PromptCheck
-from services.coordinator.ledger import pruning
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.lifecycle import recovery
-from services.coordinator.lifecycle.commands import Commands
-from services.coordinator.lifecycle.context import RunContext
-from services.coordinator.lifecycle.hours import Hours, explain
-from services.coordinator.lifecycle.preemption import Preemption
-from services.coordinator.lifecycle.resumption import Resumption
-from services.coordinator.lifecycle.run_bundles import RunBundles
-from services.coordinator.lifecycle.run_queue import RunQueue
-from services.coordinator.lifecycle.run_start import RunStarter
-from services.coordinator.lifecycle.run_states import RunStates
-from services.coordinator.lifecycle.watchers import Watchers
-from services.coordinator.lifecycle.worker_faults import Faults
-from services.coordinator.members.registry import Members
-from services.coordinator.pool.pool import Pool
-from services.coordinator.reporting.gauge_history import GaugeHistory
-from services.coordinator.reporting.run_log import RunLog
-from services.coordinator.reporting.state_otel import StateMeters
-from services.coordinator.reporting.watchdog import Watchdog
-from services.coordinator.scaling.pools import PoolConfig
-from services.coordinator.scaling.scaler import PERIOD_S, Scaler
-from services.coordinator.text_limits import one_line
 
 TICK_S = 0.5
 LAST_VERSION_S = 30.0

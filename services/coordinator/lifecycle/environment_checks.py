@@ -12,8 +12,8 @@ from pathlib import Path
 
 from paceline.data.prompts import PromptSource
 from paceline.errors import DataError, InvalidInput
+from paceline.services.coordinator.lifecycle import source_files
 from paceline.spec import RunSpec
-from services.coordinator.lifecycle import source_files
 
 NAME_COLUMN = "environment"
 """Column that names the class of a row, where the spec has several."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 import logging
 import time
 
-from services.coordinator.exchange import evaluation
-from services.coordinator.exchange.state import ActiveRun
-from services.coordinator.lifecycle.context import RunContext
+from paceline.services.coordinator.exchange import evaluation
+from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.lifecycle.context import RunContext
 
 TRAINED_TIME = "time:running_ms"
 """Counter of the milliseconds for which a run was running, over all lives of the coordinator."""

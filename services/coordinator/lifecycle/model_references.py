@@ -15,9 +15,9 @@ from typing import Any
 from paceline.errors import NotFound, SpecError
 from paceline.files.names import EXPORTS
 from paceline.files.storage import Folder
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS, parse_spec, spec_of_run
-from services.coordinator.ledger.ledger import Ledger
 
 PREFIX = "run:"
 NEWEST = "newest"

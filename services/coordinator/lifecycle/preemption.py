@@ -11,11 +11,11 @@ import logging
 import sqlite3
 import time
 
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.exchange.state import ActiveRun
-from services.coordinator.lifecycle.context import RunContext
-from services.coordinator.lifecycle.run_states import RunStates
-from services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.lifecycle.context import RunContext
+from paceline.services.coordinator.lifecycle.run_states import RunStates
+from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.v1 import worker_pb2
 
 CHECKPOINT_WAIT_S = 600.0
 """Seconds for which the preempting run waits for the checkpoint: a long step and a slow store fit in."""

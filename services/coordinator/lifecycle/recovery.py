@@ -9,8 +9,8 @@ import logging
 import sqlite3
 
 from paceline.rate_limited_log import unforeseen
-from services.coordinator.ledger.ledger import ACTIVE_STATES
-from services.coordinator.lifecycle.context import RunContext
+from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
+from paceline.services.coordinator.lifecycle.context import RunContext
 
 log = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from pathlib import Path
 import xxhash
 
 from paceline.errors import InvalidInput
+from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
+from paceline.services.coordinator.lifecycle.context import RunContext
+from paceline.services.coordinator.lifecycle.dataset_openings import Openings
+from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
+from paceline.services.coordinator.lifecycle.run_data import changed_data_warnings
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run
-from services.coordinator.exchange.state import ActiveRun
-from services.coordinator.exchange.uploads.prompt_check import PromptCheck
-from services.coordinator.lifecycle.context import RunContext
-from services.coordinator.lifecycle.dataset_openings import Openings
-from services.coordinator.lifecycle.run_bundles import RunBundles
-from services.coordinator.lifecycle.run_data import changed_data_warnings
 
 MAX_NAMED = 5
 

@@ -18,11 +18,11 @@ from paceline.bundle.layout import REPORT, localized, with_original_paths
 from paceline.bundle.manifest import Kind
 from paceline.errors import DataError, InvalidInput, NotFound, SpecError, Unreadable
 from paceline.files import function_files
+from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle.run_data import RunData, open_data
+from paceline.services.coordinator.text_limits import MAX_TEXT_BYTES, one_line
 from paceline.spec import RunSpec
-from services.coordinator.blobs.store import BlobStore
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.lifecycle.run_data import RunData, open_data
-from services.coordinator.text_limits import MAX_TEXT_BYTES, one_line
 
 TIDY_UP_S = 600.0
 MAX_REPORT = 1 << 14

@@ -18,18 +18,18 @@ from paceline.files.store_root import refusal as refusal_of_store
 from paceline.models.auto_settings import is_open, planned
 from paceline.models.memory_plan import Room
 from paceline.models.shape import read_shape
+from paceline.services.common.access.caller import Caller, current_caller
+from paceline.services.coordinator.exchange.uploads.group_checks import refuse_large_groups
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.restored_backup import free_name
+from paceline.services.coordinator.lifecycle.dataset_openings import Openings
+from paceline.services.coordinator.lifecycle.model_references import references, with_locations
+from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
+from paceline.services.coordinator.lifecycle.run_data import RunData
+from paceline.services.coordinator.lifecycle.submission_checks import check_network, checked_data
+from paceline.services.coordinator.lifecycle.watchers import Watchers
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml, submitted_spec
-from services.common.access.caller import Caller, current_caller
-from services.coordinator.exchange.uploads.group_checks import refuse_large_groups
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.restored_backup import free_name
-from services.coordinator.lifecycle.dataset_openings import Openings
-from services.coordinator.lifecycle.model_references import references, with_locations
-from services.coordinator.lifecycle.run_bundles import RunBundles
-from services.coordinator.lifecycle.run_data import RunData
-from services.coordinator.lifecycle.submission_checks import check_network, checked_data
-from services.coordinator.lifecycle.watchers import Watchers
 
 MAX_SUBMISSION = 128
 STORE_WAIT_S = 10.0

@@ -14,18 +14,18 @@ import time
 
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import DataError, PacelineError, SpecError
+from paceline.services.coordinator.exchange import evaluation
+from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
+from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
+from paceline.services.coordinator.lifecycle.context import RunContext
+from paceline.services.coordinator.lifecycle.resumption import started_facts
+from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
+from paceline.services.coordinator.lifecycle.run_data import changed_data_warnings
+from paceline.services.coordinator.lifecycle.run_states import RunStates, set_state
+from paceline.services.coordinator.lifecycle.worker_faults import RETRIED, Faults
+from paceline.services.coordinator.pool.pool import Pool
 from paceline.spec.reading import spec_of_run, spec_to_yaml
-from services.coordinator.exchange import evaluation
-from services.coordinator.exchange.state import ActiveRun
-from services.coordinator.exchange.uploads.prompt_check import PromptCheck
-from services.coordinator.ledger.ledger import ACTIVE_STATES
-from services.coordinator.lifecycle.context import RunContext
-from services.coordinator.lifecycle.resumption import started_facts
-from services.coordinator.lifecycle.run_bundles import RunBundles
-from services.coordinator.lifecycle.run_data import changed_data_warnings
-from services.coordinator.lifecycle.run_states import RunStates, set_state
-from services.coordinator.lifecycle.worker_faults import RETRIED, Faults
-from services.coordinator.pool.pool import Pool
 
 log = logging.getLogger(__name__)
 

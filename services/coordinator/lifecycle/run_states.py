@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 
-from services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
-from services.coordinator.lifecycle.context import RunContext
-from services.coordinator.pool.assignments import Assignments
-from services.coordinator.text_limits import one_line
+from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
+from paceline.services.coordinator.lifecycle.context import RunContext
+from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.text_limits import one_line
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from paceline.data.tokens import changed_text, reads_tools
 from paceline.errors import DataError, InvalidInput, PacelineError, Unreadable
 from paceline.files.storage import Folder, is_url
 from paceline.models.architectures import check_architecture
+from paceline.services.coordinator.lifecycle import source_files
+from paceline.services.coordinator.lifecycle.environment_checks import check_environment
+from paceline.services.coordinator.lifecycle.run_data import RunData, open_data
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS
 from paceline.weights.plain_network import check_store
-from services.coordinator.lifecycle import source_files
-from services.coordinator.lifecycle.environment_checks import check_environment
-from services.coordinator.lifecycle.run_data import RunData, open_data
 
 SUPPLIED = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "args", "kwargs"}
@@ -106,7 +106,7 @@ def _check_reward_columns(spec: RunSpec, field: str, source: PromptSource) -> No
 
 def _check_reward_settings(spec: RunSpec, source: PromptSource) -> None:
     """Raises DataError for settings of a built-in function that do not fit the first rows or the size of groups."""
-    from reward.builtin import SETTINGS
+    from paceline.reward.builtin import SETTINGS
 
     for index, reward in enumerate(spec.rewards):
         if reward.function in SETTINGS:
@@ -124,7 +124,7 @@ def _check_reward_settings(spec: RunSpec, source: PromptSource) -> None:
 def _gold_warnings(spec: RunSpec, field: str, source: PromptSource) -> list[str]:
     """Return warnings about gold answers that cannot be scored, in the first rows in the order of the run; of a stream in its first
     block."""
-    from reward.builtin.mathematics import MAX_CHECKED, gold_warnings
+    from paceline.reward.builtin.mathematics import MAX_CHECKED, gold_warnings
 
     number = min(len(source) or spec.data.streaming_block_rows, MAX_CHECKED)
     return gold_warnings(spec.rewards, field, (source.draw(cursor)[1] for cursor in range(number)))
@@ -135,7 +135,7 @@ def _columns_of(reward: RewardFunctionSection) -> list[str]:
     path, colon, name = reward.function.rpartition(":")
     if colon:
         return [argument for argument in _required(Path(path), name) if argument not in reward.kwargs]
-    from reward.builtin import BUILTIN_FUNCTIONS, SETTINGS
+    from paceline.reward.builtin import BUILTIN_FUNCTIONS, SETTINGS
 
     if reward.function in SETTINGS:
         return sorted(SETTINGS[reward.function](reward.kwargs).columns)

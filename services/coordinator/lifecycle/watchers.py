@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from services.coordinator.exchange.state import Exchange, Notice
-from services.coordinator.exchange.transport.server import ExchangeServer
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.reporting.run_log import RunLog
+from paceline.services.coordinator.exchange.state import Exchange, Notice
+from paceline.services.coordinator.exchange.transport.server import ExchangeServer
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.reporting.run_log import RunLog
 
 
 class Watchers:

@@ -15,12 +15,12 @@ import time
 from collections.abc import Sequence
 
 from paceline.backoff import ExponentialBackoff
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.lifecycle.context import RunContext
-from services.coordinator.lifecycle.run_states import RunStates
-from services.coordinator.members.registry import Fault, Member, Members
-from services.coordinator.pool.assignments import Assignments
-from services.coordinator.text_limits import one_line
+from paceline.services.coordinator.lifecycle.context import RunContext
+from paceline.services.coordinator.lifecycle.run_states import RunStates
+from paceline.services.coordinator.members.registry import Fault, Member, Members
+from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.text_limits import one_line
+from paceline.v1 import common_pb2, worker_pb2
 
 ROLES = (
     common_pb2.ROLE_ROLLOUT,

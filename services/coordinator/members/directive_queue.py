@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable
 
-from protos.paceline.v1 import worker_pb2
+from paceline.v1 import worker_pb2
 
 MAX_WAITING = 256
 """Maximum of waiting directives that replace nothing."""

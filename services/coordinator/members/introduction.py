@@ -11,9 +11,9 @@ import re
 
 from paceline.address import FORM
 from paceline.errors import Conflict, InvalidInput
+from paceline.services.coordinator.members.registry import Member
+from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.members.registry import Member
 
 MEMBER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_ADDRESS = 256

@@ -11,11 +11,11 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from paceline.groups import Version
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.common.access.caller import Caller
-from services.common.function_sums import FunctionSums
-from services.common.logged_metrics import LoggedMetrics
-from services.coordinator.members.directive_queue import DirectiveQueue
+from paceline.services.common.access.caller import Caller
+from paceline.services.common.function_sums import FunctionSums
+from paceline.services.common.logged_metrics import LoggedMetrics
+from paceline.services.coordinator.members.directive_queue import DirectiveQueue
+from paceline.v1 import common_pb2, worker_pb2
 
 SECRET_BYTES = 16
 OFFERS_KEPT = 256

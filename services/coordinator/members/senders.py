@@ -11,8 +11,8 @@ import enum
 import hmac
 from collections.abc import Set
 
-from protos.paceline.v1 import common_pb2
-from services.coordinator.members.registry import Member
+from paceline.services.coordinator.members.registry import Member
+from paceline.v1 import common_pb2
 
 MAX_EARLIER = 4096
 """Earlier secrets that are kept: more than the workers that come and go within the life of a message."""

@@ -16,16 +16,16 @@ from typing import Any
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import NotFound
 from paceline.groups import Version
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.pool.engine_list import EngineList
+from paceline.services.coordinator.pool.roster import Roster
+from paceline.services.coordinator.sessions import starting_point
+from paceline.services.coordinator.sessions.session_numbers import SessionNumbers, scan_checkpoints
+from paceline.services.coordinator.text_limits import one_line
 from paceline.tracing import step_traceparent
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.exchange.state import ActiveRun, Exchange
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.pool.engine_list import EngineList
-from services.coordinator.pool.roster import Roster
-from services.coordinator.sessions import starting_point
-from services.coordinator.sessions.session_numbers import SessionNumbers, scan_checkpoints
-from services.coordinator.text_limits import one_line
+from paceline.v1 import common_pb2, worker_pb2
 
 SESSIONS_KEPT = 64
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 from paceline.errors import NotFound
 from paceline.groups import Version
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.exchange.state import ActiveRun, Exchange
-from services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
-from services.coordinator.members.registry import WARNINGS_KEPT, Member
-from services.coordinator.pool.assignments import Assignments
-from services.coordinator.reporting.token_files import fault_of
-from services.coordinator.text_limits import cut
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
+from paceline.services.coordinator.members.registry import WARNINGS_KEPT, Member
+from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.reporting.token_files import fault_of
+from paceline.services.coordinator.text_limits import cut
+from paceline.v1 import common_pb2, worker_pb2
 
 WARNINGS_PERIOD_S = 60.0
 """Period in which a member may warn WARNINGS_KEPT times, and report as many new faults."""

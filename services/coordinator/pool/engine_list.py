@@ -4,10 +4,10 @@ a join, a leave, a version that was acknowledged, a drain, a suspicion, an expul
 
 from __future__ import annotations
 
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.exchange import engines
-from services.coordinator.exchange.state import Exchange
-from services.coordinator.members.registry import Members
+from paceline.services.coordinator.exchange import engines
+from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.members.registry import Members
+from paceline.v1 import common_pb2, worker_pb2
 
 
 class EngineList:

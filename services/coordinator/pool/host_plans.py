@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from paceline.groups import Version
+from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.v1 import worker_pb2
 from paceline.weights.hosts.chain import Hop, ordered, upstreams
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.exchange.state import Exchange
-from services.coordinator.members.registry import Member, Members
 
 SLOW_SHARE = 1 / 3
 """Share of the usual bytes a second below which a host is slow."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from services.coordinator.members.registry import Member
+from paceline.services.coordinator.members.registry import Member
 
 
 @dataclass

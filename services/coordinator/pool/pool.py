@@ -19,20 +19,20 @@ from paceline.errors import AccessDenied, LedgerFault
 from paceline.groups import Version
 from paceline.models.folder_size import named_size
 from paceline.rate_limited_log import unforeseen
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.common.access.caller import current_caller
-from services.coordinator.exchange import evaluation, leases, overdue, quarantine
-from services.coordinator.exchange.batches import session_faults
-from services.coordinator.exchange.engines import holds_leases
-from services.coordinator.exchange.state import ActiveRun
-from services.coordinator.members.introduction import check_place, checked_host
-from services.coordinator.members.loop_lag import LoopLag
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.pool.assignments import Assignments
-from services.coordinator.pool.lost_ranks import LostRanks
-from services.coordinator.pool.reports import Reports
-from services.coordinator.pool.run_events import RunEvents
-from services.coordinator.text_limits import cut, one_line
+from paceline.services.common.access.caller import current_caller
+from paceline.services.coordinator.exchange import evaluation, leases, overdue, quarantine
+from paceline.services.coordinator.exchange.batches import session_faults
+from paceline.services.coordinator.exchange.engines import holds_leases
+from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.members.introduction import check_place, checked_host
+from paceline.services.coordinator.members.loop_lag import LoopLag
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.pool.lost_ranks import LostRanks
+from paceline.services.coordinator.pool.reports import Reports
+from paceline.services.coordinator.pool.run_events import RunEvents
+from paceline.services.coordinator.text_limits import cut, one_line
+from paceline.v1 import common_pb2, worker_pb2
 
 LOGGED_PAUSE_S = 1.0
 """Shortest pause of the coordinator that is logged."""

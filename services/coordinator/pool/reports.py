@@ -14,18 +14,18 @@ from paceline.errors import InvalidInput
 from paceline.files.names import EXPORT
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.exchange.batches import session_faults
-from services.coordinator.exchange.state import ActiveRun
-from services.coordinator.ledger.folders import stored
-from services.coordinator.members.introduction import checked_host
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.pool.assignments import Assignments
-from services.coordinator.pool.authority import Authority, cut_texts
-from services.coordinator.pool.run_events import RunEvents
-from services.coordinator.reporting.token_files import TokenFiles
-from services.coordinator.sessions import retention, starting_point
-from services.coordinator.text_limits import finite_gauges, one_line, seconds
+from paceline.services.coordinator.exchange.batches import session_faults
+from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.ledger.folders import stored
+from paceline.services.coordinator.members.introduction import checked_host
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.pool.authority import Authority, cut_texts
+from paceline.services.coordinator.pool.run_events import RunEvents
+from paceline.services.coordinator.reporting.token_files import TokenFiles
+from paceline.services.coordinator.sessions import retention, starting_point
+from paceline.services.coordinator.text_limits import finite_gauges, one_line, seconds
+from paceline.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)

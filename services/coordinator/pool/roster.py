@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.exchange import evaluation
-from services.coordinator.exchange.state import ActiveRun, Exchange
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.pool.host_plans import HostPlans
+from paceline.services.coordinator.exchange import evaluation
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.pool.host_plans import HostPlans
+from paceline.v1 import common_pb2, worker_pb2
 
 NAMED = 16
 """Most members that a line of the log names: with thousands, each of which joins, the lines would fill the disk."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.exchange.state import Exchange, Notice
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.registry import Member
-from services.coordinator.reporting.run_log import RunLog
+from paceline.services.coordinator.exchange.state import Exchange, Notice
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.registry import Member
+from paceline.services.coordinator.reporting.run_log import RunLog
+from paceline.v1 import worker_pb2
 
 
 class Wakes(Protocol):

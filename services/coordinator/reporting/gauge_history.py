@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from paceline.rate_limited_log import RateLimitedLog
-from protos.paceline.v1 import common_pb2
-from services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.v1 import common_pb2
 
 PERIOD_S = 5.0
 FOLDER = "gauges"

@@ -12,8 +12,8 @@ from typing import Any
 from paceline.encryption.storage_key import storage_key
 from paceline.files.line_file import LineWriter
 from paceline.files.whole_file import write_whole
-from services.common.logged_extra import EXTRA_NAME
-from services.coordinator.reporting import metrics_lines
+from paceline.services.common.logged_extra import EXTRA_NAME
+from paceline.services.coordinator.reporting import metrics_lines
 
 log = logging.getLogger(__name__)
 METRICS_NAME = "metrics.jsonl"

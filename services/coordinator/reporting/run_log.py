@@ -18,22 +18,22 @@ from typing import Any
 
 from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import unforeseen
-from protos.paceline.v1 import worker_pb2
-from services.common.function_sums import FunctionSums
-from services.common.logged_metrics import LoggedMetrics
-from services.coordinator.exchange import evaluation
-from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.registry import Members
-from services.coordinator.reporting.energy import Energy, is_added_up
-from services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
-from services.coordinator.reporting.rules import Rules, rules_of
-from services.coordinator.reporting.step_otel import StepMeters
-from services.coordinator.reporting.step_warnings import no_signal, out_of_scale
-from services.coordinator.reporting.text_samples import evaluation_text
-from services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
-from services.coordinator.reporting.weight_otel import WeightMeters
-from services.coordinator.text_limits import bounded_metrics, one_line, seconds
+from paceline.services.common.function_sums import FunctionSums
+from paceline.services.common.logged_metrics import LoggedMetrics
+from paceline.services.coordinator.exchange import evaluation
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.reporting.energy import Energy, is_added_up
+from paceline.services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
+from paceline.services.coordinator.reporting.rules import Rules, rules_of
+from paceline.services.coordinator.reporting.step_otel import StepMeters
+from paceline.services.coordinator.reporting.step_warnings import no_signal, out_of_scale
+from paceline.services.coordinator.reporting.text_samples import evaluation_text
+from paceline.services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
+from paceline.services.coordinator.reporting.weight_otel import WeightMeters
+from paceline.services.coordinator.text_limits import bounded_metrics, one_line, seconds
+from paceline.v1 import worker_pb2
 
 TIME = "milliseconds"
 """Counter of the time that a run was active."""

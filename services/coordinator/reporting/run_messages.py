@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from paceline.errors import InvalidInput
 from paceline.rate_limited_log import RateLimitedLog
-from protos.paceline.v1 import run_pb2
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.v1 import run_pb2
 
 PAGE_SIZE = 100
 seldom = RateLimitedLog(logging.getLogger(__name__))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.coordinator.ledger.groups import State
+from paceline.services.coordinator.ledger.groups import State
 
 
 @dataclass(frozen=True)

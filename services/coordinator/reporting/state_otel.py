@@ -16,9 +16,9 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import unforeseen
-from services.coordinator.exchange.state import Exchange
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.registry import ROLE_NAMES, Members
+from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.registry import ROLE_NAMES, Members
 
 OBSERVE_S = 5.0
 """Seconds between two snapshots."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.errors import PacelineError
+from paceline.services.coordinator.ledger.groups import State
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.text_limits import cut
 from paceline.wire import decode_result, decode_rewards
-from services.coordinator.ledger.groups import State
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.text_limits import cut
 
 PROMPTS = 3
 """Prompts that are shown."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.files.whole_file import write_whole
 from paceline.rate_limited_log import RateLimitedLog
-from protos.paceline.v1 import worker_pb2
+from paceline.v1 import worker_pb2
 
 FOLDER = "token_stats"
 MAX_BYTES = 32 << 20

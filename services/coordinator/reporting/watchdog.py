@@ -8,12 +8,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from protos.paceline.v1 import common_pb2
-from services.coordinator.exchange.state import ActiveRun, Exchange
-from services.coordinator.ledger.groups import State
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.reporting import stall
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.ledger.groups import State
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.reporting import stall
+from paceline.v1 import common_pb2
 
 
 class Watchdog:

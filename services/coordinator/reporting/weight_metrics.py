@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.groups import Version
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.text_limits import seconds
+from paceline.services.coordinator.text_limits import seconds
+from paceline.v1 import common_pb2, worker_pb2
 
 MAX_HOSTS = 4096
 KEPT_OPEN = 4

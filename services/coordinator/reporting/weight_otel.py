@@ -11,7 +11,7 @@ from __future__ import annotations
 from opentelemetry import metrics
 from opentelemetry.metrics import Meter
 
-from services.coordinator.reporting.weight_metrics import VersionRecord
+from paceline.services.coordinator.reporting.weight_metrics import VersionRecord
 
 SECONDS = {
     "gather_s": "The learner's ranks put a bucket together",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from services.coordinator.scaling.policy import HEADROOM, PoolState
+from paceline.services.coordinator.scaling.policy import HEADROOM, PoolState
 
 BALANCED = 0.05
 """Wait of the learner, as a share of its time, up to which nothing limits it but itself."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.coordinator.exchange.state import ActiveRun, Exchange, Notice
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.scaling.policy import Measurement
-from services.coordinator.scaling.pools import PoolConfig
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.scaling.policy import Measurement
+from paceline.services.coordinator.scaling.pools import PoolConfig
 
 LEARNER_STEP = "step_s"
 """Metric of a learner's receipt: seconds of the step."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from paceline.errors import InvalidInput
-from services.coordinator.scaling.policy import Bounds
+from paceline.services.coordinator.scaling.policy import Bounds
 
 ROLES = ("rollout", "reward", "environment")
 MOST_WORKERS = 100_000

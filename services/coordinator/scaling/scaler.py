@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.errors import NotFound, Unavailable
-from services.coordinator.exchange.state import Exchange, Notice
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.registry import Members
-from services.coordinator.scaling.advice import PoolFacts, advise
-from services.coordinator.scaling.meter import Meter, Period, measure
-from services.coordinator.scaling.policy import HEADROOM, Measurement, PoolState, decide
-from services.coordinator.scaling.pools import ROLES, PoolConfig
-from services.coordinator.scaling.shares import Supply, shares
+from paceline.services.coordinator.exchange.state import Exchange, Notice
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.scaling.advice import PoolFacts, advise
+from paceline.services.coordinator.scaling.meter import Meter, Period, measure
+from paceline.services.coordinator.scaling.policy import HEADROOM, Measurement, PoolState, decide
+from paceline.services.coordinator.scaling.pools import ROLES, PoolConfig
+from paceline.services.coordinator.scaling.shares import Supply, shares
 
 PERIOD_S = 15.0
 """Default of the seconds between two decisions."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec import CheckpointingSection
-from services.coordinator.ledger.ledger import Ledger
 
 
 class Candidate(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.files.names import CHECKPOINT_MANIFEST
-from services.coordinator.ledger.restored_backup import free_name
+from paceline.services.coordinator.ledger.restored_backup import free_name
 
 NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
 MOST_LOST = 10_000

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from paceline.errors import NotFound
 from paceline.files.run_folders import checkpoint_folder
 from paceline.files.storage import Folder
-from protos.paceline.v1.worker_pb2 import CheckpointReport, RunReport
-from services.coordinator.exchange.state import ActiveRun
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.sessions.session_numbers import session_of
+from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.sessions.session_numbers import session_of
+from paceline.v1.worker_pb2 import CheckpointReport, RunReport
 
 SHA256 = re.compile("[0-9a-f]{64}")
 

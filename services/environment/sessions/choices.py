@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from environment.protocols import AgentAnswer
 from paceline.chat.answer_reader import AnswerPart, TextPart
 from paceline.chat.call_formats import ToolCall
 from paceline.chat.choices import Choice, Delta
 from paceline.chat.frames import Event, Frame
+from paceline.environment.protocols import AgentAnswer
 
 
 def choice_of(answer: AgentAnswer) -> Choice:

@@ -24,7 +24,6 @@ import numpy as np
 import xxhash
 from aiohttp import web
 
-from environment.protocols import AgentAnswer, AgentRequest, AgentSession, LeaseLost, SessionAddress
 from paceline.chat.answers import Answer
 from paceline.chat.frames import Frame
 from paceline.chat.messages import Json, Unsupported
@@ -33,11 +32,12 @@ from paceline.chat.requests import Ask, ChatAsk, read_ask
 from paceline.chat.response_frames import ResponseAnswer
 from paceline.chat.responses import fields_of_responses, read_responses_ask
 from paceline.chat.token_route import TokenAnswer, TokenAsk
+from paceline.environment.protocols import AgentAnswer, AgentRequest, AgentSession, LeaseLost, SessionAddress
 from paceline.errors import Conflict, NotFound
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
-from services.common.json_http import JsonListener, event_stream, send_event
-from services.environment.sessions.choices import choice_of, events_of
+from paceline.services.common.json_http import JsonListener, event_stream, send_event
+from paceline.services.environment.sessions.choices import choice_of, events_of
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidInput
-from services.evaluation.harnesses.scored import HarnessRun, ScoredSample
+from paceline.services.evaluation.harnesses.scored import HarnessRun, ScoredSample
 
 PROGRAM = "lm_eval"
 MODEL, CHAT = "local-completions", "local-chat-completions"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from paceline.errors import InvalidInput
 from paceline.files.model_source import tokenizer_source
-from services.evaluation.harnesses import inspect_ai, lm_eval
-from services.evaluation.harnesses.scored import HarnessRun
-from services.model_server.serving import ServedModel, endpoint_of
+from paceline.services.evaluation.harnesses import inspect_ai, lm_eval
+from paceline.services.evaluation.harnesses.scored import HarnessRun
+from paceline.services.model_server.serving import ServedModel, endpoint_of
 
 HARNESSES = {"lm-eval": lm_eval, "inspect": inspect_ai}
 FOLDER = Path(".venv-harnesses/bin")

@@ -11,8 +11,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.learner.nodes.settings import NodeSettings
-from services.learner.nodes.store import NodeStore
+from paceline.services.learner.nodes.settings import NodeSettings
+from paceline.services.learner.nodes.store import NodeStore
 
 REVISION = 1
 """Revision of what nodes write; nodes of others are refused."""

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from paceline.backoff import ExponentialBackoff
-from services.learner.launcher import SIGNALS, EndAll, Ranks
-from services.learner.nodes.assembly import SessionEnd
-from services.learner.nodes.rendezvous import Place, Rendezvous
-from services.learner.nodes.settings import NodeSettings
-from services.learner.rank_group import SESSION_VARIABLE, STORE_VARIABLE
+from paceline.services.learner.launcher import SIGNALS, EndAll, Ranks
+from paceline.services.learner.nodes.assembly import SessionEnd
+from paceline.services.learner.nodes.rendezvous import Place, Rendezvous
+from paceline.services.learner.nodes.settings import NodeSettings
+from paceline.services.learner.rank_group import SESSION_VARIABLE, STORE_VARIABLE
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 LONG_SESSION_S = 300.0

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.errors import Conflict, InvalidInput, Unavailable
-from services.learner.nodes.assembly import REVISION, Assembly, SessionEnd
-from services.learner.nodes.settings import NodeSettings
-from services.learner.nodes.store import FAULTS, NodeStore, connect, one_line, serve
+from paceline.services.learner.nodes.assembly import REVISION, Assembly, SessionEnd
+from paceline.services.learner.nodes.settings import NodeSettings
+from paceline.services.learner.nodes.store import FAULTS, NodeStore, connect, one_line, serve
 
 BEAT_S = 1.0
 POLL_S = 0.2

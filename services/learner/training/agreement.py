@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from learner.collectives import any_over_ranks
+from paceline.learner.collectives import any_over_ranks
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from learner.step.comparison import GroupDifference, SamplerComparison
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Group
+from paceline.learner.step.comparison import GroupDifference, SamplerComparison
+from paceline.services.learner.context import RankContext
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_group
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.learner.context import RankContext
 
 log = logging.getLogger(__name__)
 

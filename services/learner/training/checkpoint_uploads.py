@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from learner.checkpoints.checkpoint import Checkpoint
-from learner.checkpoints.upload_queue import UploadQueue
-from learner.collectives import any_over_ranks, broadcast_bytes, max_over_ranks, world_size
-from learner.weights.gather import is_first_rank
 from paceline.files.spool import SIZE_VARIABLE, quota_bytes
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints.checkpoint import Checkpoint
+from paceline.learner.checkpoints.upload_queue import UploadQueue
+from paceline.learner.collectives import any_over_ranks, broadcast_bytes, max_over_ranks, world_size
+from paceline.learner.weights.gather import is_first_rank
 
 STORE_POLL_S = 0.5
 """Seconds between two checks of all ranks for the end of the queue."""

@@ -20,23 +20,23 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from learner.checkpoints import checkpoint as checkpoints
-from learner.checkpoints.checkpoint import Checkpoint, Misfit
-from learner.checkpoints.writer import CheckpointWriter
-from learner.collectives import (
+from paceline.errors import CheckpointFault, Conflict, NotFound, PacelineError, Unavailable
+from paceline.files.run_folders import checkpoint_folder
+from paceline.files.storage import Folder
+from paceline.learner.checkpoints import checkpoint as checkpoints
+from paceline.learner.checkpoints.checkpoint import Checkpoint, Misfit
+from paceline.learner.checkpoints.writer import CheckpointWriter
+from paceline.learner.collectives import (
     any_over_ranks,
     broadcast_bytes,
     union_over_ranks,
     world_size,
 )
-from learner.step.trainer import Trainer
-from learner.weights.gather import is_first_rank
-from paceline.errors import CheckpointFault, Conflict, NotFound, PacelineError, Unavailable
-from paceline.files.run_folders import checkpoint_folder
-from paceline.files.storage import Folder
+from paceline.learner.step.trainer import Trainer
+from paceline.learner.weights.gather import is_first_rank
+from paceline.services.learner.training.checkpoint_uploads import CheckpointUploads
 from paceline.spec import CheckpointingSection
-from protos.paceline.v1 import worker_pb2
-from services.learner.training.checkpoint_uploads import CheckpointUploads
+from paceline.v1 import worker_pb2
 
 LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
 """Seconds before each further try at the last checkpoint."""

@@ -12,17 +12,17 @@ import os
 import torch
 from torch import nn
 
-from learner.checkpoints.adapter_export import export_adapter
-from learner.checkpoints.export import export_live
-from learner.checkpoints.export_folder import remove_left_overs
-from learner.collectives import broadcast_bytes, succeed_on_all_ranks
-from learner.weights.gather import gather_weights
 from paceline.errors import PacelineError, Unavailable
 from paceline.files.names import EXPORT, EXPORTS
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints.adapter_export import export_adapter
+from paceline.learner.checkpoints.export import export_live
+from paceline.learner.checkpoints.export_folder import remove_left_overs
+from paceline.learner.collectives import broadcast_bytes, succeed_on_all_ranks
+from paceline.learner.weights.gather import gather_weights
 from paceline.registry.origin import Origin
+from paceline.services.learner.context import RankContext
 from paceline.spec import RunSpec
-from services.learner.context import RankContext
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, storage_key
 from paceline.errors import InvalidInput
-from protos.paceline.v1 import worker_pb2
+from paceline.v1 import worker_pb2
 
 
 def check_key(assignment: worker_pb2.RunAssignment) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from torch import nn
 
-from learner.weights.channel import WeightChannel
 from paceline.errors import Conflict
 from paceline.groups import Version
+from paceline.learner.weights.channel import WeightChannel
+from paceline.services.learner.context import RankContext
+from paceline.services.learner.training.weight_channel import make_channel
 from paceline.spec import RunSpec
-from protos.paceline.v1 import worker_pb2
-from services.learner.context import RankContext
-from services.learner.training.weight_channel import make_channel
+from paceline.v1 import worker_pb2
 
 
 class Publishing:

@@ -19,45 +19,50 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 
-from learner.batch.completion_metrics import completion_metrics
-from learner.batch.examples import ExampleSource
-from learner.batch.samples import sequences_from_groups
-from learner.batch.validate_examples import check_rows
-from learner.checkpoints.checkpoint import Misfit
-from learner.collectives import FailedElsewhere, any_over_ranks, broadcast_bytes, succeed_on_all_ranks
-from learner.model.mesh import mesh_of
-from learner.step.trainer import Trainer
 from paceline.data.tokens import check_vocabulary, load_tokenizer
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, Unavailable
+from paceline.learner.batch.completion_metrics import completion_metrics
+from paceline.learner.batch.examples import ExampleSource
+from paceline.learner.batch.samples import sequences_from_groups
+from paceline.learner.batch.validate_examples import check_rows
+from paceline.learner.checkpoints.checkpoint import Misfit
+from paceline.learner.collectives import (
+    FailedElsewhere,
+    any_over_ranks,
+    broadcast_bytes,
+    succeed_on_all_ranks,
+)
+from paceline.learner.model.mesh import mesh_of
+from paceline.learner.step.trainer import Trainer
 from paceline.registry.origin import Origin
-from paceline.spec import RunSpec
-from paceline.tracing import span, step_traceparent
-from paceline.weights.plain_network import check_plain, check_store
-from protos.paceline.v1 import worker_pb2
-from services.common.bundled_spec import BundledSpec
-from services.common.gpus import refuse_cpu
-from services.common.reporting.progress_log import ProgressLog
-from services.common.run_setup import failed_set_up, spec_of
-from services.learner.context import RankContext
-from services.learner.rank_group import (
+from paceline.services.common.bundled_spec import BundledSpec
+from paceline.services.common.gpus import refuse_cpu
+from paceline.services.common.reporting.progress_log import ProgressLog
+from paceline.services.common.run_setup import failed_set_up, spec_of
+from paceline.services.learner.context import RankContext
+from paceline.services.learner.rank_group import (
     COLLECTIVE_TIMEOUT_S,
     LOADING_TIMEOUT_S,
     long_collectives,
     meeting_host,
     set_collective_timeout,
 )
-from services.learner.training.agreement import StepAgreement
-from services.learner.training.batches import BatchClient, RankBatch, comparison_of
-from services.learner.training.checkpoints import NotShared, SessionCheckpoints
-from services.learner.training.collective_time import collective_time
-from services.learner.training.exports import Rank0RunExports, RunExports
-from services.learner.training.key_check import check_key
-from services.learner.training.pace import pace
-from services.learner.training.publishing import Publishing
-from services.learner.training.run_reports import Rank0RunReports, RunReports
-from services.learner.training.step_failure import describe
-from services.learner.training.token_reports import observed, report_of
+from paceline.services.learner.training.agreement import StepAgreement
+from paceline.services.learner.training.batches import BatchClient, RankBatch, comparison_of
+from paceline.services.learner.training.checkpoints import NotShared, SessionCheckpoints
+from paceline.services.learner.training.collective_time import collective_time
+from paceline.services.learner.training.exports import Rank0RunExports, RunExports
+from paceline.services.learner.training.key_check import check_key
+from paceline.services.learner.training.pace import pace
+from paceline.services.learner.training.publishing import Publishing
+from paceline.services.learner.training.run_reports import Rank0RunReports, RunReports
+from paceline.services.learner.training.step_failure import describe
+from paceline.services.learner.training.token_reports import observed, report_of
+from paceline.spec import RunSpec
+from paceline.tracing import span, step_traceparent
+from paceline.v1 import worker_pb2
+from paceline.weights.plain_network import check_plain, check_store
 
 ORDER_STORE_S = 30.0
 """Seconds that an ordered checkpoint may wait for the store, and training with it."""

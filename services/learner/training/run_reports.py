@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from protos.paceline.v1 import worker_pb2
+from paceline.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 

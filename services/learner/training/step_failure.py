@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.spec import RunSpec
-from protos.paceline.v1 import worker_pb2
+from paceline.v1 import worker_pb2
 
 MAX_TEXT = 2000
 """Characters of an exception's text that are reported."""

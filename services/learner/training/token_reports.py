@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from learner.step.token_statistics import TokenNumbers, TokenStatistics
 from paceline.groups import Group
+from paceline.learner.step.token_statistics import TokenNumbers, TokenStatistics
 from paceline.spec import RunSpec
-from protos.paceline.v1 import worker_pb2
+from paceline.v1 import worker_pb2
 
 MAX_TOKENS = 100_000
 """Tokens of one report; further completions are left out."""

@@ -9,34 +9,34 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from learner.collectives import any_over_ranks, broadcast_bytes
-from learner.weights.channel import WeightChannel
-from learner.weights.delta import DeltaChannel, Rank0DeltaChannel
-from learner.weights.hosts.channel import (
+from paceline.address import is_loopback
+from paceline.host.cores import threads_beside
+from paceline.learner.collectives import any_over_ranks, broadcast_bytes
+from paceline.learner.weights.channel import WeightChannel
+from paceline.learner.weights.delta import DeltaChannel, Rank0DeltaChannel
+from paceline.learner.weights.hosts.channel import (
     HostChannel,
     Hosts,
     Rank0HostChannel,
     agree_on_hosts,
     piece_algorithm,
 )
-from learner.weights.hosts.members import PATIENCE, HostMembers
-from learner.weights.hosts.shard_writer import ShardWriter
-from learner.weights.publish_result import PublishResult
-from learner.weights.rank_board import LocalBoard, RankBoard, make_board
-from learner.weights.store.offers import StoreOffers
-from learner.weights.store.writer import StoreWriter
-from paceline.address import is_loopback
-from paceline.host.cores import threads_beside
+from paceline.learner.weights.hosts.members import PATIENCE, HostMembers
+from paceline.learner.weights.hosts.shard_writer import ShardWriter
+from paceline.learner.weights.publish_result import PublishResult
+from paceline.learner.weights.rank_board import LocalBoard, RankBoard, make_board
+from paceline.learner.weights.store.offers import StoreOffers
+from paceline.learner.weights.store.writer import StoreWriter
 from paceline.models.loading import resolved_dtype
+from paceline.services.common.host_agent import WAIT_S
+from paceline.services.learner.context import RankContext
+from paceline.services.learner.rank_group import meeting_host
+from paceline.services.learner.training.weight_reports import WeightReports
 from paceline.spec import RunSpec
+from paceline.v1 import worker_pb2
 from paceline.weights.manifest import Algorithm
 from paceline.weights.object_store import WeightStore
 from paceline.weights.store_format import run_store
-from protos.paceline.v1 import worker_pb2
-from services.common.host_agent import WAIT_S
-from services.learner.context import RankContext
-from services.learner.rank_group import meeting_host
-from services.learner.training.weight_reports import WeightReports
 
 TOKEN_BYTES = 32
 MOST_CODING_THREADS = 24

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from learner.weights.publish_result import PublishResult
 from paceline.groups import Version
+from paceline.learner.weights.publish_result import PublishResult
+from paceline.v1 import worker_pb2
 from paceline.weights.offers import StoreOffer
-from protos.paceline.v1 import worker_pb2
 
 FAILURES = {
     "": worker_pb2.PUBLISH_FAILURE_UNSPECIFIED,

@@ -19,8 +19,8 @@ from paceline.chat.token_route import TokenAsk
 from paceline.data.tokens import encode_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray, Version
-from rollout.engine import MAX_ID, SamplingParams, sample_seed
-from services.rollout.openai.sampling import Sampler, Served
+from paceline.rollout.engine import MAX_ID, SamplingParams, sample_seed
+from paceline.services.rollout.openai.sampling import Sampler, Served
 
 MAX_CHARS_PER_TOKEN = 64
 """Limit on a prompt's characters for each token of the longest sequence; a longer prompt is not even tokenized."""

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from paceline.chat.choices import Choice
 from paceline.chat.messages import Json
 from paceline.chat.requests import ChatAsk, CompletionAsk
-from services.rollout.openai.engine_requests import EngineAsk
-from services.rollout.openai.sampling import Served
+from paceline.services.rollout.openai.engine_requests import EngineAsk
+from paceline.services.rollout.openai.sampling import Served
 
 
 class FeedbackAsk(BaseModel):

@@ -19,13 +19,13 @@ from paceline.chat.completion_texts import completion_text, text_of
 from paceline.chat.text_stream import TextStream
 from paceline.errors import NotFound, Unavailable
 from paceline.groups import Completion, IntArray, Version
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
+from paceline.rollout.stop_strings import StopStrings, cut
 from paceline.spec import RunSpec
-from rollout.engine import Engine, GenerationRequest, SamplingParams
-from rollout.stop_strings import StopStrings, cut
 
 
 class Served(Protocol):
-    """A run that a worker samples for; `services.rollout.run.RolloutRun` implements it."""
+    """A run that a worker samples for; `paceline.services.rollout.run.RolloutRun` implements it."""
 
     run_id: str
     spec: RunSpec

@@ -26,15 +26,15 @@ from paceline.chat.token_route import TokenAnswer, TokenAsk
 from paceline.errors import InvalidInput, PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
-from services.common.access.rights import COMPLETIONS
-from services.common.access.worker_callers import WorkerCallers
-from services.common.http_guard import HttpGuard
-from services.common.json_http import JsonListener, event_stream, send_event
-from services.rollout.gather import gather_or_cancel
-from services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
-from services.rollout.openai.gate import Gate
-from services.rollout.openai.recording import FeedbackAsk, Recorder, rows_of
-from services.rollout.openai.sampling import Sampler, Served, decode_all, no_weights, resolve
+from paceline.services.common.access.rights import COMPLETIONS
+from paceline.services.common.access.worker_callers import WorkerCallers
+from paceline.services.common.http_guard import HttpGuard
+from paceline.services.common.json_http import JsonListener, event_stream, send_event
+from paceline.services.rollout.gather import gather_or_cancel
+from paceline.services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
+from paceline.services.rollout.openai.gate import Gate
+from paceline.services.rollout.openai.recording import FeedbackAsk, Recorder, rows_of
+from paceline.services.rollout.openai.sampling import Sampler, Served, decode_all, no_weights, resolve
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 

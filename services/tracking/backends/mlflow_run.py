@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import InvalidInput
+from paceline.services.tracking.entries import as_table
+from paceline.services.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, library
 from paceline.spec.sections.system import TrackerSection
-from services.tracking.entries import as_table
-from services.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, library
 
 TIMEOUT_S = 10
 METRICS_AT_ONCE = 1000

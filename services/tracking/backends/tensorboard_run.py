@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.tracking.entries import as_table
-from services.tracking.tracker import AlertKind, Row, Step, library
+from paceline.services.tracking.entries import as_table
+from paceline.services.tracking.tracker import AlertKind, Row, Step, library
 
 SEQUENCE = "paceline/sequence"
 EVENT_FILES = "events.out.tfevents.*"

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.services.tracking.entries import as_table
+from paceline.services.tracking.tracker import TITLES, AlertKind, Row, Step, TrackedRun, library
 from paceline.spec.sections.system import TrackerSection
-from services.tracking.entries import as_table
-from services.tracking.tracker import TITLES, AlertKind, Row, Step, TrackedRun, library
 
 INIT_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 120.0

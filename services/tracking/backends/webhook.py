@@ -18,8 +18,8 @@ from typing import IO
 
 from paceline.errors import InvalidInput
 from paceline.run_states import ENDED_STATES
+from paceline.services.tracking.tracker import TITLES, AlertKind, Refused, Row, Step, TrackedRun
 from paceline.spec.sections.alerts import WebhookSection
-from services.tracking.tracker import TITLES, AlertKind, Refused, Row, Step, TrackedRun
 
 TIMEOUT_S = 10.0
 SECRET = "PACELINE_WEBHOOK_SECRET"

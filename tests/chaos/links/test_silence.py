@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 from links.proxy import Proxy
 
+from paceline.services.common import zmq_keepalive
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.common.membership import Membership
+from paceline.services.coordinator.exchange.transport.router_socket import (
+    ExchangeSocket,
+    PendingRequest,
+    parse,
+)
+from paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.common import zmq_keepalive
-from services.common.grpc_server import GrpcServer
-from services.common.membership import Membership
-from services.coordinator.exchange.transport.router_socket import ExchangeSocket, PendingRequest, parse
 
 DEADLINE_S = 60.0
 Reports = asyncio.Queue[worker_pb2.ConnectRequest]

@@ -16,11 +16,11 @@ from service_processes import PACELINE, Services, environment, opened, wait_for
 from watched_runs import RUN_TIMEOUT_S, wait_for_step
 
 from paceline.client import Client
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.backup import back_up
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.backup import back_up
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 MakeSpec = Callable[..., RunSpec]
 

@@ -16,9 +16,9 @@ import pytest
 from service_processes import PACELINE, Services, environment, opened, wait_for
 
 from paceline.client import Client
+from paceline.services.coordinator.audit.verify import verify
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
-from services.coordinator.audit.verify import verify
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 180.0

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from paceline.client import Client, Event, state_name
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 DEADLINE_S = 180.0
 MakeSpec = Callable[..., RunSpec]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from paceline.client import ENDED_STATES, Client, state_name
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 DEADLINE_S = 150.0
 MakeSpec = Callable[..., RunSpec]

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from paceline.client import ENDED_STATES, Client, state_name
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 RUN_TIMEOUT_S = 400.0
 REWARD = """

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline.client import Client
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
-from services.local.cluster import LocalCluster
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def test_a_learner_that_is_told_to_stop_does_not_wait_for_a_coordinator_that_is_
             options = ["--coordinator", address, "--ranks", "2", "--grace", "1"]
             environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
             learner = subprocess.Popen(
-                [sys.executable, "-m", "services.learner.main", *options], env=environment
+                [sys.executable, "-m", "paceline.services.learner.main", *options], env=environment
             )
             for event in client.watch(run.run_id):
                 if event.kind == "session":

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from environment.hosting.faults import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
-from environment.hosting.pool import SampleDeaths, UserCode
+from paceline.environment.hosting.faults import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
+from paceline.environment.hosting.pool import SampleDeaths, UserCode
 from paceline.errors import InvalidInput, Unreadable
 from paceline.spec.sections.environment import EnvironmentSection
 

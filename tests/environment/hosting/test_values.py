@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from environment.hosting.values import (
+from paceline.environment.hosting.values import (
     InvalidValue,
     Step,
     decode_state,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from episode_world import HERMES, merged_tokenizer, run_spec, spelled, user
 
-from environment.protocols import SampledTurn
-from environment.rendering.choosing import choose_renderings
-from environment.rendering.family import FamilyRendering
-from environment.rendering.protocol import Conversation
-from environment.rendering.template import TemplateRendering
+from paceline.environment.protocols import SampledTurn
+from paceline.environment.rendering.choosing import choose_renderings
+from paceline.environment.rendering.family import FamilyRendering
+from paceline.environment.rendering.protocol import Conversation
+from paceline.environment.rendering.template import TemplateRendering
 from paceline.errors import InvalidInput
 from paceline.groups import VersionSpan
 

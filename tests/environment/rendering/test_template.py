@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from episode_world import FORGETFUL, HERMES, merged_tokenizer, user
 
-from environment.protocols import SampledTurn
-from environment.rendering.protocol import Conversation
-from environment.rendering.template import TemplateRendering
+from paceline.environment.protocols import SampledTurn
+from paceline.environment.rendering.protocol import Conversation
+from paceline.environment.rendering.template import TemplateRendering
 from paceline.errors import InvalidInput
 from paceline.groups import VersionSpan
 

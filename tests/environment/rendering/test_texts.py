@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tokenizer_kinds import KINDS, tokenizer_of
 
-from environment.protocols import SampledTurn
-from environment.rendering.protocol import Conversation
-from environment.rendering.texts import TextRendering
+from paceline.environment.protocols import SampledTurn
+from paceline.environment.rendering.protocol import Conversation
+from paceline.environment.rendering.texts import TextRendering
 
 
 @pytest.mark.parametrize("text", ["42", " 42\n", "\nThe answer: no"])

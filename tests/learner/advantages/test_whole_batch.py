@@ -11,8 +11,8 @@ import torch
 from tiny_policy import CPU, make_spec
 from torch import Tensor
 
-from learner.advantages.whole_batch import ScoredBatch, batch_advantages, whitened_token_advantages
 from paceline.advantages import advantages, group_preset, has_advantage
+from paceline.learner.advantages.whole_batch import ScoredBatch, batch_advantages, whitened_token_advantages
 from paceline.spec import RunSpec
 
 NAN = math.nan

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from episode_groups import episode_group
 
-from learner.batch.completion_metrics import completion_metrics
 from paceline.groups import Completion, Group, VersionSpan
+from paceline.learner.batch.completion_metrics import completion_metrics
 
 
 def a_group(*lengths: int, cut_off: int = 0) -> Group:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tiny_policy import CPU
 
-from learner.batch.examples import ExampleSource, RowPair
-from learner.batch.validate_examples import check_rows
-from learner.objectives import objective_of
 from paceline.errors import InvalidInput
+from paceline.learner.batch.examples import ExampleSource, RowPair
+from paceline.learner.batch.validate_examples import check_rows
+from paceline.learner.objectives import objective_of
+from paceline.services.demo.model import make_tokenizer
 from paceline.spec import RunSpec
-from services.demo.model import make_tokenizer
 
 LENGTHS = (1, 4, 2, 9, 3)
 """Characters of each row's completion; the prompt has two, and an end of sequence follows."""

@@ -12,9 +12,9 @@ import torch
 from episode_groups import episode_group
 from tiny_policy import make_spec
 
-from learner.batch.samples import TrainingSample, pack_samples, sequences_from_groups
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, Group, VersionSpan
+from paceline.learner.batch.samples import TrainingSample, pack_samples, sequences_from_groups
 
 
 def ids(*values: int) -> np.ndarray:

@@ -14,13 +14,13 @@ import pytest
 import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
-from learner.checkpoints import checkpoint
-from learner.checkpoints.checkpoint import Checkpoint
-from learner.checkpoints.manifest import hash_files, read_manifest, write_manifest
-from learner.checkpoints.verification import verify
-from learner.step.trainer import Trainer
 from paceline.errors import Conflict, NotFound, Unavailable
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.checkpoints.checkpoint import Checkpoint
+from paceline.learner.checkpoints.manifest import hash_files, read_manifest, write_manifest
+from paceline.learner.checkpoints.verification import verify
+from paceline.learner.step.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

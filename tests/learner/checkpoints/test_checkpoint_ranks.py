@@ -11,8 +11,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
-from learner.checkpoints import checkpoint
-from learner.step.trainer import Trainer
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.step.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ import torch
 from tiny_policy import CPU, VOCABULARY, make_batch, make_spec, save_tiny_policy
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from learner.checkpoints import checkpoint
-from learner.checkpoints.export import export_checkpoint, export_pretrained
-from learner.step.trainer import Trainer
-from learner.weights.gather import gather_weights
 from paceline.errors import Conflict, InvalidInput
 from paceline.files.names import EXPORT_MANIFEST
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.checkpoints.export import export_checkpoint, export_pretrained
+from paceline.learner.step.trainer import Trainer
+from paceline.learner.weights.gather import gather_weights
 
 TOKENS = torch.arange(VOCABULARY)[None]
 

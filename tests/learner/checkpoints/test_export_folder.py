@@ -11,11 +11,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from learner.checkpoints import export_folder
-from learner.checkpoints.export_folder import NAME, remove_left_overs, written_beside
 from paceline.errors import Conflict, Unavailable
 from paceline.files.names import EXPORT_MANIFEST
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints import export_folder
+from paceline.learner.checkpoints.export_folder import NAME, remove_left_overs, written_beside
 
 
 def export(directory: Path, content: str, *, replace: bool = True) -> None:

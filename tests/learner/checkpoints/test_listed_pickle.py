@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
-from learner.checkpoints import checkpoint
 from paceline.errors import Conflict
+from paceline.learner.checkpoints import checkpoint
 
 
 class Attribute:

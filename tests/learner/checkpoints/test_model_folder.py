@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from tiny_policy import CPU, make_spec
 from transformers import AutoModelForCausalLM
 
-from learner.checkpoints.export import export_live
-from learner.model.policy import load_policy
-from learner.weights import stream
 from paceline.files.names import EXPORT_MANIFEST
+from paceline.learner.checkpoints.export import export_live
+from paceline.learner.model.policy import load_policy
+from paceline.learner.weights import stream
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "moe", "bias"])

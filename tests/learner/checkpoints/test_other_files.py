@@ -12,11 +12,11 @@ import torch
 from tiny_models import tiny_qwen3
 from transformers import AutoTokenizer, GenerationConfig
 
-from learner.checkpoints.conversion.folders import from_dcp, to_dcp, to_folder
-from learner.checkpoints.export import export_pretrained
-from learner.checkpoints.other_files import check_tokenizer
 from paceline.errors import InvalidInput
-from services.demo.model import make_tokenizer
+from paceline.learner.checkpoints.conversion.folders import from_dcp, to_dcp, to_folder
+from paceline.learner.checkpoints.export import export_pretrained
+from paceline.learner.checkpoints.other_files import check_tokenizer
+from paceline.services.demo.model import make_tokenizer
 
 END = make_tokenizer().eos_token_id
 FILES = {

@@ -12,15 +12,15 @@ import pytest
 import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
-from learner.checkpoints import checkpoint
-from learner.checkpoints.checkpoint import Checkpoint
-from learner.checkpoints.manifest import check_files, read_manifest
-from learner.checkpoints.upload_queue import UploadQueue
-from learner.step.trainer import Trainer
 from paceline.encryption.encrypted_file import CHUNK_BYTES, WrongKey, is_encrypted
 from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.errors import Conflict
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.checkpoints.checkpoint import Checkpoint
+from paceline.learner.checkpoints.manifest import check_files, read_manifest
+from paceline.learner.checkpoints.upload_queue import UploadQueue
+from paceline.learner.step.trainer import Trainer
 
 DEADLINE_S = 60.0
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoints import upload_queue
-from learner.checkpoints.checkpoint import Checkpoint
-from learner.checkpoints.manifest import CheckpointManifest, hash_files, write_manifest
-from learner.checkpoints.upload_queue import UploadQueue
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints import upload_queue
+from paceline.learner.checkpoints.checkpoint import Checkpoint
+from paceline.learner.checkpoints.manifest import CheckpointManifest, hash_files, write_manifest
+from paceline.learner.checkpoints.upload_queue import UploadQueue
 
 PATIENCE_S = 60.0
 

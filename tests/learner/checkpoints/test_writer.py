@@ -12,11 +12,11 @@ import pytest
 import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
-from learner.checkpoints import checkpoint
-from learner.checkpoints import writer as writing
-from learner.checkpoints.writer import SPARE_BYTES, CheckpointWriter, size_bytes
-from learner.step.trainer import Trainer
 from paceline.errors import Conflict, Unavailable
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.checkpoints import writer as writing
+from paceline.learner.checkpoints.writer import SPARE_BYTES, CheckpointWriter, size_bytes
+from paceline.learner.step.trainer import Trainer
 
 DEADLINE_S = 60.0
 
@@ -117,7 +117,7 @@ def test_a_state_that_does_not_change_is_written_without_a_copy(
     def copied(*_: Any) -> Any:
         raise AssertionError("the state was copied")
 
-    monkeypatch.setattr("learner.checkpoints.writer.BlockingAsyncStager", copied)
+    monkeypatch.setattr("paceline.learner.checkpoints.writer.BlockingAsyncStager", copied)
     writer = CheckpointWriter(tmp_path, session=3)
     writer.begin(1, trainer.model, trainer.optimizer, "c4a1", unchanged=True)
     saved = writer.finish()
@@ -138,7 +138,7 @@ def test_training_waits_for_the_files_where_the_host_has_no_memory_for_a_copy(
     parameters = sum(parameter.nbytes for parameter in trainer.model.parameters())
     assert size_bytes(state) > 3 * parameters, "weights and two moments"
     monkeypatch.setattr(
-        "learner.checkpoints.writer.available_bytes", lambda: SPARE_BYTES + size_bytes(state) - 1
+        "paceline.learner.checkpoints.writer.available_bytes", lambda: SPARE_BYTES + size_bytes(state) - 1
     )
     before = weights(trainer)
     writer = CheckpointWriter(tmp_path, session=3)

@@ -12,9 +12,9 @@ from tiny_policy import CPU, make_batch, make_spec
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.batch.samples import pack_samples
-from learner.model.activation_checkpointing import KEPT_OPERATIONS
-from learner.model.policy import load_policy, packed_logprobs
+from paceline.learner.batch.samples import pack_samples
+from paceline.learner.model.activation_checkpointing import KEPT_OPERATIONS
+from paceline.learner.model.policy import load_policy, packed_logprobs
 
 NORM = "aten::rsqrt"
 

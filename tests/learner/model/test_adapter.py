@@ -13,18 +13,18 @@ from safetensors.torch import load_file
 from tiny_policy import CPU, VOCABULARY, make_batch, make_spec, save_tiny_policy
 from transformers import AutoModelForCausalLM
 
-from learner.batch.samples import pack_samples
-from learner.checkpoints import checkpoint
-from learner.checkpoints.adapter_export import export_adapter
-from learner.checkpoints.checkpoint import read_state
-from learner.checkpoints.export import check_has_adapter, export_checkpoint, export_pretrained
-from learner.checkpoints.verification import verify
-from learner.model.adapter import adapter_off, is_part_of_adapter
-from learner.model.policy import load_policy, load_reference, packed_logprobs
-from learner.step.reference import LocalReference
-from learner.step.trainer import Trainer
-from learner.weights.gather import gather_merged, gather_weights
 from paceline.errors import InvalidInput, SpecError
+from paceline.learner.batch.samples import pack_samples
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.checkpoints.adapter_export import export_adapter
+from paceline.learner.checkpoints.checkpoint import read_state
+from paceline.learner.checkpoints.export import check_has_adapter, export_checkpoint, export_pretrained
+from paceline.learner.checkpoints.verification import verify
+from paceline.learner.model.adapter import adapter_off, is_part_of_adapter
+from paceline.learner.model.policy import load_policy, load_reference, packed_logprobs
+from paceline.learner.step.reference import LocalReference
+from paceline.learner.step.trainer import Trainer
+from paceline.learner.weights.gather import gather_merged, gather_weights
 from paceline.spec.reading import parse_spec
 from paceline.weights.lora_names import FINGERPRINT, fingerprint
 from paceline.weights.packing import plan

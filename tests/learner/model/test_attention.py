@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import attention as torch_attention
 
-from learner.model.attention import prefer_flash_attention_3
+from paceline.learner.model.attention import prefer_flash_attention_3
 
 GPU = torch.device("cuda", 0)
 

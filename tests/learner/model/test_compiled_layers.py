@@ -10,11 +10,11 @@ import pytest
 import torch
 from tiny_policy import CPU, make_spec, save_tiny_policy
 
-from learner.batch.samples import PackedBatch, TrainingSample, pack_samples
-from learner.model import compiled_layers
-from learner.model.compiled_layers import ROW_MULTIPLE, padded_row
-from learner.model.policy import load_policy, packed_logprobs
 from paceline.errors import InvalidInput
+from paceline.learner.batch.samples import PackedBatch, TrainingSample, pack_samples
+from paceline.learner.model import compiled_layers
+from paceline.learner.model.compiled_layers import ROW_MULTIPLE, padded_row
+from paceline.learner.model.policy import load_policy, packed_logprobs
 
 
 def row(*lengths: int) -> PackedBatch:

@@ -13,8 +13,8 @@ from gpu_device import gpu_device
 from tiny_policy import CPU, make_batch, make_spec, whole
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.model.determinism import reserve_workspace, use_deterministic_operations
-from learner.step.trainer import Trainer
+from paceline.learner.model.determinism import reserve_workspace, use_deterministic_operations
+from paceline.learner.step.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny_policy import CPU, make_spec, save_tiny_policy
 from transformers import AutoModelForSequenceClassification, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from learner.model.policy import load_policy, load_reference, load_reward_model
 from paceline.errors import InvalidInput
+from paceline.learner.model.policy import load_policy, load_reference, load_reward_model
 
 LORA = {"enabled": True, "dim": 2, "alpha": 4}
 

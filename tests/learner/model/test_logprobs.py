@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.model.logprobs import chunked_logprobs
+from paceline.learner.model.logprobs import chunked_logprobs
 
 
 def full(

@@ -10,9 +10,9 @@ from mesh_cases import CASES, ROW_TOKENS, TOLERANCE, batch_of, save_models
 from mesh_runs import MeshRun, OneRank, one_rank, run_mesh
 from tiny_policy import CPU, make_spec
 
-from learner.checkpoints import checkpoint
-from learner.step.trainer import Trainer
 from paceline.errors import InvalidInput
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.step.trainer import Trainer
 from paceline.models.mesh_shape import MeshShape, mesh_shape
 from paceline.spec import ParallelSection
 

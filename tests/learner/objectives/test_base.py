@@ -20,13 +20,13 @@ from ragged_batch import f64
 from tiny_policy import CPU, make_judged_batch, make_spec, save_tiny_policy
 from torch import Tensor
 
-from learner.objectives.base import metrics_from_sums
-from learner.objectives.dpo import PairLogRatios, preference_loss
-from learner.objectives.kto import kto_loss
-from learner.objectives.orpo import orpo_loss
-from learner.objectives.reward_model import reward_model_loss
-from learner.step.trainer import Trainer
 from paceline.errors import NonFiniteLoss
+from paceline.learner.objectives.base import metrics_from_sums
+from paceline.learner.objectives.dpo import PairLogRatios, preference_loss
+from paceline.learner.objectives.kto import kto_loss
+from paceline.learner.objectives.orpo import orpo_loss
+from paceline.learner.objectives.reward_model import reward_model_loss
+from paceline.learner.step.trainer import Trainer
 
 
 def shares(kind: str, pairs: PairLogRatios) -> Callable[[slice], Tensor]:

@@ -26,9 +26,9 @@ from ragged_batch import (
     solve,
 )
 
-from learner.objectives.base import Denominators, TokenArrays
-from learner.objectives.corrections import m2_limit_of
-from learner.objectives.policy import policy_loss
+from paceline.learner.objectives.base import Denominators, TokenArrays
+from paceline.learner.objectives.corrections import m2_limit_of
+from paceline.learner.objectives.policy import policy_loss
 from paceline.spec import LossSection
 from paceline.spec.presets import PresetName
 

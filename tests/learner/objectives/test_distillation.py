@@ -13,10 +13,10 @@ import torch
 from ragged_batch import COUNTS, CURRENT, LOG_RHO, SHORT_LOG_R, TOKENS, batch, f64, part_of
 from tiny_policy import CPU, make_batch, make_spec
 
-from learner.batch.samples import TrainingSample, pack_samples
-from learner.objectives import objective_of
-from learner.objectives.base import Denominators, TokenArrays
-from learner.objectives.distillation import distillation_advantages
+from paceline.learner.batch.samples import TrainingSample, pack_samples
+from paceline.learner.objectives import objective_of
+from paceline.learner.objectives.base import Denominators, TokenArrays
+from paceline.learner.objectives.distillation import distillation_advantages
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward", "mixed"])

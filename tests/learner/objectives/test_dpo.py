@@ -23,7 +23,7 @@ from preference_data import (
 )
 from tiny_policy import make_judged_batch, make_spec
 
-from learner.objectives.dpo import preference_loss
+from paceline.learner.objectives.dpo import preference_loss
 
 
 @pytest.mark.parametrize("kind", FORMS)

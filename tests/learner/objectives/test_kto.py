@@ -16,7 +16,7 @@ from preference_data import (
 from ragged_batch import f64
 from tiny_policy import make_judged_batch, make_spec
 
-from learner.objectives.kto import kto_loss
+from paceline.learner.objectives.kto import kto_loss
 
 
 @pytest.mark.parametrize(("batch_kl", "z"), [(0.3, 0.3), (-2.0, 0.0)])

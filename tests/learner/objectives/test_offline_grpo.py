@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from learner.batch.examples import ExampleSource
-from learner.batch.samples import TrainingSample
-from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput, SpecError
+from paceline.learner.batch.examples import ExampleSource
+from paceline.learner.batch.samples import TrainingSample
+from paceline.learner.step.trainer import Trainer
+from paceline.services.demo.model import make_model
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
-from services.demo.model import make_model
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7

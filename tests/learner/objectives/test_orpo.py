@@ -16,8 +16,8 @@ from preference_data import (
 from ragged_batch import f64
 from tiny_policy import CPU, make_judged_batch, make_spec
 
-from learner.objectives.orpo import orpo_loss
-from learner.step.trainer import Trainer
+from paceline.learner.objectives.orpo import orpo_loss
+from paceline.learner.step.trainer import Trainer
 
 
 def test_orpo() -> None:

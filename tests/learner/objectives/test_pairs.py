@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tiny_policy import CPU, make_judged_batch
 
-from learner.batch.samples import pack_samples
-from learner.objectives.pairs import pairs_of
+from paceline.learner.batch.samples import pack_samples
+from paceline.learner.objectives.pairs import pairs_of
 
 
 def test_a_pair_must_be_whole_in_its_micro_batch() -> None:

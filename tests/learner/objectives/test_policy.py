@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.base import Denominators, TokenArrays, metrics_from_sums
-from learner.objectives.policy import kl_to_reference, policy_loss
+from paceline.learner.objectives.base import Denominators, TokenArrays, metrics_from_sums
+from paceline.learner.objectives.policy import kl_to_reference, policy_loss
 from paceline.spec import LossSection
 
 ONE_TOKEN = Denominators(tokens=1, sequences=1, max_completion_tokens=4, micro_batches=1)

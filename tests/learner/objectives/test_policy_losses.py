@@ -27,8 +27,8 @@ from ragged_batch import (
     solve,
 )
 
-from learner.objectives.base import Denominators, TokenArrays
-from learner.objectives.policy import policy_loss
+from paceline.learner.objectives.base import Denominators, TokenArrays
+from paceline.learner.objectives.policy import policy_loss
 from paceline.spec import LossSection
 
 Form = Callable[[float, float, float], tuple[float, float]]

@@ -16,8 +16,8 @@ from ragged_batch import f64
 from tiny_policy import CPU, make_judged_batch, make_spec
 from transformers import AutoModelForSequenceClassification
 
-from learner.objectives.reward_model import reward_model_loss
-from learner.step.trainer import Trainer
+from paceline.learner.objectives.reward_model import reward_model_loss
+from paceline.learner.step.trainer import Trainer
 
 
 def test_reward_model() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.batch.samples import TrainingSample, pack_samples
-from learner.objectives.base import Denominators, TokenArrays
-from learner.objectives.sft import sft_loss
+from paceline.learner.batch.samples import TrainingSample, pack_samples
+from paceline.learner.objectives.base import Denominators, TokenArrays
+from paceline.learner.objectives.sft import sft_loss
 
 
 def logs(*probabilities: float) -> Tensor:

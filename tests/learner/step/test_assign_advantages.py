@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from tiny_policy import CPU, make_batch, make_spec
 
-from learner.batch.samples import TrainingSample, sequences_from_groups
-from learner.objectives import objective_of
-from learner.step.assign_advantages import with_advantages, with_clipped_advantages
-from learner.step.plan import plan_updates
 from paceline.advantages import advantages
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, Group, VersionSpan
+from paceline.learner.batch.samples import TrainingSample, sequences_from_groups
+from paceline.learner.objectives import objective_of
+from paceline.learner.step.assign_advantages import with_advantages, with_clipped_advantages
+from paceline.learner.step.plan import plan_updates
 from paceline.spec import RunSpec
 
 

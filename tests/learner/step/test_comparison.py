@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny_policy import CPU, batch_of, make_spec
 
-from learner.batch.samples import pack_samples
-from learner.model.policy import packed_logprobs
-from learner.step.comparison import SamplerComparison, group_difference
-from learner.step.trainer import Trainer
+from paceline.learner.batch.samples import pack_samples
+from paceline.learner.model.policy import packed_logprobs
+from paceline.learner.step.comparison import SamplerComparison, group_difference
+from paceline.learner.step.trainer import Trainer
 
 
 @pytest.mark.parametrize("policy", [{}, {"num_updates_per_step": 2, "proximal_policy": "exact"}])

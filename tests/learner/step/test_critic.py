@@ -12,10 +12,10 @@ import torch
 from pydantic import ValidationError
 from tiny_policy import CPU, make_batch, make_spec
 
-from learner.batch.samples import TrainingSample, pack_samples
-from learner.checkpoints import checkpoint
-from learner.step.trainer import Trainer
 from paceline.errors import Conflict, NonFiniteLoss
+from paceline.learner.batch.samples import TrainingSample, pack_samples
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.step.trainer import Trainer
 from paceline.spec import RunSpec
 
 PPO = {"preset": "ppo"}

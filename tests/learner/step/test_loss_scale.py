@@ -11,11 +11,11 @@ import pytest
 import torch
 from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec
 
-from learner.checkpoints import checkpoint
-from learner.step import loss_scale
-from learner.step.loss_scale import SCALE, LossScale
-from learner.step.trainer import Trainer
 from paceline.errors import NonFiniteLoss
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.step import loss_scale
+from paceline.learner.step.loss_scale import SCALE, LossScale
+from paceline.learner.step.trainer import Trainer
 
 FLOAT16 = {"precision": "float16"}
 
@@ -103,7 +103,7 @@ def test_what_is_not_finite_at_any_scale_is_told(model: Path, monkeypatch: pytes
         trainer.train_step(batch, 0)
     assert scale_of(trainer) == 2.0**16  # the loss itself was not finite
     trainer = trainer_of(model)
-    monkeypatch.setattr("learner.step.trainer.gradient_norm", lambda model: float("inf"))
+    monkeypatch.setattr("paceline.learner.step.trainer.gradient_norm", lambda model: float("inf"))
     with pytest.raises(NonFiniteLoss, match="every token's loss is finite"):
         trainer.train_step(make_batch(), 0)
     assert scale_of(trainer) == 1.0

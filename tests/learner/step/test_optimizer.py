@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from tiny_policy import make_spec
 
-from learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
+from paceline.learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
 from paceline.spec import OptimizerSection, SchedulerSection
 from paceline.spec.sections.policy import SchedulerName
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
-from learner.checkpoints import checkpoint
-from learner.step import partwise_adamw
-from learner.step.optimizer import make_optimizer
-from learner.step.partwise_adamw import MOMENTS, PartwiseAdamW, rounded
-from learner.step.trainer import Trainer
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.step import partwise_adamw
+from paceline.learner.step.optimizer import make_optimizer
+from paceline.learner.step.partwise_adamw import MOMENTS, PartwiseAdamW, rounded
+from paceline.learner.step.trainer import Trainer
 from paceline.spec import OptimizerSection
 
 

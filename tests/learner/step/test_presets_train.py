@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny_policy import CPU, VOCABULARY, make_spec
 
-from learner.batch.samples import pack_samples, sequences_from_groups
-from learner.model.policy import packed_logprobs
-from learner.step.trainer import Trainer
 from paceline.groups import Completion, Group, VersionSpan
+from paceline.learner.batch.samples import pack_samples, sequences_from_groups
+from paceline.learner.model.policy import packed_logprobs
+from paceline.learner.step.trainer import Trainer
 from paceline.spec.presets import PresetName
 
 TEMPERATURE = 0.8

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from tiny_policy import CPU, make_batch, make_spec
 
-from learner.batch.examples import ExampleSource
-from learner.objectives import objective_of
-from learner.step.reference import LocalReference
-from learner.step.trainer import Trainer
 from paceline.data.tokens import load_tokenizer
+from paceline.learner.batch.examples import ExampleSource
+from paceline.learner.objectives import objective_of
+from paceline.learner.step.reference import LocalReference
+from paceline.learner.step.trainer import Trainer
+from paceline.reward.reference import ReferenceModel
+from paceline.services.demo.model import make_model, make_tokenizer
 from paceline.spec import RunSpec
-from reward.reference import ReferenceModel
-from services.demo.model import make_model, make_tokenizer
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", "kto"])

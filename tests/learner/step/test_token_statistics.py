@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny_policy import CPU, batch_of, make_spec
 
-from learner.batch.samples import pack_samples
-from learner.model.policy import packed_logprobs
-from learner.step.token_statistics import TokenStatistics
-from learner.step.trainer import Trainer
+from paceline.learner.batch.samples import pack_samples
+from paceline.learner.model.policy import packed_logprobs
+from paceline.learner.step.token_statistics import TokenStatistics
+from paceline.learner.step.trainer import Trainer
 
 
 def trainer_of(model: Path, **policy: object) -> Trainer:

@@ -12,11 +12,11 @@ import torch
 from tiny_policy import CASES, CPU, VOCABULARY, batch_of, make_batch, make_spec, run_case
 from transformers import Qwen3ForCausalLM
 
-from learner.batch.samples import TrainingSample
-from learner.step import plan
-from learner.step.trainer import Trainer
 from paceline.advantages import advantages
 from paceline.errors import NonFiniteLoss
+from paceline.learner.batch.samples import TrainingSample
+from paceline.learner.step import plan
+from paceline.learner.step.trainer import Trainer
 
 
 @pytest.mark.parametrize("name", CASES)

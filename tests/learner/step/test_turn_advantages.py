@@ -11,11 +11,11 @@ import torch
 from episode_groups import episode_group
 from tiny_policy import make_spec
 
-from learner.batch.samples import sequences_from_groups
-from learner.objectives import objective_of
-from learner.step.assign_advantages import with_advantages
-from learner.step.plan import plan_updates
-from learner.step.turn_advantages import sample_of_each
+from paceline.learner.batch.samples import sequences_from_groups
+from paceline.learner.objectives import objective_of
+from paceline.learner.step.assign_advantages import with_advantages
+from paceline.learner.step.plan import plan_updates
+from paceline.learner.step.turn_advantages import sample_of_each
 from paceline.spec import RunSpec
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from mixed_model import Mixed, train
 from store_pair import BF16, Pair, check, offer
 from torch import nn
 
-from learner.weights.device_snapshot import DeviceSnapshot
-from learner.weights.shards import NO_TILES, local_slices, plan_tensors
-from learner.weights.store.version_source import FoundChanges, VersionSource, WholeSlices
 from paceline.groups import Version
+from paceline.learner.weights.device_snapshot import DeviceSnapshot
+from paceline.learner.weights.shards import NO_TILES, local_slices, plan_tensors
+from paceline.learner.weights.store.version_source import FoundChanges, VersionSource, WholeSlices
 
 CHUNK_ELEMENTS = 20_000
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from learner.weights import rank_board
-from learner.weights.rank_board import LocalBoard, _TcpBoard
+from paceline.learner.weights import rank_board
+from paceline.learner.weights.rank_board import LocalBoard, _TcpBoard
 
 
 class Store:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import tiny_qwen3
 
-from learner.weights import stream
-from learner.weights.stream import export_weights, pieces
+from paceline.learner.weights import stream
+from paceline.learner.weights.stream import export_weights, pieces
 
 
 def test_the_pieces_are_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from paceline.chat.rendering import ChatTemplate
 from paceline.chat.template_probes import AnswerFormat
 from paceline.chat.text_stream import TextStream
 from paceline.groups import Completion
-from rollout.stop_strings import StopStrings
+from paceline.rollout.stop_strings import StopStrings
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
 HEADERS = (

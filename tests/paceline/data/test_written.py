@@ -14,9 +14,9 @@ from pyarrow import parquet
 
 from paceline.data.prompts import open_prompts
 from paceline.data.written import number_of, says
+from paceline.reward.builtin.formats import exact_match
 from paceline.spec import DataSection
 from paceline.user_code.frames import decode, encode
-from reward.builtin.formats import exact_match
 
 NAN = float("nan")
 DAY = datetime.date(2026, 11, 26)

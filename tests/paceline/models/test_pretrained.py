@@ -17,14 +17,14 @@ from tiny_policy import CPU, make_spec
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from learner.checkpoints.conversion.folders import to_dcp, to_folder
-from learner.model.policy import load_policy, load_reference, load_reward_model
 from paceline.errors import InvalidInput, Unreadable
+from paceline.learner.checkpoints.conversion.folders import to_dcp, to_folder
+from paceline.learner.model.policy import load_policy, load_reference, load_reward_model
 from paceline.models.pretrained import check_model
-from reward.models.scorer import load_scorer
-from reward.models.settings import ModelSettings
-from reward.reference import _load as load_pool_reference
-from rollout.native.model import load_native_model
+from paceline.reward.models.scorer import load_scorer
+from paceline.reward.models.settings import ModelSettings
+from paceline.reward.reference import _load as load_pool_reference
+from paceline.rollout.native.model import load_native_model
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

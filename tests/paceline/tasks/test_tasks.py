@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from paceline.data.prompts import open_prompts
+from paceline.reward.builtin import BUILTIN_FUNCTIONS
+from paceline.reward.builtin.code_tests import code_settings
+from paceline.reward.builtin.judges import pair_settings
+from paceline.services.cli.evaluating.evaluation_spec import evaluation_spec
 from paceline.spec import RunSpec
 from paceline.tasks import task_file, task_names
-from reward.builtin import BUILTIN_FUNCTIONS
-from reward.builtin.code_tests import code_settings
-from reward.builtin.judges import pair_settings
-from services.cli.evaluating.evaluation_spec import evaluation_spec
 
 MODEL = RunSpec.model_validate(
     {

@@ -19,14 +19,14 @@ from typing import Any
 import prying
 import pytest
 
-from environment.hosting.commands import run_command
+from paceline.environment.hosting.commands import run_command
 from paceline.errors import Unavailable
 from paceline.host.landlock import landlock_abi
+from paceline.reward.runner import RewardRunner
 from paceline.spec import RewardFunctionSection
 from paceline.user_code import box, surroundings
 from paceline.user_code.box import Box, kept_paths, open_paths, why_no_isolation, why_refused
 from paceline.user_code.surroundings import Isolation
-from reward.runner import RewardRunner
 
 CANARY = "canary-5f1d"
 PROCESSES = {

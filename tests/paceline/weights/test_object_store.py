@@ -15,8 +15,8 @@ from store_pair import Pair, check, offer
 
 from paceline.errors import NotFound, Unavailable
 from paceline.groups import Version
+from paceline.rollout.weights.store_reader import Damaged
 from paceline.weights.object_store import WeightStore
-from rollout.weights.store_reader import Damaged
 
 SERVER = """
 from moto.server import ThreadedMotoServer

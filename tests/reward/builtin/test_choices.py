@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.chat.completion_texts import answer_of
-from reward.builtin.choices import bbq_bias, choice_accuracy, chosen_letter
+from paceline.reward.builtin.choices import bbq_bias, choice_accuracy, chosen_letter
 
 
 @pytest.mark.parametrize(

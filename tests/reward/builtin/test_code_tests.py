@@ -12,13 +12,13 @@ import pytest
 from sandbox_attacks import ATTACKS, PRELUDE, surroundings
 
 from paceline.errors import InvalidInput
+from paceline.reward.builtin.code_tests import code_settings, code_tests
+from paceline.reward.loading import load_function
+from paceline.reward.results import RewardResult
+from paceline.reward.runner import RewardRunner
+from paceline.reward.sandbox import choosing
+from paceline.reward.trainer_view import CallView
 from paceline.spec import RewardFunctionSection
-from reward.builtin.code_tests import code_settings, code_tests
-from reward.loading import load_function
-from reward.results import RewardResult
-from reward.runner import RewardRunner
-from reward.sandbox import choosing
-from reward.trainer_view import CallView
 
 TASKS = Path(__file__).resolve().parents[3] / "examples" / "code" / "tasks.jsonl"
 ADD = "def add(a, b): return a + b"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reward.builtin.environment import environment
-from reward.builtin.inputs import MissingColumn
+from paceline.reward.builtin.environment import environment
+from paceline.reward.builtin.inputs import MissingColumn
 
 
 def test_the_reward_is_what_the_environment_gave() -> None:

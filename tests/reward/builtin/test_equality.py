@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reward.builtin.mathematics import equal_answers, math_accuracy
+from paceline.reward.builtin.mathematics import equal_answers, math_accuracy
 
 GOLDS: list[tuple[str, list[str], list[str]]] = [
     # gold answer, equal answers, other answers

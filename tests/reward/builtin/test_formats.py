@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from reward.builtin.formats import exact_match, format_regex, think_answer_format
-from reward.builtin.inputs import completion_text
+from paceline.reward.builtin.formats import exact_match, format_regex, think_answer_format
+from paceline.reward.builtin.inputs import completion_text
 
 
 def chat(text: str) -> list[dict[str, Any]]:

@@ -12,13 +12,13 @@ import pytest
 from judge_server import JudgeServer, by_body, drops, says, status
 
 from paceline.errors import InvalidInput, Unreadable
+from paceline.reward.builtin import judges
+from paceline.reward.endpoints.client import EndpointUnavailable
+from paceline.reward.judging.asking import NoVerdict
+from paceline.reward.loading import load_function
+from paceline.reward.runner import RewardRunner
+from paceline.reward.trainer_view import CallView
 from paceline.spec import RewardFunctionSection
-from reward.builtin import judges
-from reward.endpoints.client import EndpointUnavailable
-from reward.judging.asking import NoVerdict
-from reward.loading import load_function
-from reward.runner import RewardRunner
-from reward.trainer_view import CallView
 
 SECRET = "sk-live-0123456789abcdef"
 

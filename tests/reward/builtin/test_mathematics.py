@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from paceline.reward.builtin import mathematics
+from paceline.reward.builtin.answers import clean, find_answer
+from paceline.reward.builtin.mathematics import gold_warnings, math_accuracy
 from paceline.spec import RewardFunctionSection
-from reward.builtin import mathematics
-from reward.builtin.answers import clean, find_answer
-from reward.builtin.mathematics import gold_warnings, math_accuracy
 
 RECORDED = Path(__file__).parents[4] / "shared/data/gsm8k/example_model_solutions.jsonl"
 

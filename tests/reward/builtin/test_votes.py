@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.evaluation.statistics import consensus
+from paceline.reward.builtin import BUILTIN_FUNCTIONS
+from paceline.reward.builtin.votes import same_vote, votes_of
 from paceline.spec import RewardFunctionSection
-from reward.builtin import BUILTIN_FUNCTIONS
-from reward.builtin.votes import same_vote, votes_of
 
 MATH = "math_accuracy"
 VOTES: dict[str, tuple[Any, Any, list[str], float]] = {

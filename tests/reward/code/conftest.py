@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from paceline.errors import InvalidInput
-from reward.sandbox import Sandbox, make_sandbox
+from paceline.reward.sandbox import Sandbox, make_sandbox
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput
-from reward.code.cases import Checks, Pairs, PytestFiles, read_cases
+from paceline.reward.code.cases import Checks, Pairs, PytestFiles, read_cases
 
 PAIRS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 5\n", "output": "10\n"}]
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"

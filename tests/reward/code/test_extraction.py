@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reward.code.extraction import program_of, with_prompt
+from paceline.reward.code.extraction import program_of, with_prompt
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from reward.builtin.code_tests import code_settings
-from reward.code import harness
-from reward.code.cases import read_cases
-from reward.code.grading import grade
-from reward.code.results import CaseResult
-from reward.sandbox import Sandbox
+from paceline.reward.builtin.code_tests import code_settings
+from paceline.reward.code import harness
+from paceline.reward.code.cases import read_cases
+from paceline.reward.code.grading import grade
+from paceline.reward.code.results import CaseResult
+from paceline.reward.sandbox import Sandbox
 
 ADD = "def add(a, b):\n    return a + b\n"
 ASSERTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(-1, 1) == 0"]

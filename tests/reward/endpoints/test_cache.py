@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.encryption.storage_key import StorageKey
-from reward.endpoints.cache import FILE, AnswerCache, digest_of
+from paceline.reward.endpoints.cache import FILE, AnswerCache, digest_of
 
 ROOM = 64 << 20
 
@@ -22,7 +22,7 @@ def test_answers_survive_a_restart_and_are_shared_by_processes(tmp_path: Path) -
     cache.put("a", "second")
     cache.close()
     code = (
-        "import sys; from pathlib import Path; from reward.endpoints.cache import AnswerCache; "
+        "import sys; from pathlib import Path; from paceline.reward.endpoints.cache import AnswerCache; "
         "c = AnswerCache(Path(sys.argv[1]), 1 << 26); print(c.get('a')); c.put('b', 'other')"
     )
     child = subprocess.run(

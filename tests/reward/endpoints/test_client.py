@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 from judge_server import JudgeServer, drops, raw, says, status
 
-from reward.endpoints.client import BadAnswer, Endpoint, EndpointUnavailable, RequestRefused, _seconds
-from reward.endpoints.settings import EndpointSettings
+from paceline.reward.endpoints.client import (
+    BadAnswer,
+    Endpoint,
+    EndpointUnavailable,
+    RequestRefused,
+    _seconds,
+)
+from paceline.reward.endpoints.settings import EndpointSettings
 
 SECRET = "sk-live-0123456789abcdef"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput, Unreadable
-from reward.endpoints.settings import EndpointSettings, checked_settings
+from paceline.reward.endpoints.settings import EndpointSettings, checked_settings
 
 SECRET = "sk-live-0123456789abcdef"
 PLAIN = {"base_url": "http://judge:8000/v1/", "model": "m"}

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from judge_server import JudgeServer, by_body, drops, raw, says, status
 
-from reward.endpoints.cache import AnswerCache
-from reward.endpoints.client import Endpoint, EndpointUnavailable, RequestRefused
-from reward.judging import asking
-from reward.judging.asking import Panel, deadline_of
-from reward.judging.prompts import messages
-from reward.judging.settings import ScoreSettings
-from reward.judging.verdicts import Verdict, score_verdict
+from paceline.reward.endpoints.cache import AnswerCache
+from paceline.reward.endpoints.client import Endpoint, EndpointUnavailable, RequestRefused
+from paceline.reward.judging import asking
+from paceline.reward.judging.asking import Panel, deadline_of
+from paceline.reward.judging.prompts import messages
+from paceline.reward.judging.settings import ScoreSettings
+from paceline.reward.judging.verdicts import Verdict, score_verdict
 
 SCHEMA = {"score": {"type": "number"}}
 GOOD = says({"reasoning": "fine", "score": 7})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.reward.judging.prompts import as_text, fill
 from paceline.templates import placeholders
-from reward.judging.prompts import as_text, fill
 
 
 def test_a_value_is_never_read_as_a_template() -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from reward.judging.verdicts import MAX_TEXT, combined, pair_verdict, score_verdict
+from paceline.reward.judging.verdicts import MAX_TEXT, combined, pair_verdict, score_verdict
 
 
 @pytest.mark.parametrize(

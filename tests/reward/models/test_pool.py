@@ -15,9 +15,9 @@ from reward_models import save_classifier
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from paceline.errors import InvalidInput, Unavailable, Unreadable
+from paceline.reward.results import RewardResult
+from paceline.reward.runner import RewardRunner
 from paceline.spec import RewardFunctionSection
-from reward.results import RewardResult
-from reward.runner import RewardRunner
 
 ROOM = {"memory_mb": 1 << 17, "timeout_s": 120.0}
 

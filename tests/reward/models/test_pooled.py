@@ -19,12 +19,12 @@ from pooling_server import pooling_server
 from reward_models import save_classifier
 
 from paceline.errors import InvalidInput, Unreadable
+from paceline.reward.endpoints.client import EndpointUnavailable
+from paceline.reward.models.pooled import PooledScorer, open_scorer
+from paceline.reward.models.scorer import load_scorer
+from paceline.reward.models.settings import ModelSettings, ProcessModelSettings, model_settings
+from paceline.reward.runner import RewardRunner
 from paceline.spec import RewardFunctionSection
-from reward.endpoints.client import EndpointUnavailable
-from reward.models.pooled import PooledScorer, open_scorer
-from reward.models.scorer import load_scorer
-from reward.models.settings import ModelSettings, ProcessModelSettings, model_settings
-from reward.runner import RewardRunner
 
 PROMPTS = ["1+1=", "12+34=", "7+8=", "1+1=", "99+99="]
 COMPLETIONS = ["2", "640", "", "2" * 40, "891"]

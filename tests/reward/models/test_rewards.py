@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput
-from reward.models.rewards import extra_of, reduced, rewards_of
-from reward.models.settings import ModelSettings, ProcessModelSettings
+from paceline.reward.models.rewards import extra_of, reduced, rewards_of
+from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
 
 
 def test_scale_and_offset() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from reward_models import save_classifier
 
-from reward.models.serving import ModelServer
+from paceline.reward.models.serving import ModelServer
 
 
 def load(path: Path, **settings: Any) -> dict[str, Any]:

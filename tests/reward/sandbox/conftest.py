@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 
-from reward.sandbox.choosing import AUTO, probe
-from reward.sandbox.protocol import Sandbox
-from reward.sandbox.readable import Readable
-from reward.sandbox.unconfined import NoSandbox
+from paceline.reward.sandbox.choosing import AUTO, probe
+from paceline.reward.sandbox.protocol import Sandbox
+from paceline.reward.sandbox.readable import Readable
+from paceline.reward.sandbox.unconfined import NoSandbox
 
 
 @cache

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput
-from reward.sandbox import choosing
-from reward.sandbox.choosing import AUTO, make_sandbox, probe
-from reward.sandbox.protocol import Limits, Outcome, SandboxFailed
-from reward.sandbox.readable import Readable
-from reward.sandbox.unconfined import NoSandbox
+from paceline.reward.sandbox import choosing
+from paceline.reward.sandbox.choosing import AUTO, make_sandbox, probe
+from paceline.reward.sandbox.protocol import Limits, Outcome, SandboxFailed
+from paceline.reward.sandbox.readable import Readable
+from paceline.reward.sandbox.unconfined import NoSandbox
 
 PATHS = Readable.of_interpreter()
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from reward.sandbox.protocol import Limits, SandboxFailed
-from reward.sandbox.remote import RemoteSandbox
+from paceline.reward.sandbox.protocol import Limits, SandboxFailed
+from paceline.reward.sandbox.remote import RemoteSandbox
 
 Answer = Callable[[dict[str, Any]], bytes]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from reward.sandbox import choosing, make_sandbox
-from reward.sandbox.choosing import AUTO, probe
-from reward.sandbox.protocol import SandboxFailed
-from reward.sandbox.readable import Readable
-from reward.sandbox.report import MEANS, describe_kernel, report
+from paceline.reward.sandbox import choosing, make_sandbox
+from paceline.reward.sandbox.choosing import AUTO, probe
+from paceline.reward.sandbox.protocol import SandboxFailed
+from paceline.reward.sandbox.readable import Readable
+from paceline.reward.sandbox.report import MEANS, describe_kernel, report
 
 
 def test_each_backend_holds_or_has_a_reason() -> None:

@@ -8,8 +8,8 @@ import struct
 import pytest
 
 from paceline.errors import InvalidInput
-from reward.sandbox.seccomp_filter import ARCHITECTURES, OWN_PID, build_filter
-from reward.sandbox.syscalls import ALLOWED, CONDITIONAL, IGNORED, REFUSED, UNSUPPORTED
+from paceline.reward.sandbox.seccomp_filter import ARCHITECTURES, OWN_PID, build_filter
+from paceline.reward.sandbox.syscalls import ALLOWED, CONDITIONAL, IGNORED, REFUSED, UNSUPPORTED
 
 ALLOW, KILL = "allow", "kill"
 

@@ -11,10 +11,10 @@ import pytest
 from python_path import python_path
 
 from paceline.errors import InvalidInput
-from reward.sandbox.launching import PopenChild, launch_command
-from reward.sandbox.protocol import Limits, Outcome, Sandbox, SandboxFailed
-from reward.sandbox.supervisor import supervise
-from reward.sandbox.workspace import Workspace
+from paceline.reward.sandbox.launching import PopenChild, launch_command
+from paceline.reward.sandbox.protocol import Limits, Outcome, Sandbox, SandboxFailed
+from paceline.reward.sandbox.supervisor import supervise
+from paceline.reward.sandbox.workspace import Workspace
 
 
 def run(sandbox: Sandbox, program: str, limits: Limits | None = None, stdin: bytes = b"") -> Outcome:
@@ -151,8 +151,8 @@ def test_a_program_dies_with_its_caller(tmp_path: Path) -> None:
     """The launcher asks the kernel for it; the filter keeps the program from taking that back."""
     program = """
 import os
-from reward.sandbox.launching import PopenChild, launch_command
-from reward.sandbox.protocol import Limits
+from paceline.reward.sandbox.launching import PopenChild, launch_command
+from paceline.reward.sandbox.protocol import Limits
 child = PopenChild(launch_command(["sleep", "1000"], Limits(), "w"), "/", {"PATH": "/usr/bin:/bin"})
 os.read(child.stderr, 1)
 print(child.pid, flush=True)

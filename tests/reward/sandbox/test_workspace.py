@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reward.sandbox.workspace import ENTRY_BYTES, Workspace
+from paceline.reward.sandbox.workspace import ENTRY_BYTES, Workspace
 
 MOST = 1 << 40
 

@@ -15,11 +15,11 @@ from transformers import DynamicCache, LlamaConfig
 
 from paceline.errors import EngineDied, InvalidInput, Unavailable
 from paceline.groups import Completion, Version
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
+from paceline.rollout.engines import create_engine
+from paceline.rollout.native.batch import DecodeBatch, RunningSequence
+from paceline.rollout.native.model import NativeModel
 from paceline.spec import RunSpec
-from rollout.engine import Engine, GenerationRequest, SamplingParams
-from rollout.engines import create_engine
-from rollout.native.batch import DecodeBatch, RunningSequence
-from rollout.native.model import NativeModel
 
 FIRST = Version(1, 0)
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
@@ -222,7 +222,7 @@ def test_recomputation_in_several_passes(
     reference_logprobs: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollout.native.batch.PREFILL_TOKENS", 40)
+    monkeypatch.setattr("paceline.rollout.native.batch.PREFILL_TOKENS", 40)
     new = make_model(seed=1)
     prompts = {str(i): np.arange(3 + i, dtype=np.int32) for i in range(8)}
     batch.add([sequence(name, 20, i, prompt) for i, (name, prompt) in enumerate(prompts.items())])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_models import tiny_qwen3
 
-from rollout.native.kv_cache import SlotCache
-from rollout.native.model import ONEDNN_ROWS, NativeModel
+from paceline.rollout.native.kv_cache import SlotCache
+from paceline.rollout.native.model import ONEDNN_ROWS, NativeModel
 
 
 @pytest.mark.parametrize("rows", [2, ONEDNN_ROWS, 3 * ONEDNN_ROWS])

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rollout.native.sampling import (
+from paceline.rollout.native.sampling import (
     mask_min_p,
     mask_stop_tokens,
     mask_top,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.vllm.concurrency import GROW_EVERY, REST_AFTER_CUT, ConcurrencyLimit, StepReport
+from paceline.rollout.vllm.concurrency import GROW_EVERY, REST_AFTER_CUT, ConcurrencyLimit, StepReport
 
 
 def steps(limit: ConcurrencyLimit, count: int, *report: float) -> int:

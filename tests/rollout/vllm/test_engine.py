@@ -15,16 +15,16 @@ import psutil
 import pytest
 import torch
 
-from learner.batch.samples import TrainingSample, pack_samples
-from learner.model.policy import load_policy, packed_logprobs
 from paceline.errors import EngineDied, InvalidInput, WireError
 from paceline.groups import Completion, Version
+from paceline.learner.batch.samples import TrainingSample, pack_samples
+from paceline.learner.model.policy import load_policy, packed_logprobs
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
+from paceline.rollout.vllm.process_guard import VARIABLE
 from paceline.spec import PolicySection, RunSpec
 from paceline.weights.host_weights import HostWeights
 from paceline.weights.packing import checksums, pack, plan
 from paceline.weights.segment_pair import SegmentPair
-from rollout.engine import Engine, GenerationRequest, SamplingParams
-from rollout.vllm.process_guard import VARIABLE
 
 pytestmark = pytest.mark.vllm
 NUM_SEQUENCES = 64

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from paceline.errors import EngineDied, Unavailable
-from rollout.vllm.engine_thread import EngineThread
+from paceline.rollout.vllm.engine_thread import EngineThread
 
 
 class Life:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from process_ends import has_ended
 
-from rollout.vllm.process_guard import SHARED_MEMORY, ProcessGuard, watch_folder
+from paceline.rollout.vllm.process_guard import SHARED_MEMORY, ProcessGuard, watch_folder
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard reads /proc")
 
@@ -32,7 +32,7 @@ time.sleep(600)
 """
 OWNER = f"""
 import json, os, subprocess, sys, time
-from rollout.vllm.process_guard import ProcessGuard
+from paceline.rollout.vllm.process_guard import ProcessGuard
 guard = ProcessGuard()
 workers = [
     subprocess.Popen([sys.executable, "-c", {WORKER!r}], stdout=subprocess.PIPE, text=True,
@@ -113,7 +113,7 @@ def test_what_is_not_the_engines_stays() -> None:
 def test_semaphores_of_the_owner_go_with_it_although_it_lives_on_without_its_engine() -> None:
     script = """
 import multiprocessing, os
-from rollout.vllm.process_guard import ProcessGuard
+from paceline.rollout.vllm.process_guard import ProcessGuard
 guard = ProcessGuard()
 os.environ.update(guard.environment)
 lock = multiprocessing.get_context("spawn").Lock()

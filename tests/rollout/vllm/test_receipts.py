@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
-from rollout.vllm.receipts import Receipts, receipt_of, write_failure, write_receipt
+from paceline.rollout.vllm.receipts import Receipts, receipt_of, write_failure, write_receipt
 
 HASH = "ab" * 32
 
@@ -19,7 +19,7 @@ async def test_all_readers_receipts_are_waited_for() -> None:
     write_receipt(receipts.path, 1, receipt_of(HASH, 3, 1), 3, 70)
     with pytest.raises(Unavailable, match=r"workers \[0\] of the engine have not read"):
         await receipts.verified(HASH, 3, 0)
-    code = f"from rollout.vllm.receipts import *; write_receipt({receipts.path!r}, 0, receipt_of({HASH!r}, 3, 0), 3, 30)"
+    code = f"from paceline.rollout.vllm.receipts import *; write_receipt({receipts.path!r}, 0, receipt_of({HASH!r}, 3, 0), 3, 30)"
     await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True)
     assert await receipts.verified(HASH, 3, 0) == [30, 70]
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from paceline.errors import InvalidInput
+from paceline.rollout.vllm.concurrency import ConcurrencyLimit
+from paceline.rollout.vllm.receipts import ReadOrder
+from paceline.rollout.vllm.segment_reader import SegmentReader
+from paceline.rollout.vllm.update import WeightUpdates
 from paceline.spec import RunSpec
 from paceline.weights.host_weights import HostWeights
 from paceline.weights.segment_pair import SegmentPair
-from rollout.vllm.concurrency import ConcurrencyLimit
-from rollout.vllm.receipts import ReadOrder
-from rollout.vllm.segment_reader import SegmentReader
-from rollout.vllm.update import WeightUpdates
 
 LATE_S = 0.1
 """A reader that begins so long after its order: whoever does not wait for it is earlier."""

@@ -14,12 +14,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from paceline.errors import InvalidInput
 from paceline.groups import Version
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
+from paceline.rollout.engines import create_engine
+from paceline.rollout.vllm.whole_weights import whole_weights
+from paceline.rollout.weights.layout import meta_layout, read_config
 from paceline.spec import LoraSection, RunSpec
 from paceline.weights.lora_names import FINGERPRINT, fingerprint
-from rollout.engine import Engine, GenerationRequest, SamplingParams
-from rollout.engines import create_engine
-from rollout.vllm.whole_weights import whole_weights
-from rollout.weights.layout import meta_layout, read_config
 
 # PeftModel, the oracle here, asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

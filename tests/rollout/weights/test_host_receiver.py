@@ -10,14 +10,14 @@ import pytest
 import torch
 from host_agents import LearnerHost, LocalClient, content, layout, numbers, plan
 
-from learner.weights.hosts.members import HostMembers
-from learner.weights.publish_result import PublishResult
 from paceline.errors import InvalidInput, Unavailable, WireError
 from paceline.groups import Version
+from paceline.learner.weights.hosts.members import HostMembers
+from paceline.learner.weights.publish_result import PublishResult
+from paceline.rollout.weights.host_receiver import HostReceiver, check_plan
+from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.transport import TcpTransport
-from protos.paceline.v1 import host_agent_pb2, worker_pb2
-from rollout.weights.host_receiver import HostReceiver, check_plan
 
 V1, V2, V3 = (Version(1, step) for step in (1, 2, 3))
 WAIT_S = 60.0

@@ -12,10 +12,10 @@ import torch
 
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
+from paceline.rollout.weights import store_receiver
+from paceline.rollout.weights.store_receiver import StoreReceiver
 from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import StoredObject
-from rollout.weights import store_receiver
-from rollout.weights.store_receiver import StoreReceiver
 
 DEADLINE_S = 60.0
 Ack = tuple[Version, bool, str, bool]

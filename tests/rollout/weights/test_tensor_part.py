@@ -14,12 +14,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paceline.groups import Version
 from paceline.models.tensor_parallel import split_dimension, split_dimensions
+from paceline.rollout.weights import part_fetcher
+from paceline.rollout.weights.store_reader import StoreReader
+from paceline.rollout.weights.tensor_part import TensorPart
 from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import StoredObject
-from rollout.weights import part_fetcher
-from rollout.weights.store_reader import StoreReader
-from rollout.weights.tensor_part import TensorPart
 
 ENGINE_RANKS = 2
 

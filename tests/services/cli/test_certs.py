@@ -7,8 +7,8 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from paceline.services.cli.main import main
 from paceline.tls.certificates import Identity, identity_of
-from services.cli.main import main
 
 
 def certs(*arguments: str, status: int = 0) -> str:

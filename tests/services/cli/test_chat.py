@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.errors import InvalidInput, NotFound
-from services.cli import chat
-from services.cli.main import main
-from services.demo.model import make_model
+from paceline.services.cli import chat
+from paceline.services.cli.main import main
+from paceline.services.demo.model import make_model
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 

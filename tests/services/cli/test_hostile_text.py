@@ -9,9 +9,9 @@ import pytest
 from command_line import paceline
 from trained_ledger import RUN_ID, Writer
 
-from protos.paceline.v1 import rollout_pb2
-from services.cli import workers
-from services.cli.running import watching
+from paceline.services.cli import workers
+from paceline.services.cli.running import watching
+from paceline.v1 import rollout_pb2
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m<script>alert(1)</script>\u202egnp.exe\u2066\r" + "long" * 250_000
 UNSAFE = ("\x1b", "\x07", "\x9b", "\u202e", "\u2066", "\r")
@@ -81,7 +81,7 @@ def test_a_completion_from_a_worker_is_printed_as_text(monkeypatch: pytest.Monke
 def test_the_run_in_front_of_a_queued_one_is_named_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     class Source:
         def runs(self) -> list[Any]:
-            from protos.paceline.v1 import run_pb2
+            from paceline.v1 import run_pb2
 
             return [
                 run_pb2.Run(run_id="first", state=run_pb2.RUN_STATE_PAUSED, message=HOSTILE),

@@ -10,7 +10,7 @@ import paceline
 from paceline import errors
 from paceline.client import Client
 from paceline.records import Records
-from services.cli.interface_pages import FOLDER, client, comments_of, protos
+from paceline.services.cli.interface_pages import FOLDER, client, comments_of, protos
 
 NESTED = """\
 // A service.
@@ -61,7 +61,7 @@ def test_every_rpc_message_field_and_value_is_on_the_page_with_its_comment() -> 
     page = protos()
     lacking, rows = [], 0
     for path in FOLDER.glob("*.proto"):
-        descriptor = importlib.import_module(f"protos.paceline.v1.{path.stem}_pb2").DESCRIPTOR
+        descriptor = importlib.import_module(f"paceline.v1.{path.stem}_pb2").DESCRIPTOR
         comments = comments_of(path)
         for owner, members in (
             *((each.name, [m.name for m in each.methods]) for each in descriptor.services_by_name.values()),

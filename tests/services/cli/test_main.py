@@ -16,18 +16,18 @@ from command_line import paceline
 
 from paceline.client import Client
 from paceline.errors import PacelineError
+from paceline.services.cli import render
+from paceline.services.cli.main import COMMANDS
+from paceline.services.cli.serve import SERVICES
+from paceline.services.local.cluster import LocalCluster
+from paceline.services.local.machine_checks import Finding, examine
+from paceline.services.local.sandbox_checks import examine_sandbox
 from paceline.spec import ClusterSection
-from protos.paceline.v1.run_pb2 import RUN_STATE_PAUSED, Run
-from services.cli import render
-from services.cli.main import COMMANDS
-from services.cli.serve import SERVICES
-from services.local.cluster import LocalCluster
-from services.local.machine_checks import Finding, examine
-from services.local.sandbox_checks import examine_sandbox
+from paceline.v1.run_pb2 import RUN_STATE_PAUSED, Run
 
 IMPORTS = (
-    "import sys, click.testing, services.cli.main\n"
-    "result = click.testing.CliRunner().invoke(services.cli.main.main, sys.argv[1:])\n"
+    "import sys, click.testing, paceline.services.cli.main\n"
+    "result = click.testing.CliRunner().invoke(paceline.services.cli.main.main, sys.argv[1:])\n"
     "assert result.exit_code == 0, result.output\n"
     "heavy = {'torch', 'grpc', 'transformers', 'numpy', 'pydantic', 'rich', 'datasets'} & sys.modules.keys()\n"
     "print(sorted(heavy))"
@@ -73,7 +73,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 
 
 def test_commands_that_need_no_coordinator_import_no_grpc() -> None:
-    code = "import sys, services.cli.running.runs, services.cli.running.up, services.cli.recorded.records, paceline.client; " \
+    code = "import sys, paceline.services.cli.running.runs, paceline.services.cli.running.up, paceline.services.cli.recorded.records, paceline.client; " \
         "print(sorted({'torch', 'grpc', 'rich'} & sys.modules.keys()))"  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
@@ -139,7 +139,7 @@ def test_up_tells_its_coordinator_how_much_of_the_disk_stays_free(
         asked.extend(options["coordinator"])
         raise PacelineError("nothing is started here")
 
-    monkeypatch.setattr("services.cli.running.up.LocalCluster", start)
+    monkeypatch.setattr("paceline.services.cli.running.up.LocalCluster", start)
     result = paceline("up", str(spec_path), "--directory", str(tmp_path / "runs"), "--min-free-mb", "7")
     assert result.stderr.splitlines()[-1] == "Error: nothing is started here"
     assert asked[:2] == ["--min-free-mb", "7"]
@@ -189,7 +189,7 @@ class Dropping:
 
 
 def test_what_drop_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cli.running.runs.Client", Dropping)
+    monkeypatch.setattr("paceline.services.cli.running.runs.Client", Dropping)
     assert paceline("drop", "sums-1", "3", "15").stdout == (
         "dropped groups 3, 15 of run sums-1, which is paused; `paceline resume sums-1` goes on\n"
     )
@@ -377,8 +377,8 @@ def test_up_waits_for_its_own_coordinator_without_limit(
             patience.append(options)
             raise PacelineError("that is all")
 
-    monkeypatch.setattr("services.cli.running.up.LocalCluster", Clusterless)
-    monkeypatch.setattr("services.cli.running.up.Client", Recording)
+    monkeypatch.setattr("paceline.services.cli.running.up.LocalCluster", Clusterless)
+    monkeypatch.setattr("paceline.services.cli.running.up.Client", Recording)
     result = paceline("up", str(spec_path), "--directory", str(tmp_path / "runs"))
     assert "that is all" in result.output
     assert patience == [{"wait_s": math.inf, "reconnect_s": math.inf}]

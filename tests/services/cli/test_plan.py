@@ -13,9 +13,9 @@ from model_shapes import HALF_BILLION
 from public_configs import PUBLIC_CONFIGS
 
 from paceline.errors import SpecError
+from paceline.services.cli.main import main
+from paceline.services.local import room
 from paceline.spec.reading import load_spec
-from services.cli.main import main
-from services.local import room
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES, RECIPES = ROOT / "examples", ROOT / "recipes"

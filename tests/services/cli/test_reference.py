@@ -6,10 +6,10 @@ import re
 import subprocess
 import sys
 
+from paceline.services.cli.main import COMMANDS
+from paceline.services.cli.reference import DOCS, generated
 from paceline.spec.foreign.names import TABLES, key_for, look_up, shown_names, table
 from paceline.spec.keys import keys
-from services.cli.main import COMMANDS
-from services.cli.reference import DOCS, generated
 
 ROOT = DOCS.parent
 
@@ -17,7 +17,7 @@ ROOT = DOCS.parent
 def test_the_pages_are_current() -> None:
     # In a new process, because click keeps the help option of a command from its first call, here that of an earlier test.
     checked = subprocess.run(
-        [sys.executable, "-m", "services.cli.reference", "--check"],
+        [sys.executable, "-m", "paceline.services.cli.reference", "--check"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from command_line import paceline
 
-from services.cli.main import COMMANDS
-from services.cli.unknown_commands import MEANT, remedy, setting_for
+from paceline.services.cli.main import COMMANDS
+from paceline.services.cli.unknown_commands import MEANT, remedy, setting_for
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.retry_hint import from_error
-from paceline.token import metadata
-from protos.paceline.v1 import run_pb2, run_pb2_grpc
-from services.common import call_limits
-from services.common.access.caller import Caller, CallerRole
-from services.common.access.rights import RPCS
-from services.common.call_limits import (
+from paceline.services.common import call_limits
+from paceline.services.common.access.caller import Caller, CallerRole
+from paceline.services.common.access.rights import RPCS
+from paceline.services.common.call_limits import (
     LIMITS,
     NO_LIMIT,
     OPEN_STREAM,
@@ -26,8 +24,10 @@ from services.common.call_limits import (
     Limit,
     Rates,
 )
-from services.common.grpc_server import GrpcServer, with_status, with_stream_status
-from services.common.token_guard import TokenGuard
+from paceline.services.common.grpc_server import GrpcServer, with_status, with_stream_status
+from paceline.services.common.token_guard import TokenGuard
+from paceline.token import metadata
+from paceline.v1 import run_pb2, run_pb2_grpc
 
 WAIT_S = 60.0
 
@@ -160,7 +160,7 @@ async def test_streams_of_one_caller_and_of_all_are_bounded_and_freed() -> None:
 
 async def test_streams_without_a_token_are_bounded_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     tight = {"grpc.health.v1.Health/Watch": Limit(per_s=1.0, burst=99, under_way=1, in_all=9)}
-    monkeypatch.setattr("services.common.grpc_server.CallLimits", lambda **_: CallLimits(tight))
+    monkeypatch.setattr("paceline.services.common.grpc_server.CallLimits", lambda **_: CallLimits(tight))
     async with (
         GrpcServer("127.0.0.1", 0) as server,
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.errors import InvalidInput
-from services.common import fabric
-from services.common.fabric import fabric_address, fabric_option
-from services.common.insecure import insecure_option
+from paceline.services.common import fabric
+from paceline.services.common.fabric import fabric_address, fabric_option
+from paceline.services.common.insecure import insecure_option
 
 
 def entry(address: str) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.reward.results import RewardFailure, RewardResult
+from paceline.reward.trainer_view import USAGE
+from paceline.services.common.function_sums import ENDPOINT_METRICS, FunctionSums
 from paceline.spec import RewardFunctionSection
-from reward.results import RewardFailure, RewardResult
-from reward.trainer_view import USAGE
-from services.common.function_sums import ENDPOINT_METRICS, FunctionSums
 
 FUNCTIONS = [RewardFunctionSection(function="a"), RewardFunctionSection(function="b", name="judge")]
 

@@ -11,10 +11,8 @@ import pytest
 from command_line import paceline
 
 from paceline.errors import SpecError, Unavailable
-from paceline.spec import ClusterSection
-from paceline.spec.reading import parse_spec, spec_from_yaml, spec_to_yaml
-from services.cli.running.up import _with_division
-from services.common.gpus import (
+from paceline.services.cli.running.up import _with_division
+from paceline.services.common.gpus import (
     divide,
     for_cuda,
     installed_gpus,
@@ -25,7 +23,9 @@ from services.common.gpus import (
     usable_gpus,
     visible_gpus,
 )
-from services.local.cluster import LocalCluster
+from paceline.services.local.cluster import LocalCluster
+from paceline.spec import ClusterSection
+from paceline.spec.reading import parse_spec, spec_from_yaml, spec_to_yaml
 
 
 def division(number: int, **cluster: Any) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
@@ -180,7 +180,7 @@ def test_a_torch_for_cpus_is_told_without_its_import(
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     assert torch_is_for_cpus() == is_for_cpus
-    monkeypatch.setattr("services.common.gpus.visible_gpus", lambda: ("0",))
+    monkeypatch.setattr("paceline.services.common.gpus.visible_gpus", lambda: ("0",))
     assert usable_gpus() == (() if is_for_cpus else ("0",))
 
 
@@ -272,7 +272,7 @@ def test_a_service_with_a_gpu_gets_no_other_and_must_use_it(
         def start(self) -> None:
             pass
 
-    monkeypatch.setattr("services.local.cluster.Service", Recorded)
+    monkeypatch.setattr("paceline.services.local.cluster.Service", Recorded)
     sizes = ClusterSection(rollout_workers=1, rollout_gpus=(1,), learner_gpus=(0,))
     LocalCluster(tmp_path, sizes, gpus=["4", "6"]).start_workers()
     visible = {name: environment["CUDA_VISIBLE_DEVICES"] for name, (_, environment) in started.items()}
@@ -282,7 +282,7 @@ def test_a_service_with_a_gpu_gets_no_other_and_must_use_it(
 
 
 def test_up_refuses_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cli.running.up.visible_gpus", lambda: ("0",))
+    monkeypatch.setattr("paceline.services.cli.running.up.visible_gpus", lambda: ("0",))
     spec = tmp_path / "spec.yaml"
     spec.write_text("{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}]}")
     result = paceline("up", spec, "cluster.learner_ranks=2", "--directory", tmp_path / "runs")

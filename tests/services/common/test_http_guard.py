@@ -11,13 +11,13 @@ from aiohttp import ClientSession, web
 
 from paceline.errors import AccessDenied
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common import json_http
+from paceline.services.common.access.caller import Caller, CallerRole
+from paceline.services.common.access.rights import METRICS
+from paceline.services.common.http_guard import HttpGuard, needs_token
+from paceline.services.common.json_http import JsonListener
+from paceline.services.common.token_guard import Call
 from paceline.tls.folder import VARIABLE
-from services.common import json_http
-from services.common.access.caller import Caller, CallerRole
-from services.common.access.rights import METRICS
-from services.common.http_guard import HttpGuard, needs_token
-from services.common.json_http import JsonListener
-from services.common.token_guard import Call
 
 ROLES = {"prometheus": CallerRole.SCRAPER, "pool": CallerRole.WORKER}
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from services.common.http_listener import IDLE_S, UNREAD_S, HttpListener
+from paceline.services.common.http_listener import IDLE_S, UNREAD_S, HttpListener
 
 WAIT_S = 60.0
 BIG = b"x" * (32 << 20)

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 from tls_folders import make_folders
 
+from paceline.services.cli.main import main
+from paceline.services.common.insecure import VARIABLE, insecurity
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
-from services.cli.main import main
-from services.common.insecure import VARIABLE, insecurity
 
 
 @pytest.fixture(autouse=True)

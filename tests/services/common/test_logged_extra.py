@@ -10,7 +10,7 @@ import pytest
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.files.line_file import LineWriter
-from services.common.logged_extra import EXTRA_NAME, MAX_BYTES, extra_json, extra_line, read_extra
+from paceline.services.common.logged_extra import EXTRA_NAME, MAX_BYTES, extra_json, extra_line, read_extra
 
 
 def test_columns_come_back_by_the_digest_of_their_text(tmp_path: Path) -> None:

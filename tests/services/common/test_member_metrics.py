@@ -14,8 +14,8 @@ from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from services.common import member_metrics
-from services.common.member_metrics import MemberMetrics
+from paceline.services.common import member_metrics
+from paceline.services.common.member_metrics import MemberMetrics
 
 ROOT = Path(__file__).resolve().parents[3]
 STARTS_S = 60.0
@@ -55,7 +55,7 @@ def test_gauges_of_the_last_heartbeat_without_sums_and_bounded(monkeypatch: pyte
 
 def test_a_reward_worker_whose_coordinator_is_away_is_scraped(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "services.reward.main", "--coordinator", "127.0.0.1:9"]
+    command = [sys.executable, "-m", "paceline.services.reward.main", "--coordinator", "127.0.0.1:9"]
     with log.open("w") as out:
         process = subprocess.Popen([*command, "--metrics-port", "0"], cwd=ROOT, stderr=out, stdout=out)
     try:
@@ -76,7 +76,7 @@ def test_a_reward_worker_whose_coordinator_is_away_is_scraped(tmp_path: Path) ->
 
 def test_a_learner_whose_port_is_taken_says_so_in_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [sys.executable, "-m", "services.learner.main", "--coordinator", "127.0.0.1:9"]
+        command = [sys.executable, "-m", "paceline.services.learner.main", "--coordinator", "127.0.0.1:9"]
         command += ["--metrics-port", str(taken.getsockname()[1])]
         ended = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=STARTS_S, check=False

@@ -15,13 +15,13 @@ import zmq.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.errors import Conflict
+from paceline.services.common import grpc_server
+from paceline.services.common import membership as member
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.common.membership import Membership
+from paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.common import grpc_server
-from services.common import membership as member
-from services.common.grpc_server import GrpcServer
-from services.common.membership import Membership
 
 DEADLINE_S = 60.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"

@@ -11,12 +11,12 @@ import grpc
 import pytest
 
 from paceline.errors import Conflict
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.rights import Right
+from paceline.services.common.grpc_server import GrpcServer, with_status, with_stream_status
+from paceline.services.common.token_guard import TokenGuard
 from paceline.token import metadata
-from services.common.access.caller import CallerRole
-from services.common.access.callers import TokenCallers
-from services.common.access.rights import Right
-from services.common.grpc_server import GrpcServer, with_status, with_stream_status
-from services.common.token_guard import TokenGuard
 
 CALLS = 20
 DEADLINE_S = 60.0

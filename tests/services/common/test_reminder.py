@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from services.common import reminder
-from services.common.reminder import remind
+from paceline.services.common import reminder
+from paceline.services.common.reminder import remind
 
 
 async def test_a_warning_is_written_again_and_again_and_no_warning_never(

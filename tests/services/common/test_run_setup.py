@@ -15,15 +15,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from paceline.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
+from paceline.reward.runner import RewardRunner
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.common.run_setup import fault_of, spec_of
+from paceline.services.reward.worker import RewardWorker
+from paceline.services.rollout.run import RolloutRun
+from paceline.services.rollout.worker import RolloutWorker
 from paceline.spec.reading import spec_to_yaml
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1 import worker_pb2
-from reward.runner import RewardRunner
-from services.common.grpc_server import GrpcServer
-from services.common.run_setup import fault_of, spec_of
-from services.reward.worker import RewardWorker
-from services.rollout.run import RolloutRun
-from services.rollout.worker import RolloutWorker
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import worker_pb2
 
 PATIENCE_S = 60.0
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from paceline.rollout.engine import SamplingParams
+from paceline.services.common.sampling_params import params_message
 from paceline.spec import GenerationSection
-from protos.paceline.v1 import common_pb2
-from rollout.engine import SamplingParams
-from services.common.sampling_params import params_message
+from paceline.v1 import common_pb2
 
 GENERATION = GenerationSection(
     max_new_tokens=7,

@@ -14,8 +14,8 @@ import pytest
 from aiohttp import ClientSession
 
 from paceline.errors import Conflict
-from services.common.access.worker_callers import WorkerCallers
-from services.common.scrape import MAX_CONNECTIONS, metrics_endpoint
+from paceline.services.common.access.worker_callers import WorkerCallers
+from paceline.services.common.scrape import MAX_CONNECTIONS, metrics_endpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 STARTS_S = 60.0
@@ -52,7 +52,13 @@ async def test_a_port_that_is_taken_is_named() -> None:
 
 def test_a_coordinator_tells_its_state(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "services.coordinator.main", "--directory", str(tmp_path / "runs")]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.services.coordinator.main",
+        "--directory",
+        str(tmp_path / "runs"),
+    ]
     with log.open("w") as out:
         process = subprocess.Popen(
             [*command, "--port", "0", "--metrics-port", "0"], cwd=ROOT, stderr=out, stdout=out

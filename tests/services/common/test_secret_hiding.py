@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import pytest
 
+from paceline.services.common import secret_hiding
+from paceline.services.common.secret_hiding import choose_isolation
 from paceline.user_code.surroundings import VARIABLE
-from services.common import secret_hiding
-from services.common.secret_hiding import choose_isolation
 
 KERNEL = "this kernel has no Landlock"
 

@@ -20,20 +20,20 @@ from aiohttp import ClientSession, web
 from tls_folders import make_folders
 
 from paceline.errors import InvalidInput
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.common.json_http import JsonListener
+from paceline.services.common.tls import identity_of_call
+from paceline.services.coordinator.members.caller_certificate import check_certificate
 from paceline.tls.authority import issue, make_authority, renew
 from paceline.tls.certificates import Identity
 from paceline.tls.channels import RenewedChannel, open_aio_channel, open_plain_or_tls
 from paceline.tls.diagnosis import why_no_channel
 from paceline.tls.folder import VARIABLE, TlsFolder
-from services.common.grpc_server import GrpcServer
-from services.common.json_http import JsonListener
-from services.common.tls import identity_of_call
-from services.coordinator.members.caller_certificate import check_certificate
 
 DEADLINE_S = 60.0
 SERVER = """
 import asyncio, sys
-from services.common.grpc_server import GrpcServer
+from paceline.services.common.grpc_server import GrpcServer
 
 async def main():
     server = GrpcServer("127.0.0.1", 0, mutual=True)

@@ -17,19 +17,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common import token_guard
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.rights import Right
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.common.membership import Membership
+from paceline.services.common.token_guard import Call, TokenGuard, worker_guard
+from paceline.services.local.cluster import LocalCluster
+from paceline.services.reward.servicer import RewardServicer
 from paceline.spec import ClusterSection
 from paceline.token import make_token, metadata, open_channel, read_token
+from paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.common import token_guard
-from services.common.access.caller import CallerRole
-from services.common.access.callers import TokenCallers
-from services.common.access.rights import Right
-from services.common.grpc_server import GrpcServer
-from services.common.membership import Membership
-from services.common.token_guard import Call, TokenGuard, worker_guard
-from services.local.cluster import LocalCluster
-from services.reward.servicer import RewardServicer
 
 DEADLINE_S = 60.0
 

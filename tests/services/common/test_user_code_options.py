@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 from exchange_drivers import make_spec
 
+from paceline.services.cli.main import main
+from paceline.services.common import user_code_options
+from paceline.services.common.bundled_spec import refusal_of_files
 from paceline.user_code import surroundings, variables
-from services.cli.main import main
-from services.common import user_code_options
-from services.common.bundled_spec import refusal_of_files
 
 
 @pytest.fixture(autouse=True)

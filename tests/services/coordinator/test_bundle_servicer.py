@@ -18,10 +18,10 @@ from paceline.bundle.manifest import BundledFile, Manifest
 from paceline.bundle_transfer import fetch, fetch_manifest, send
 from paceline.errors import Busy, InvalidInput, NotFound, SpecError, Unavailable
 from paceline.rate_limited_log import unforeseen
-from protos.paceline.v1 import bundle_pb2, bundle_pb2_grpc
-from services.common.grpc_server import GrpcServer
-from services.coordinator.blobs.store import BlobStore
-from services.coordinator.bundle_servicer import BundleServicer
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.bundle_servicer import BundleServicer
+from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 
 
 def bundle_of(folder: Path, **files: bytes) -> Bundle:

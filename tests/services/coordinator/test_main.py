@@ -20,11 +20,11 @@ from exchange_drivers import make_spec
 
 from paceline.spec.reading import spec_to_yaml
 from paceline.token import open_channel
+from paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 DEADLINE_S = 60.0
-COMMAND = [sys.executable, "-m", "services.coordinator.main", "--port", "0"]
+COMMAND = [sys.executable, "-m", "paceline.services.coordinator.main", "--port", "0"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 Start = Callable[..., tuple["subprocess.Popen[str]", str]]
 

@@ -15,16 +15,16 @@ from paceline.client import Client
 from paceline.errors import Conflict, InvalidInput, NotFound, NotPermitted
 from paceline.evaluation.results import FORMAT, digest_of
 from paceline.registry.names import Reference
-from protos.paceline.v1 import registry_pb2_grpc
-from protos.paceline.v1.registry_pb2 import RegisteredModel
-from services.common.access.caller import CallerRole
-from services.common.access.callers import TokenCallers
-from services.common.access.token_table import create
-from services.common.grpc_server import GrpcServer
-from services.common.token_guard import TokenGuard
-from services.coordinator import model_servicer
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.model_servicer import ModelServicer
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.token_table import create
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.common.token_guard import TokenGuard
+from paceline.services.coordinator import model_servicer
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.model_servicer import ModelServicer
+from paceline.v1 import registry_pb2_grpc
+from paceline.v1.registry_pb2 import RegisteredModel
 
 EXPORT = "e" * 64
 

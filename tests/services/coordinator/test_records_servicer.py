@@ -13,10 +13,10 @@ from control_plane import Plane, Worker, refusal
 
 from paceline.client import Client
 from paceline.errors import NotFound
-from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
-from protos.paceline.v1 import records_pb2 as pb
-from services.coordinator import records_servicer
-from services.coordinator.audit.reading.reader import RecordsReader
+from paceline.services.coordinator import records_servicer
+from paceline.services.coordinator.audit.reading.reader import RecordsReader
+from paceline.v1 import common_pb2, run_pb2, worker_pb2
+from paceline.v1 import records_pb2 as pb
 
 
 async def test_a_run_is_read_by_its_client(plane: Plane) -> None:

@@ -12,11 +12,11 @@ from control_plane import Plane, learner
 from yarl import URL
 
 from paceline.errors import AccessDenied
-from protos.paceline.v1 import status_pb2, status_pb2_grpc
-from services.common import json_http
-from services.common.access.caller import Caller, CallerRole
-from services.common.scrape import metrics_endpoint
-from services.coordinator.scaling_servicers import StatusServicer
+from paceline.services.common import json_http
+from paceline.services.common.access.caller import Caller, CallerRole
+from paceline.services.common.scrape import metrics_endpoint
+from paceline.services.coordinator.scaling_servicers import StatusServicer
+from paceline.v1 import status_pb2, status_pb2_grpc
 
 CALLERS = {role.value: role for role in CallerRole}
 

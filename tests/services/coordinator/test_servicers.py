@@ -21,7 +21,7 @@ from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Conflict
 from paceline.rate_limited_log import unforeseen
 from paceline.spec.reading import spec_to_yaml
-from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
+from paceline.v1 import common_pb2, run_pb2, worker_pb2
 
 
 async def test_reflection_lists_the_services(plane: Plane) -> None:
@@ -248,7 +248,7 @@ async def test_an_unforeseen_exception_is_answered_and_counted(
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("services.coordinator.servicers.page", fail)
+    monkeypatch.setattr("paceline.services.coordinator.servicers.page", fail)
     monkeypatch.setattr(plane.coordinator.committed, "events", fail)
     before = unforeseen.total
     code, details = await refusal(plane.runs.List(run_pb2.ListRequest()))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 
-from services.common.grpc_server import details_of
-from services.coordinator.text_limits import (
+from paceline.services.common.grpc_server import details_of
+from paceline.services.coordinator.text_limits import (
     MAX_EVENT_BYTES,
     MAX_GAUGES,
     bounded_metrics,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.dashboard.access import Access, Role
+from paceline.services.dashboard.access import Access, Role
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from control_plane import Plane
 from openapi_spec_validator import validate
 from trained_ledger import RUN_ID, Writer
 
-from services.dashboard import backends
-from services.dashboard.access import Access, Role
-from services.dashboard.app import HEADERS, Dashboard
-from services.dashboard.backends import Backend, CoordinatorBackend, LedgerBackend
-from services.dashboard.gateway import Gateway
-from services.dashboard.methods import methods
-from services.dashboard.pieces import Pieces
+from paceline.services.dashboard import backends
+from paceline.services.dashboard.access import Access, Role
+from paceline.services.dashboard.app import HEADERS, Dashboard
+from paceline.services.dashboard.backends import Backend, CoordinatorBackend, LedgerBackend
+from paceline.services.dashboard.gateway import Gateway
+from paceline.services.dashboard.methods import methods
+from paceline.services.dashboard.pieces import Pieces
 
 RUNS, RECORDS = "paceline.v1.RunService", "paceline.v1.RecordsService"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from paceline.services.dashboard.access import Access, Role
+from paceline.services.dashboard.links import main
 from paceline.token import VARIABLE
-from services.dashboard.access import Access, Role
-from services.dashboard.links import main
 
 
 def test_the_links_have_the_keys_that_the_dashboard_takes(

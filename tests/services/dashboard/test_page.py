@@ -15,11 +15,11 @@ import pytest
 from trained_ledger import RUN_ID, Writer
 
 from paceline.client import Client, RunState
+from paceline.services.coordinator.reporting.token_files import path_of
+from paceline.services.local.cluster import LocalCluster
+from paceline.services.local.page_link import start_page
 from paceline.spec import ClusterSection
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.reporting.token_files import path_of
-from services.local.cluster import LocalCluster
-from services.local.page_link import start_page
+from paceline.v1 import worker_pb2
 
 HOSTILE = (
     '<img src=x onerror="document.title=1"><script>document.title="owned"</script>'
@@ -277,7 +277,7 @@ def test_verify_shows_its_result(browser: Browser) -> None:
 def test_a_reader_cannot_cancel_and_an_operator_does(
     chromium: Any, cluster: tuple[LocalCluster, str]
 ) -> None:
-    from services.dashboard.access import Access, Role
+    from paceline.services.dashboard.access import Access, Role
 
     running, link = cluster
     base = link.partition("/#")[0]

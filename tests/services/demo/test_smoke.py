@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from paceline.services.demo.smoke import main, write_run
 from paceline.spec.reading import load_spec
-from services.demo.smoke import main, write_run
 
 
 def test_the_spec_is_valid_and_its_model_is_below_the_root(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_the_run_succeeds(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-c",
-        "from services.cli.main import main; main()",
+        "from paceline.services.cli.main import main; main()",
         "up",
         str(spec),
         "--directory",

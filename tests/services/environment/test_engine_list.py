@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.groups import Version
-from protos.paceline.v1 import worker_pb2
-from services.environment.engine_list import EngineList, Wanted
+from paceline.services.environment.engine_list import EngineList, Wanted
+from paceline.v1 import worker_pb2
 
 ANY = Wanted()
 

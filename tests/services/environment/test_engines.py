@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from environment.protocols import TurnParams, TurnRequest
+from paceline.environment.protocols import TurnParams, TurnRequest
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import Version, VersionSpan
-from protos.paceline.v1 import rollout_pb2, rollout_pb2_grpc, worker_pb2
-from services.common.accepted_calls import ACCEPTED
-from services.common.grpc_server import GrpcServer, with_status
-from services.environment import engines as module
-from services.environment.engine_list import Wanted
-from services.environment.engines import MAX_BREAKS, Engines, EnginesEnd, LeasedTokens, PinLost
+from paceline.services.common.accepted_calls import ACCEPTED
+from paceline.services.common.grpc_server import GrpcServer, with_status
+from paceline.services.environment import engines as module
+from paceline.services.environment.engine_list import Wanted
+from paceline.services.environment.engines import MAX_BREAKS, Engines, EnginesEnd, LeasedTokens, PinLost
+from paceline.v1 import rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 PATIENCE_S = 60.0
 RUN = "run-1"

@@ -14,12 +14,12 @@ from tiny_chat import save_tiny_chat
 
 from paceline.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.environment.worker import EnvironmentWorker
 from paceline.spec.reading import spec_to_yaml
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import rollout_pb2, rollout_pb2_grpc, worker_pb2
 from paceline.wire import parse_message
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1 import rollout_pb2, rollout_pb2_grpc, worker_pb2
-from services.common.grpc_server import GrpcServer
-from services.environment.worker import EnvironmentWorker
 
 PATIENCE_S = 60.0
 RUN = "run-1"

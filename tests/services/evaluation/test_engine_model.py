@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerFast
 from transformers_scores import scores_by_transformers
 
 from paceline.errors import InvalidInput
-from services.cli.chat import spec_of_model
-from services.cli.evaluating.evaluation_spec import evaluation_spec
-from services.evaluation.engine_model import EngineModel
-from services.evaluation.runner import evaluate
-from services.evaluation.url_model import UrlModel
-from services.model_server.serving import opened_model
+from paceline.services.cli.chat import spec_of_model
+from paceline.services.cli.evaluating.evaluation_spec import evaluation_spec
+from paceline.services.evaluation.engine_model import EngineModel
+from paceline.services.evaluation.runner import evaluate
+from paceline.services.evaluation.url_model import UrlModel
+from paceline.services.model_server.serving import opened_model
 
 
 async def test_choices_are_those_of_transformers(folder: Path) -> None:

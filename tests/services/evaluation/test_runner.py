@@ -12,10 +12,10 @@ import pytest
 
 from paceline.errors import InvalidInput
 from paceline.groups import Completion
+from paceline.services.cli.evaluating.evaluation_spec import evaluation_spec, spec_of_endpoint
+from paceline.services.evaluation.models import ContinuationScore
+from paceline.services.evaluation.runner import Evaluated, evaluate
 from paceline.tasks import task_file
-from services.cli.evaluating.evaluation_spec import evaluation_spec, spec_of_endpoint
-from services.evaluation.models import ContinuationScore
-from services.evaluation.runner import Evaluated, evaluate
 
 RECORDED = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
 NOTHING = np.empty(0)

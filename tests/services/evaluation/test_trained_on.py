@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from paceline.services.evaluation.trained_on import compared, warnings_of
 from paceline.spec.sections.data import DataSource
-from services.evaluation.trained_on import compared, warnings_of
 
 RECORDED = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
 QUESTIONS = ["How many eggs does Janet sell each day at the market?", "What is two and two?"]

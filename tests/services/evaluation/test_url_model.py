@@ -17,19 +17,19 @@ from paceline.chat.messages import Unsupported
 from paceline.chat.requests import ChatAsk, read_ask
 from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
+from paceline.reward.endpoints.settings import EndpointSettings
+from paceline.rollout.engine import GenerationRequest, SamplingParams
+from paceline.rollout.stop_strings import cut
+from paceline.services.cli.chat import spec_of_model
+from paceline.services.cli.evaluating.evaluation_spec import evaluation_spec, spec_of_endpoint
+from paceline.services.common.sampling_params import params_message
+from paceline.services.evaluation.engine_model import EngineModel
+from paceline.services.evaluation.runner import evaluate
+from paceline.services.evaluation.url_model import opened_url
+from paceline.services.model_server.serving import ServedModel, endpoint_of, opened_model
+from paceline.services.rollout.group_sampler import GroupSampler
 from paceline.spec import RunSpec
-from protos.paceline.v1 import exchange_pb2 as pb
-from reward.endpoints.settings import EndpointSettings
-from rollout.engine import GenerationRequest, SamplingParams
-from rollout.stop_strings import cut
-from services.cli.chat import spec_of_model
-from services.cli.evaluating.evaluation_spec import evaluation_spec, spec_of_endpoint
-from services.common.sampling_params import params_message
-from services.evaluation.engine_model import EngineModel
-from services.evaluation.runner import evaluate
-from services.evaluation.url_model import opened_url
-from services.model_server.serving import ServedModel, endpoint_of, opened_model
-from services.rollout.group_sampler import GroupSampler
+from paceline.v1 import exchange_pb2 as pb
 
 SAMPLE = """
 policy: {generation: {max_new_tokens: 6, temperature: 1.0e-4}}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import Unavailable
-from services.learner.device import set_up_device
+from paceline.services.learner.device import set_up_device
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")
@@ -15,7 +15,7 @@ def test_a_gpu_that_cannot_be_used_is_said_and_none_that_idles_is_passed_over(
 ) -> None:
     with pytest.raises(Unavailable, match=r"--device is cuda, and torch .* finds no GPU that it can use"):
         set_up_device("cuda", "127.0.0.1")
-    monkeypatch.setattr("services.common.gpus.visible_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr("paceline.services.common.gpus.visible_gpus", lambda: ("0", "1"))
     assert set_up_device("cpu", "127.0.0.1").type == "cpu"
     assert not caplog.records, "that was asked for"
     assert set_up_device("auto", "127.0.0.1").type == "cpu"

@@ -16,7 +16,7 @@ from process_ends import has_ended
 from python_path import python_path
 
 from paceline.host.cores import threads_beside
-from services.learner.rank_group import interface_of
+from paceline.services.learner.rank_group import interface_of
 
 DEADLINE_S = 60.0
 Launch = Callable[..., subprocess.Popen[str]]
@@ -33,7 +33,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         environment = os.environ | {"PYTHONPATH": python_path(Path(__file__).parents[3], tmp_path)}
         environment.pop("OMP_NUM_THREADS", None)
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.learner.launcher", "2", str(grace_s), "toy_rank"],
+            [sys.executable, "-m", "paceline.services.learner.launcher", "2", str(grace_s), "toy_rank"],
             cwd=tmp_path,
             env=environment | ({"OMP_NUM_THREADS": threads} if threads else {}),
             stdout=subprocess.PIPE,
@@ -69,7 +69,7 @@ def await_gone(pid: int) -> None:
 def test_ranks_meet_in_a_file_that_no_folder_has_and_listen_on_loopback(launch: Launch) -> None:
     process = launch(
         "import psutil, torch, torch.distributed as dist\n"
-        "from services.learner.rank_group import form_rank_group\n"
+        "from paceline.services.learner.rank_group import form_rank_group\n"
         "form_rank_group('127.0.0.1', cuda=False)\n"
         "ours = torch.tensor([1 + int(rank)])\n"
         "dist.all_reduce(ours)\n"

@@ -14,9 +14,9 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.paceline.v1 import worker_pb2
-from services.learner import rank as learner_rank
-from services.learner.rank import LearnerRank, _serve
+from paceline.services.learner import rank as learner_rank
+from paceline.services.learner.rank import LearnerRank, _serve
+from paceline.v1 import worker_pb2
 
 DEADLINE_S = 60.0
 SERVING, NOT_SERVING = (

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from protos.paceline.v1 import worker_pb2
-from services.learner.rank import LearnerRank
-from services.learner.report_queue import MAX_REPLACEABLE, ReportQueue
+from paceline.services.learner.rank import LearnerRank
+from paceline.services.learner.report_queue import MAX_REPLACEABLE, ReportQueue
+from paceline.v1 import worker_pb2
 
 DEADLINE_S = 60.0
 

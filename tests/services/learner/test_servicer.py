@@ -10,11 +10,11 @@ import grpc
 import pytest
 
 from paceline.errors import Busy, Conflict, Unavailable
-from protos.paceline.v1 import learner_pb2, learner_pb2_grpc
-from services.common.grpc_server import GrpcServer
-from services.learner import servicer
-from services.learner.orders import MAX_ORDERS, ExportOrder, Orders
-from services.learner.servicer import LearnerServicer
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.learner import servicer
+from paceline.services.learner.orders import MAX_ORDERS, ExportOrder, Orders
+from paceline.services.learner.servicer import LearnerServicer
+from paceline.v1 import learner_pb2, learner_pb2_grpc
 
 DEADLINE_S = 60.0
 

@@ -17,11 +17,11 @@ from process_ends import has_ended
 
 from paceline.client import Client
 from paceline.errors import Conflict, NotFound, PacelineError
+from paceline.services.common.processes.supervisor import Service
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 from paceline.spec.reading import parse_spec
-from services.common.processes.supervisor import Service
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 DEADLINE_S = 60.0
 
@@ -93,7 +93,9 @@ def test_a_child_that_dies_is_started_again_and_the_death_is_said(
     assert list(service.deaths) == ["child-0 ended with exit status 1"]
     words, end = (tmp_path / "child-0.log").read_text().splitlines()
     assert words == "the disk is full"
-    assert end.endswith(" WARNING services.common.processes.supervisor: child-0 ended with exit status 1")
+    assert end.endswith(
+        " WARNING paceline.services.common.processes.supervisor: child-0 ended with exit status 1"
+    )
 
 
 def test_a_killed_child_comes_back_under_another_pid(start: Callable[..., Service], reports: Reports) -> None:
@@ -211,7 +213,7 @@ def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(
 def test_children_die_with_their_supervisor(tmp_path: Path) -> None:
     """The supervisor itself is killed, so nothing of it can clean up."""
     code = (
-        "import os, pathlib, sys, time\nfrom services.common.processes.supervisor import Service\n"
+        "import os, pathlib, sys, time\nfrom paceline.services.common.processes.supervisor import Service\n"
         f"s = Service('child-0', [sys.executable, '-c', 'import signal; signal.pause()'], dict(os.environ),"
         f" pathlib.Path({str(tmp_path / 'log')!r}), print, print)\n"
         "s.start()\nwhile s.pid is None: time.sleep(0.01)\nprint(s.pid, flush=True)\ntime.sleep(600)"
@@ -343,7 +345,7 @@ def test_a_worker_dies_with_a_killed_supervisor_whatever_its_grace(tmp_path: Pat
     """A service can ask the kernel for SIGTERM at its starter's end; with work under way it would stay for its grace."""
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom paceline.spec import ClusterSection\n"
-        "from services.local.cluster import LocalCluster\n"
+        "from paceline.services.local.cluster import LocalCluster\n"
         f"cluster = LocalCluster(Path({str(tmp_path)!r}), ClusterSection(), grace_s=600.0)\n"
         "cluster.start_coordinator(); cluster.add('reward')\n"
         "log = cluster.log_path('reward')\n"
@@ -379,7 +381,7 @@ def test_a_service_that_takes_long_to_end_is_named_with_the_time_it_has(
         said.append(text)
         told.touch()
 
-    monkeypatch.setattr("services.local.cluster.EXPLAIN_AFTER_S", 0.1)
+    monkeypatch.setattr("paceline.services.local.cluster.EXPLAIN_AFTER_S", 0.1)
     cluster = LocalCluster(tmp_path / "runs", ClusterSection(), say=say, grace_s=7, gpus=())
     service.name = "learner-0"
     cluster._services["learner"].append(service)

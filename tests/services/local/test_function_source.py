@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput
-from reward.loading import load_function
-from services.local.function_source import named_function
+from paceline.reward.loading import load_function
+from paceline.services.local.function_source import named_function
 
 SCRIPT = '''
 import json as js
@@ -125,7 +125,7 @@ def test_a_function_without_source_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_function_of_a_module_is_its_file(tmp_path: Path) -> None:
-    from reward.builtin.formats import exact_match
+    from paceline.reward.builtin.formats import exact_match
 
     named = named_function(exact_match, tmp_path)
     assert named.endswith("reward/builtin/formats.py:exact_match")

@@ -16,11 +16,11 @@ from paceline.client import Event, RunState
 from paceline.data.rows import open_rows
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.services.coordinator.lifecycle import worker_faults
+from paceline.services.local.one_call import RETRIED, TrainedRun, assembled
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.token import VARIABLE
-from protos.paceline.v1 import run_pb2
-from services.coordinator.lifecycle import worker_faults
-from services.local.one_call import RETRIED, TrainedRun, assembled
+from paceline.v1 import run_pb2
 
 MODEL = {"model_name": "none"}
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from paceline.reward.sandbox import choosing
+from paceline.reward.sandbox.protocol import SandboxFailed
+from paceline.services.local import sandbox_checks
+from paceline.services.local.sandbox_checks import examine_sandbox, examine_user_code
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
-from reward.sandbox import choosing
-from reward.sandbox.protocol import SandboxFailed
-from services.local import sandbox_checks
-from services.local.sandbox_checks import examine_sandbox, examine_user_code
 
 
 def spec_with(**kwargs: Any) -> RunSpec:

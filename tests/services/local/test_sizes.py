@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from paceline.services.local.sizes import sizes_for
 from paceline.spec import RunSpec
-from services.local.sizes import sizes_for
 
 ENVIRONMENT = {"class": "env.py:Env"}
 

@@ -13,9 +13,9 @@ from openai import AsyncOpenAI
 from tiny_chat import save_tiny_chat
 
 from paceline.registry.statement import Lineage, make_statement
-from services.cli.chat import spec_of_model
-from services.model_server.serving import endpoint_of, model_label, opened_model, registered_name
-from services.model_server.trace_log import TraceLog
+from paceline.services.cli.chat import spec_of_model
+from paceline.services.model_server.serving import endpoint_of, model_label, opened_model, registered_name
+from paceline.services.model_server.trace_log import TraceLog
 
 
 @pytest.mark.parametrize(

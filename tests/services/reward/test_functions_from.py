@@ -13,10 +13,10 @@ from control_plane import Plane, refusal
 from exchange_drivers import make_spec
 
 from paceline.backoff import ExponentialBackoff
+from paceline.services.reward.main import main
+from paceline.services.reward.worker import RewardWorker
 from paceline.spec.reading import spec_to_yaml
-from protos.paceline.v1 import run_pb2, worker_pb2
-from services.reward.main import main
-from services.reward.worker import RewardWorker
+from paceline.v1 import run_pb2, worker_pb2
 
 CODE = "def f(completions, **_):\n    return [1.0] * len(completions)\n"
 

@@ -8,8 +8,8 @@ from episode_groups import episode_group, episode_texts, ids
 
 from paceline.errors import WireError
 from paceline.groups import Completion, VersionSpan
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.reward.group_inputs import GroupInputs, inputs_of_completions, inputs_of_episodes
+from paceline.services.reward.group_inputs import GroupInputs, inputs_of_completions, inputs_of_episodes
+from paceline.v1 import exchange_pb2 as pb
 
 
 def of_episodes(texts: list[pb.SampleText], *, sums_turns: bool = True) -> GroupInputs:

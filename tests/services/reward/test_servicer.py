@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from protos.paceline.v1 import reward_pb2
-from services.reward.servicer import MAX_CALLS, RewardServicer
+from paceline.services.reward.servicer import MAX_CALLS, RewardServicer
+from paceline.v1 import reward_pb2
 
 
 class Aborted(Exception):

@@ -14,12 +14,12 @@ from exchange_drivers import make_spec
 
 from paceline.backoff import ExponentialBackoff
 from paceline.groups import Completion, VersionSpan
+from paceline.services.common.trainer_state import with_trainer_state
+from paceline.services.reward.worker import RewardWorker
 from paceline.spec.reading import spec_to_yaml
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import worker_pb2
 from paceline.wire import encode_result
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1 import worker_pb2
-from services.common.trainer_state import with_trainer_state
-from services.reward.worker import RewardWorker
 
 SLOW_REWARD = """
 import pathlib
@@ -144,7 +144,7 @@ async def test_a_task_whose_process_is_killed_goes_back_as_a_crash(tmp_path: Pat
 async def test_a_worker_without_gpus_refuses_a_run_that_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.reward.worker.usable_gpus", lambda: ())
+    monkeypatch.setattr("paceline.services.reward.worker.usable_gpus", lambda: ())
     spec = make_spec(tmp_path, cluster={"reward_gpus": [0]})
     worker = RewardWorker("127.0.0.1:1", "reward-0", 1)
     reports: list[worker_pb2.ConnectRequest] = []

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from paceline.errors import Unavailable
 from paceline.groups import Completion
+from paceline.rollout.engine import GenerationRequest, SamplingParams, empty_completion
+from paceline.rollout.engines import create_engine
+from paceline.services.demo.model import make_model
+from paceline.services.rollout.hang_probe import PROMPT_IDS, answers, until_hung
 from paceline.spec import RunSpec
-from rollout.engine import GenerationRequest, SamplingParams, empty_completion
-from rollout.engines import create_engine
-from services.demo.model import make_model
-from services.rollout.hang_probe import PROMPT_IDS, answers, until_hung
 
 DEADLINE_S = 60.0
 

@@ -18,19 +18,19 @@ from rollout_bench import PATIENCE_S, TWO_TURNS, Bench, Engine, lease
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import EngineDied, InvalidInput
 from paceline.groups import Completion, VersionSpan
-from paceline.spec import RewardFunctionSection, RunSpec
-from paceline.wire import encode_completions
-from protos.paceline.v1 import exchange_pb2 as pb
-from rollout.engine import GenerationRequest, check_prompt_length
-from services.demo.model import make_tokenizer
-from services.rollout.group_sampler import GroupSampler
-from services.rollout.run import (
+from paceline.rollout.engine import GenerationRequest, check_prompt_length
+from paceline.services.demo.model import make_tokenizer
+from paceline.services.rollout.group_sampler import GroupSampler
+from paceline.services.rollout.run import (
     MAX_UNEXPECTED,
     RETURN_BYTES_PER_S,
     RETURN_S,
     _created,
     return_seconds,
 )
+from paceline.spec import RewardFunctionSection, RunSpec
+from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import encode_completions
 
 
 async def test_an_engine_that_is_created_while_its_run_ends_is_closed(
@@ -46,7 +46,7 @@ async def test_an_engine_that_is_created_while_its_run_ends_is_closed(
         assert may_end.wait(PATIENCE_S)
         return SimpleNamespace(close=close)
 
-    monkeypatch.setattr("services.rollout.run.create_engine", create)
+    monkeypatch.setattr("paceline.services.rollout.run.create_engine", create)
     creating = asyncio.create_task(_created(make_spec(tmp_path), "cpu"))
     assert await asyncio.to_thread(begun.wait, PATIENCE_S)
     creating.cancel()

@@ -16,14 +16,14 @@ from rollout_bench import PATIENCE_S, Bench
 from tiny_models import tiny_qwen3
 
 from paceline.groups import Version
+from paceline.rollout.engines import create_engine
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.demo.model import make_tokenizer
+from paceline.services.rollout.run import RolloutRun
+from paceline.services.rollout.servicer import RolloutServicer
+from paceline.services.rollout.worker import RolloutWorker
 from paceline.spec import RunSpec
-from protos.paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
-from rollout.engines import create_engine
-from services.common.grpc_server import GrpcServer
-from services.demo.model import make_tokenizer
-from services.rollout.run import RolloutRun
-from services.rollout.servicer import RolloutServicer
-from services.rollout.worker import RolloutWorker
+from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
 
 RUN = "run-1"
 PROMPT = [1, 2, 3]

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from paceline.data.tokens import load_tokenizer
+from paceline.services.demo.model import make_tokenizer
+from paceline.services.rollout.template_file import TemplateFile
 from paceline.spec import PolicySection
-from services.demo.model import make_tokenizer
-from services.rollout.template_file import TemplateFile
 
 
 def test_a_template_that_was_corrected_is_read_anew(tmp_path: Path) -> None:

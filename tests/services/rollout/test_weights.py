@@ -12,8 +12,8 @@ import torch
 from store_pair import Pair, offer
 
 from paceline.groups import Version
-from protos.paceline.v1 import worker_pb2
-from services.rollout.weights import RolloutWeights
+from paceline.services.rollout.weights import RolloutWeights
+from paceline.v1 import worker_pb2
 
 DEADLINE_S = 60.0
 MAX_WAIT_S = 2.0

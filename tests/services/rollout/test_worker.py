@@ -12,10 +12,10 @@ from exchange_drivers import make_spec
 
 from paceline.backoff import ExponentialBackoff
 from paceline.groups import Version
+from paceline.services.rollout.run import RolloutRun
+from paceline.services.rollout.worker import RolloutWorker
 from paceline.spec.reading import spec_to_yaml
-from protos.paceline.v1 import worker_pb2
-from services.rollout.run import RolloutRun
-from services.rollout.worker import RolloutWorker
+from paceline.v1 import worker_pb2
 
 PATIENCE_S = 60.0
 

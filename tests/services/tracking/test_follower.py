@@ -12,12 +12,12 @@ from tracker_servers import RUN_ID, RecordedRun
 
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Conflict, NotFound, Unreadable
+from paceline.services.tracking import follower as module
+from paceline.services.tracking.cursor import Cursor, is_done
+from paceline.services.tracking.follower import Follower, Target
+from paceline.services.tracking.opening import Setting
+from paceline.services.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, Tracker
 from paceline.spec.sections.system import TrackerSection
-from services.tracking import follower as module
-from services.tracking.cursor import Cursor, is_done
-from services.tracking.follower import Follower, Target
-from services.tracking.opening import Setting
-from services.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, Tracker
 
 SETTING = TrackerSection(kind="wandb")
 

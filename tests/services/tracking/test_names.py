@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.coordinator.reporting.metric_table import PARTS
-from services.tracking.names import BEGIN, END, NAMES, PAGE, Style, renamed, table
+from paceline.services.coordinator.reporting.metric_table import PARTS
+from paceline.services.tracking.names import BEGIN, END, NAMES, PAGE, Style, renamed, table
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from tracker_servers import RUN_ID, RecordedRun
 
+from paceline.services.cli.recorded.source import Source, ledger_source
+from paceline.services.local.cluster import LocalCluster
+from paceline.services.tracking import service as module
+from paceline.services.tracking.backends.tensorboard_run import events
+from paceline.services.tracking.cursor import is_done
+from paceline.services.tracking.service import Tracking, folder_of
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import spec_to_yaml
-from services.cli.recorded.source import Source, ledger_source
-from services.local.cluster import LocalCluster
-from services.tracking import service as module
-from services.tracking.backends.tensorboard_run import events
-from services.tracking.cursor import is_done
-from services.tracking.service import Tracking, folder_of
 
 WAIT_S = 60.0
 

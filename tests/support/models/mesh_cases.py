@@ -9,7 +9,7 @@ from typing import Any
 from loaded_models import save_model
 from tiny_policy import make_batch, make_judged_batch, save_tiny_policy
 
-from learner.batch.samples import TrainingSample
+from paceline.learner.batch.samples import TrainingSample
 
 KL = {"loss_fn": {"reference_policy_kl_penalty": 0.5}}
 CASES: Mapping[str, tuple[str, dict[str, Any]]] = {

@@ -15,12 +15,12 @@ from tiny_policy import CPU, make_spec
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from learner.batch.samples import TrainingSample, pack_samples
-from learner.checkpoints.export import export_pretrained
-from learner.model.policy import load_policy, packed_logprobs
-from learner.weights.gather import gather_weights
-from rollout.native.kv_cache import SlotCache
-from rollout.native.model import load_native_model
+from paceline.learner.batch.samples import TrainingSample, pack_samples
+from paceline.learner.checkpoints.export import export_pretrained
+from paceline.learner.model.policy import load_policy, packed_logprobs
+from paceline.learner.weights.gather import gather_weights
+from paceline.rollout.native.kv_cache import SlotCache
+from paceline.rollout.native.model import load_native_model
 
 AUTO: Any = AutoModelForCausalLM
 TEMPERATURE = 0.7

@@ -11,8 +11,8 @@ from tiny_models import SIZES, tiny_qwen3
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.batch.samples import PreferenceLabel, TrainingSample
-from learner.step.trainer import Trainer
+from paceline.learner.batch.samples import PreferenceLabel, TrainingSample
+from paceline.learner.step.trainer import Trainer
 from paceline.spec import RunSpec
 
 VOCABULARY = SIZES["vocab_size"]

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from learner.collectives import any_over_ranks
-from learner.weights.device_snapshot import DeviceSnapshot
-from learner.weights.rank_board import make_board
-from learner.weights.shards import ColumnTiles, plan_tensors
-from learner.weights.store.chain import Stored
-from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
 from paceline.host.process import end_process
+from paceline.learner.collectives import any_over_ranks
+from paceline.learner.weights.device_snapshot import DeviceSnapshot
+from paceline.learner.weights.rank_board import make_board
+from paceline.learner.weights.shards import ColumnTiles, plan_tensors
+from paceline.learner.weights.store.chain import Stored
+from paceline.learner.weights.store.writer import StoreWriter
 from paceline.weights.object_store import WeightStore
 
 STEPS = 4

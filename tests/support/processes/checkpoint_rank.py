@@ -16,14 +16,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_policy import CPU, make_batch, make_spec, whole
 
-from learner.batch.samples import TrainingSample
-from learner.checkpoints import checkpoint
-from learner.checkpoints.manifest import read_manifest
-from learner.step.trainer import Trainer
-from learner.weights.gather import gather_weights
 from paceline.errors import Conflict
 from paceline.files.storage import Folder
 from paceline.host.process import end_process
+from paceline.learner.batch.samples import TrainingSample
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.checkpoints.manifest import read_manifest
+from paceline.learner.step.trainer import Trainer
+from paceline.learner.weights.gather import gather_weights
 
 
 def main(policy: Path, of_one: Path, of_one_sha256: str, out: Path) -> None:

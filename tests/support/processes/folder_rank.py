@@ -15,13 +15,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from learner.checkpoints import checkpoint
 from paceline.errors import CheckpointFault, PacelineError
 from paceline.files.storage import Folder
 from paceline.host.process import end_process
+from paceline.learner.checkpoints import checkpoint
+from paceline.services.learner.training.checkpoints import SessionCheckpoints
 from paceline.spec import CheckpointingSection
-from protos.paceline.v1 import worker_pb2
-from services.learner.training.checkpoints import SessionCheckpoints
+from paceline.v1 import worker_pb2
 
 CPU = torch.device("cpu")
 

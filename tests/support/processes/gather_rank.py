@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from learner.weights import gather
 from paceline.host.process import end_process
+from paceline.learner.weights import gather
 
 
 class Uneven(nn.Module):

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from learner.weights.gather import gather_weights
 from paceline.errors import PacelineError
 from paceline.host.process import end_process
+from paceline.learner.weights.gather import gather_weights
+from paceline.services.learner.orders import ExportOrder, Orders
+from paceline.services.learner.training.batches import RankBatch
+from paceline.services.learner.training.run import LearnerRun
 from paceline.spec.reading import parse_spec, spec_to_yaml
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1 import worker_pb2
-from services.learner.orders import ExportOrder, Orders
-from services.learner.training.batches import RankBatch
-from services.learner.training.run import LearnerRun
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import worker_pb2
 
 SPEC = {"policy": {"model_name": "./nowhere"}, "data": {"train": "d"}, "rewards": [{"function": "length"}]}
 CHAINS = (["before", "after", "after"], ["after", "after", "after"])

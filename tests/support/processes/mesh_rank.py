@@ -20,14 +20,14 @@ from mesh_cases import CASES, ROW_TOKENS, batch_of, part_of
 from safetensors.torch import save_file
 from tiny_policy import CPU, make_spec, run_case
 
-from learner.checkpoints import checkpoint
-from learner.checkpoints.export import export_live
-from learner.model.policy import load_policy
-from learner.step.trainer import Trainer
-from learner.weights import stream
-from learner.weights.gather import gather_weights
-from learner.weights.shards import local_slices
 from paceline.host.process import end_process
+from paceline.learner.checkpoints import checkpoint
+from paceline.learner.checkpoints.export import export_live
+from paceline.learner.model.policy import load_policy
+from paceline.learner.step.trainer import Trainer
+from paceline.learner.weights import stream
+from paceline.learner.weights.gather import gather_weights
+from paceline.learner.weights.shards import local_slices
 
 EXACT = {"precision": "float32"}
 

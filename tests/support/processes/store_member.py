@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from paceline.groups import Version
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
+from paceline.rollout.engines import create_engine
+from paceline.rollout.weights.store_receiver import StoreReceiver
 from paceline.spec import RunSpec
 from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import StoredObject
-from rollout.engine import Engine, GenerationRequest, SamplingParams
-from rollout.engines import create_engine
-from rollout.weights.store_receiver import StoreReceiver
 
 PROMPT_IDS = np.array([3, 1, 4, 1, 5], np.int32)
 MAX_NEW_TOKENS = 48

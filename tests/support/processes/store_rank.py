@@ -17,15 +17,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_policy import CPU, make_batch, make_spec
 
-from learner.collectives import any_over_ranks
-from learner.step.trainer import Trainer
-from learner.weights.gather import gather_weights
-from learner.weights.rank_board import make_board
-from learner.weights.shards import local_slices, plan_tensors
-from learner.weights.store.chain import Stored
-from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
 from paceline.host.process import end_process
+from paceline.learner.collectives import any_over_ranks
+from paceline.learner.step.trainer import Trainer
+from paceline.learner.weights.gather import gather_weights
+from paceline.learner.weights.rank_board import make_board
+from paceline.learner.weights.shards import local_slices, plan_tensors
+from paceline.learner.weights.store.chain import Stored
+from paceline.learner.weights.store.writer import StoreWriter
 from paceline.weights.object_store import WeightStore
 
 STEPS = 5

@@ -16,21 +16,21 @@ from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec, rank_part, 
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from learner.batch.examples import ExampleSource
-from learner.batch.validate_examples import check_rows
-from learner.checkpoints.export import export_live
-from learner.collectives import FailedElsewhere, succeed_on_all_ranks
-from learner.model.adapter import adapter_weights
-from learner.model.policy import load_policy, load_reference
-from learner.objectives import objective_of
-from learner.step.trainer import Trainer
-from learner.weights import stream
-from learner.weights.gather import gather_merged
 from paceline.errors import Conflict, InvalidInput, NonFiniteLoss, Unreadable
 from paceline.host.process import end_process
+from paceline.learner.batch.examples import ExampleSource
+from paceline.learner.batch.validate_examples import check_rows
+from paceline.learner.checkpoints.export import export_live
+from paceline.learner.collectives import FailedElsewhere, succeed_on_all_ranks
+from paceline.learner.model.adapter import adapter_weights
+from paceline.learner.model.policy import load_policy, load_reference
+from paceline.learner.objectives import objective_of
+from paceline.learner.step.trainer import Trainer
+from paceline.learner.weights import stream
+from paceline.learner.weights.gather import gather_merged
+from paceline.services.demo.model import make_tokenizer
 from paceline.spec import PolicySection
 from paceline.weights.lora_names import FINGERPRINT, fingerprint
-from services.demo.model import make_tokenizer
 
 
 def main(model: Path, out: Path) -> None:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.rewards import totals
+from paceline.services.coordinator.audit.reading import page_tokens
 from paceline.spec import RunSpec
-from protos.paceline.v1 import records_pb2 as pb
-from services.coordinator.audit.reading import page_tokens
+from paceline.v1 import records_pb2 as pb
 
 if TYPE_CHECKING:
-    from services.coordinator.ledger.ledger import Ledger
+    from paceline.services.coordinator.ledger.ledger import Ledger
 
 GROUPS = 1000
 """Groups of a page."""

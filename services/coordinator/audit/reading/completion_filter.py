@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from protos.paceline.v1 import records_pb2 as pb
+from paceline.v1 import records_pb2 as pb
 
 OPTIONAL = ("min_reward", "max_reward", "min_tokens", "max_tokens", "min_age", "max_age")
 

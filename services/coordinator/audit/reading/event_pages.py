@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.errors import InvalidInput
-from protos.paceline.v1 import records_pb2 as pb
-from services.coordinator.audit.reading import page_tokens
+from paceline.services.coordinator.audit.reading import page_tokens
+from paceline.v1 import records_pb2 as pb
 
 if TYPE_CHECKING:
-    from services.coordinator.ledger.ledger import Ledger
+    from paceline.services.coordinator.ledger.ledger import Ledger
 
 PAGE_SIZE = 1000
 MAX_BYTES = 8 << 20

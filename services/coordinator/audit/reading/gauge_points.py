@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidInput
-from protos.paceline.v1 import records_pb2 as pb
-from services.coordinator.reporting.gauge_history import FOLDER, PERIOD_S, files_of
+from paceline.services.coordinator.reporting.gauge_history import FOLDER, PERIOD_S, files_of
+from paceline.v1 import records_pb2 as pb
 
 MAX_POINTS, USUAL_POINTS = 2000, 300
 MAX_MEMBERS = 64

@@ -7,10 +7,10 @@ import sqlite3
 from typing import TYPE_CHECKING
 
 from paceline.errors import NotFound
-from protos.paceline.v1 import records_pb2 as pb
+from paceline.v1 import records_pb2 as pb
 
 if TYPE_CHECKING:
-    from services.coordinator.ledger.ledger import Ledger
+    from paceline.services.coordinator.ledger.ledger import Ledger
 
 REASONS = {
     "stale": "Its tokens were older than the run allows (async_grpo.max_trajectory_age_steps, hard_max_age).",

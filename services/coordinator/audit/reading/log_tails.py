@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from paceline.errors import NotFound
-from protos.paceline.v1 import records_pb2 as pb
+from paceline.v1 import records_pb2 as pb
 
 LOGS = "logs"
 SUFFIX = ".log"

@@ -17,10 +17,7 @@ from typing import TypeVar
 
 from paceline.errors import Unavailable
 from paceline.records import Records
-from paceline.spec import RunSpec
-from paceline.spec.reading import spec_of_run
-from protos.paceline.v1 import records_pb2 as pb
-from services.coordinator.audit.reading import (
+from paceline.services.coordinator.audit.reading import (
     attempt_pages,
     event_pages,
     gauge_points,
@@ -32,8 +29,11 @@ from services.coordinator.audit.reading import (
     spec_values,
     token_numbers,
 )
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.spec import RunSpec
+from paceline.spec.reading import spec_of_run
+from paceline.v1 import records_pb2 as pb
 
 LIMIT_S = 10.0
 INSTRUCTIONS = 20_000

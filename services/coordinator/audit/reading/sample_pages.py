@@ -16,18 +16,18 @@ import numpy as np
 from paceline.array_frames import Buffer
 from paceline.errors import InvalidInput, NotFound, WireError
 from paceline.rewards import group_totals
+from paceline.services.common.logged_extra import EXTRA_NAME, read_extra
+from paceline.services.coordinator.audit.episode_samples import ended_lives, episodes
+from paceline.services.coordinator.audit.reading import page_tokens
+from paceline.services.coordinator.audit.reading.completion_filter import CompletionFilter, total_tokens
+from paceline.services.coordinator.ledger.groups import State
+from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.spec import RewardFunctionSection, RunSpec
+from paceline.v1 import records_pb2 as pb
 from paceline.wire import decode_result, decode_rewards
-from protos.paceline.v1 import records_pb2 as pb
-from services.common.logged_extra import EXTRA_NAME, read_extra
-from services.coordinator.audit.episode_samples import ended_lives, episodes
-from services.coordinator.audit.reading import page_tokens
-from services.coordinator.audit.reading.completion_filter import CompletionFilter, total_tokens
-from services.coordinator.ledger.groups import State
-from services.coordinator.ledger.segments import DamagedRecord
 
 if TYPE_CHECKING:
-    from services.coordinator.ledger.ledger import Ledger
+    from paceline.services.coordinator.ledger.ledger import Ledger
 
 GROUPS = 64
 """Groups that a call reads."""

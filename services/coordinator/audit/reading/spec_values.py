@@ -11,7 +11,7 @@ import yaml
 from paceline.spec import RunSpec
 from paceline.spec.keys import dotted, keys
 from paceline.spec.reading import spec_to_yaml
-from protos.paceline.v1 import records_pb2 as pb
+from paceline.v1 import records_pb2 as pb
 
 Location = tuple[str | int, ...]
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
-from protos.paceline.v1 import records_pb2 as pb
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.audit.reading import page_tokens
-from services.coordinator.reporting.token_files import MAX_REPORT_BYTES, path_of
+from paceline.services.coordinator.audit.reading import page_tokens
+from paceline.services.coordinator.reporting.token_files import MAX_REPORT_BYTES, path_of
+from paceline.v1 import records_pb2 as pb
+from paceline.v1 import worker_pb2
 
 if TYPE_CHECKING:
-    from services.coordinator.ledger.ledger import Ledger
+    from paceline.services.coordinator.ledger.ledger import Ledger
 
 
 def get_token_statistics(

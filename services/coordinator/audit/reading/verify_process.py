@@ -1,4 +1,4 @@
-"""`python -m services.coordinator.audit.reading.verify_process LEDGER RUN [--deep]`: `verify` in a process of its own.
+"""`python -m paceline.services.coordinator.audit.reading.verify_process LEDGER RUN [--deep]`: `verify` in a process of its own.
 
 The comparison reads every array of a run and takes minutes of a processor, which the coordinator's process needs. It runs at the
 lowest priority and ends with its parent. `verify_apart` starts it.
@@ -16,10 +16,10 @@ from pathlib import Path
 import click
 
 from paceline.errors import PacelineError
-from protos.paceline.v1 import records_pb2 as pb
-from services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.v1 import records_pb2 as pb
 
 NICENESS = 19
 VERIFY_S = 3600.0

@@ -15,8 +15,8 @@ import numpy as np
 from paceline.advantages import has_advantage
 from paceline.groups import FloatArray
 from paceline.rewards import closed_gates, group_totals
+from paceline.services.coordinator.exchange.source_rewards import rewards_by_source
 from paceline.spec import RewardFunctionSection, RunSpec
-from services.coordinator.exchange.source_rewards import rewards_by_source
 
 PERCENTILES = (10, 50, 90)
 """Percentiles of each function's rewards."""

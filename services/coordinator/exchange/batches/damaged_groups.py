@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sqlite3
 
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.batches.selection import take_apart
-from services.coordinator.exchange.lives import end_life
-from services.coordinator.exchange.state import ActiveRun, Exchange
-from services.coordinator.ledger.groups import State
-from services.coordinator.ledger.segments import DamagedRecord
-from services.coordinator.ledger.tables.episodes import RESTARTED
+from paceline.services.coordinator.exchange.batches.selection import take_apart
+from paceline.services.coordinator.exchange.lives import end_life
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.ledger.groups import State
+from paceline.services.coordinator.ledger.segments import DamagedRecord
+from paceline.services.coordinator.ledger.tables.episodes import RESTARTED
+from paceline.v1 import exchange_pb2 as pb
 
 
 def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:

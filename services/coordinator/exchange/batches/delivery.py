@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from paceline.services.coordinator.exchange.batches import damaged_groups, session_faults, spot_check
+from paceline.services.coordinator.exchange.batches.selection import fix_if_due
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment
 from paceline.tracing import step_traceparent
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.batches import damaged_groups, session_faults, spot_check
-from services.coordinator.exchange.batches.selection import fix_if_due
-from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
-from services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment
+from paceline.v1 import exchange_pb2 as pb
 
 
 def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, now_s: float) -> Outcome:

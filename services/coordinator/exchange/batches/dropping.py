@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.errors import Conflict, InvalidInput
-from services.coordinator.exchange.batches import session_faults
-from services.coordinator.exchange.batches.selection import fix, take_apart
-from services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.batches import session_faults
+from paceline.services.coordinator.exchange.batches.selection import fix, take_apart
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 
 REASON = "by_request"
 

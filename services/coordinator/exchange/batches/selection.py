@@ -10,13 +10,13 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Collection
 
-from services.coordinator.exchange.admission import must_wait
-from services.coordinator.exchange.batches.batch_metrics import batch_metrics
-from services.coordinator.exchange.group_sources import sources_of
-from services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
-from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
-from services.coordinator.ledger.groups import State
-from services.coordinator.ledger.tables.batches import NewBatch
+from paceline.services.coordinator.exchange.admission import must_wait
+from paceline.services.coordinator.exchange.batches.batch_metrics import batch_metrics
+from paceline.services.coordinator.exchange.group_sources import sources_of
+from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
+from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from paceline.services.coordinator.ledger.groups import State
+from paceline.services.coordinator.ledger.tables.batches import NewBatch
 
 
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:

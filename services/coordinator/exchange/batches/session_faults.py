@@ -13,9 +13,9 @@ from __future__ import annotations
 import sqlite3
 from itertools import takewhile
 
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.exchange.state import ActiveRun, Exchange, Training
-from services.coordinator.ledger.tables.session_faults import SessionFault
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Training
+from paceline.services.coordinator.ledger.tables.session_faults import SessionFault
+from paceline.v1 import worker_pb2
 
 SAME_FAULTS = 3
 """Sessions in a row that ended at a step in the same way before the run is paused."""

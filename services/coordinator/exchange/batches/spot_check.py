@@ -11,9 +11,9 @@ State lives in memory, and a coordinator's restart begins the counts anew.
 
 from __future__ import annotations
 
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.drift import TOLERATED, Finding, Observation
-from services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.drift import TOLERATED, Finding, Observation
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.v1 import exchange_pb2 as pb
 
 
 def mark(exchange: Exchange, run: ActiveRun, step: int, chain: str, reply: pb.BatchReply) -> None:

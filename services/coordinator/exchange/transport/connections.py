@@ -27,8 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.host.freed_memory import give_freed_memory_back
+from paceline.services.common.zmq_keepalive import in_brackets
 from paceline.wire import MAX_MESSAGE_BYTES
-from services.common.zmq_keepalive import in_brackets
 
 MAX_BYTES = MAX_MESSAGE_BYTES + (32 << 20)
 """Bytes that may come on a connection without a message being whole: arrays, texts and header of a group."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.errors import WireError
+from paceline.services.common.access.rights import EXCHANGE
+from paceline.services.coordinator.exchange import episodes, leases, scores, submissions
+from paceline.services.coordinator.exchange.batches import delivery
+from paceline.services.coordinator.exchange.engines import holds_leases
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.uploads.intake import Arrived
+from paceline.services.coordinator.members.senders import Standing
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.common.access.rights import EXCHANGE
-from services.coordinator.exchange import episodes, leases, scores, submissions
-from services.coordinator.exchange.batches import delivery
-from services.coordinator.exchange.engines import holds_leases
-from services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
-from services.coordinator.exchange.uploads.intake import Arrived
-from services.coordinator.members.senders import Standing
 
 OF_LEASES = ("lease", "group", "lease_return")
 """Kinds of requests of the workers that hold the run's leases."""

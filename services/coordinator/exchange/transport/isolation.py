@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 from paceline.errors import LedgerFault
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
-from services.coordinator.exchange.state import Exchange, Outcome
-from services.coordinator.exchange.transport.dispatch import handle
-from services.coordinator.exchange.transport.router_socket import PendingRequest
+from paceline.services.coordinator.exchange.state import Exchange, Outcome
+from paceline.services.coordinator.exchange.transport.dispatch import handle
+from paceline.services.coordinator.exchange.transport.router_socket import PendingRequest
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.state import Exchange, Outcome
-from services.coordinator.exchange.transport.router_socket import PendingRequest
+from paceline.services.coordinator.exchange.state import Exchange, Outcome
+from paceline.services.coordinator.exchange.transport.router_socket import PendingRequest
+from paceline.v1 import exchange_pb2 as pb
 
 
 class ParkedRequests:

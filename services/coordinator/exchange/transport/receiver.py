@@ -8,22 +8,22 @@ from collections.abc import Callable, Sequence
 
 from paceline.errors import WireError
 from paceline.rate_limited_log import RateLimitedLog
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.state import Exchange
-from services.coordinator.exchange.transport.dispatch import (
+from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.transport.dispatch import (
     is_introduction,
     refusal_of_key,
     refusal_of_sender,
 )
-from services.coordinator.exchange.transport.pipeline_thread import PipelineThread
-from services.coordinator.exchange.transport.request_filter import RequestFilter
-from services.coordinator.exchange.transport.router_socket import (
+from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
+from paceline.services.coordinator.exchange.transport.request_filter import RequestFilter
+from paceline.services.coordinator.exchange.transport.router_socket import (
     ExchangeSocket,
     Message,
     PendingRequest,
     parse,
 )
-from services.coordinator.exchange.uploads.array_checks import Limits
+from paceline.services.coordinator.exchange.uploads.array_checks import Limits
+from paceline.v1 import exchange_pb2 as pb
 
 MAX_RECEIVED_AT_ONCE = 64
 """Messages that are read before other tasks have their turn."""

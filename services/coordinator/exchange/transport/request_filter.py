@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 
-from services.coordinator.exchange.state import Exchange
-from services.coordinator.exchange.transport.router_socket import PendingRequest
-from services.coordinator.ledger.groups import State
+from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.exchange.transport.router_socket import PendingRequest
+from paceline.services.coordinator.ledger.groups import State
 
 FRAMES = {"group": 2, "lease_return": 1, "score": 1, "turn": 2}
 """Most payload frames of a kind of request; other kinds have none."""

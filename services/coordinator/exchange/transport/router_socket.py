@@ -14,12 +14,12 @@ from zmq.utils.monitor import recv_monitor_message
 from paceline.array_frames import Buffer
 from paceline.errors import Conflict
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.zmq_keepalive import in_brackets, use_ipv6, watch
+from paceline.services.coordinator.exchange.transport.connections import Connections
+from paceline.services.coordinator.exchange.transport.curve import CurveServer, KnowsKey, key_of
+from paceline.services.coordinator.exchange.uploads.intake import Arrived
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import MAX_MESSAGE_BYTES, parse_message
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.common.zmq_keepalive import in_brackets, use_ipv6, watch
-from services.coordinator.exchange.transport.connections import Connections
-from services.coordinator.exchange.transport.curve import CurveServer, KnowsKey, key_of
-from services.coordinator.exchange.uploads.intake import Arrived
 
 MAX_FRAMES = 16
 """Payload frames of a message that are read; no request has as many."""

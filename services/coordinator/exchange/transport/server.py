@@ -33,17 +33,17 @@ from paceline.array_frames import Buffer
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import LedgerFault
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
-from services.coordinator.exchange.batches import damaged_groups, delivery
-from services.coordinator.exchange.state import Exchange, Notice, Outcome
-from services.coordinator.exchange.transport.dispatch import handle, handle_leases
-from services.coordinator.exchange.transport.isolation import IsolatedHandler
-from services.coordinator.exchange.transport.parked import ParkedRequests
-from services.coordinator.exchange.transport.pipeline_thread import PipelineThread
-from services.coordinator.exchange.transport.receiver import Receiver
-from services.coordinator.exchange.transport.router_socket import ExchangeSocket, PendingRequest
-from services.coordinator.exchange.uploads.intake import store, validate_upload
-from services.coordinator.exchange.uploads.prompt_check import PromptCheck
-from services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment, read_frame
+from paceline.services.coordinator.exchange.batches import damaged_groups, delivery
+from paceline.services.coordinator.exchange.state import Exchange, Notice, Outcome
+from paceline.services.coordinator.exchange.transport.dispatch import handle, handle_leases
+from paceline.services.coordinator.exchange.transport.isolation import IsolatedHandler
+from paceline.services.coordinator.exchange.transport.parked import ParkedRequests
+from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
+from paceline.services.coordinator.exchange.transport.receiver import Receiver
+from paceline.services.coordinator.exchange.transport.router_socket import ExchangeSocket, PendingRequest
+from paceline.services.coordinator.exchange.uploads.intake import store, validate_upload
+from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
+from paceline.services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment, read_frame
 
 MAX_TRANSACTION_S = 0.006
 """Seconds for which requests are taken into one transaction; later ones wait for its end."""

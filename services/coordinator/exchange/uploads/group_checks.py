@@ -13,11 +13,11 @@ import numpy as np
 
 from paceline.errors import SpecError
 from paceline.groups import Completion, Group, IntArray, Version
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment
 from paceline.spec import RunSpec
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import MAX_MESSAGE_BYTES, decode_completions, parse_message
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.state import ActiveRun, Exchange
-from services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment
 
 ARRAY_BYTES = 8
 """Size of a token in a payload frame: its id and its log-probability."""

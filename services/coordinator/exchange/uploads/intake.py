@@ -15,15 +15,7 @@ from paceline.array_frames import Buffer
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group
 from paceline.rate_limited_log import unforeseen
-from paceline.wire import (
-    CompletionArrays,
-    decode_reference,
-    parse_message,
-    split_completions,
-    split_rows,
-)
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.uploads.array_checks import (
+from paceline.services.coordinator.exchange.uploads.array_checks import (
     ABORTED,
     FINISHED,
     Limits,
@@ -31,7 +23,7 @@ from services.coordinator.exchange.uploads.array_checks import (
     check_logprobs,
     check_texts,
 )
-from services.coordinator.exchange.uploads.turn_checks import (
+from paceline.services.coordinator.exchange.uploads.turn_checks import (
     GroupTurn,
     UploadedTurn,
     check_rows,
@@ -39,7 +31,15 @@ from services.coordinator.exchange.uploads.turn_checks import (
     check_turn,
     turns_of,
 )
-from services.coordinator.ledger.segments import Location, PayloadStore, Record
+from paceline.services.coordinator.ledger.segments import Location, PayloadStore, Record
+from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import (
+    CompletionArrays,
+    decode_reference,
+    parse_message,
+    split_completions,
+    split_rows,
+)
 
 
 @dataclass

@@ -27,14 +27,14 @@ from paceline.data.messages import tools_of_prompt
 from paceline.encryption.storage_key import StorageKey
 from paceline.groups import IntArray
 from paceline.rate_limited_log import unforeseen
+from paceline.services.common.processes.tether import tethered
+from paceline.services.coordinator.exchange.state import MAX_GROUP_ID
+from paceline.services.coordinator.exchange.uploads.intake import Arrived
+from paceline.services.coordinator.exchange.uploads.prompt_encoder import prompt_digest
+from paceline.services.coordinator.ledger import database
+from paceline.services.coordinator.ledger.group_queries import GroupQueries
 from paceline.spec import PolicySection, RunSpec
 from paceline.user_code.variables import passed_variables
-from services.common.processes.tether import tethered
-from services.coordinator.exchange.state import MAX_GROUP_ID
-from services.coordinator.exchange.uploads.intake import Arrived
-from services.coordinator.exchange.uploads.prompt_encoder import prompt_digest
-from services.coordinator.ledger import database
-from services.coordinator.ledger.group_queries import GroupQueries
 
 LOAD_S = 60.0
 """Seconds in which a tokenizer has to load; groups that arrive meanwhile wait for it."""
@@ -165,7 +165,13 @@ class Encoder:
         try:
             with theirs:
                 self.process = subprocess.Popen(
-                    tethered([sys.executable, "-m", "services.coordinator.exchange.uploads.prompt_encoder"]),
+                    tethered(
+                        [
+                            sys.executable,
+                            "-m",
+                            "paceline.services.coordinator.exchange.uploads.prompt_encoder",
+                        ]
+                    ),
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     env=passed_variables()

@@ -19,15 +19,15 @@ from paceline.episodes import MAX_NOTE_BYTES, TurnArrays
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group, IntArray, Version, VersionSpan
 from paceline.row_arrays import RowArrays
-from paceline.wire import parse_message
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.uploads.array_checks import (
+from paceline.services.coordinator.exchange.uploads.array_checks import (
     FINISHED,
     Limits,
     check_ids,
     check_logprobs,
     check_text_size,
 )
+from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import parse_message
 
 ENDINGS = ("done", "truncated")
 """How a finished sample can end. One that is given up has no last turn."""

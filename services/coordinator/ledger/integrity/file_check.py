@@ -8,9 +8,9 @@ import sqlite3
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from services.coordinator.ledger.integrity import row_checksums
-from services.coordinator.ledger.integrity.report import REMEDY, UNREADABLE, VerifyReport
-from services.coordinator.ledger.schema import SCHEMA
+from paceline.services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger.integrity.report import REMEDY, UNREADABLE, VerifyReport
+from paceline.services.coordinator.ledger.schema import SCHEMA
 
 
 class DamagedRow(NamedTuple):

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.errors import Conflict, InvalidInput, LedgerFault, PacelineError, WireError
-from services.coordinator.ledger.integrity.file_check import check_file, damaged_rows, tolerant
-from services.coordinator.ledger.integrity.report import REMEDY, UNREADABLE, VerifyReport
+from paceline.services.coordinator.ledger.integrity.file_check import check_file, damaged_rows, tolerant
+from paceline.services.coordinator.ledger.integrity.report import REMEDY, UNREADABLE, VerifyReport
 
 DAMAGE_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 

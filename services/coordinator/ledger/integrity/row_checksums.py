@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from zlib import crc32
 
-from services.coordinator.ledger.schema import SCHEMA
+from paceline.services.coordinator.ledger.schema import SCHEMA
 
 SEALED = {
     "meta": "",

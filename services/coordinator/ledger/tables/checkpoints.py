@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from protos.paceline.v1.worker_pb2 import CheckpointReport
-from services.coordinator.ledger.folders import resolved, stored
+from paceline.services.coordinator.ledger.folders import resolved, stored
+from paceline.v1.worker_pb2 import CheckpointReport
 
 
 class Checkpoint(NamedTuple):

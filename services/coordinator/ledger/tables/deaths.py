@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.coordinator.ledger.connection import LedgerFile
+from paceline.services.coordinator.ledger.connection import LedgerFile
 
 KEY = "deaths"
 """Key of the counts that the ledger keeps in memory until one changes."""

@@ -12,8 +12,8 @@ import sqlite3
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from services.coordinator.ledger.integrity import row_checksums
-from services.coordinator.ledger.segments import DamagedRecord, Location
+from paceline.services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger.segments import DamagedRecord, Location
 
 LEFT_OUT = "left_out"
 """Reason of turns that were no part of a trained sample."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.coordinator.ledger.folders import resolved, stored
+from paceline.services.coordinator.ledger.folders import resolved, stored
 
 MAX_CHANGES = 1000
 """Changes of a model that are read; the newest ones."""

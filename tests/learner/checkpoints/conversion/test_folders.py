@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM
 
-from learner.checkpoints.conversion import weights as blocks
-from learner.checkpoints.conversion.folders import _write_box, from_dcp, is_dcp, to_dcp, to_folder
-from learner.checkpoints.export import compare_weights
-from learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
 from paceline.errors import Conflict, InvalidInput
 from paceline.files.names import EXPORT_MANIFEST
+from paceline.learner.checkpoints.conversion import weights as blocks
+from paceline.learner.checkpoints.conversion.folders import _write_box, from_dcp, is_dcp, to_dcp, to_folder
+from paceline.learner.checkpoints.export import compare_weights
+from paceline.learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
 
 AUTO: Any = AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[4]
@@ -169,7 +169,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 import transformers.models.qwen3.modeling_qwen3
-from learner.checkpoints.conversion.folders import from_dcp, to_dcp
+from paceline.learner.checkpoints.conversion.folders import from_dcp, to_dcp
 from paceline.host.freed_memory import return_large_tensors
 return_large_tensors()  # as the command does
 

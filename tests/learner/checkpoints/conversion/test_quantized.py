@@ -10,9 +10,9 @@ import torch
 from tiny_models import SIZES, tiny_qwen3
 from transformers import AutoModelForCausalLM
 
-from learner.checkpoints.conversion.quantized import quantize_folder
 from paceline.errors import InvalidInput
 from paceline.files.names import EXPORT_MANIFEST
+from paceline.learner.checkpoints.conversion.quantized import quantize_folder
 
 VOCABULARY = SIZES["vocab_size"]
 AUTO: Any = AutoModelForCausalLM

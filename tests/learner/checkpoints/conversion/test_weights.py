@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from learner.checkpoints.conversion.folders import to_folder
 from paceline.errors import InvalidInput
+from paceline.learner.checkpoints.conversion.folders import to_folder
 
 AUTO: Any = AutoModelForCausalLM
 TOKENS = torch.arange(20)[None]

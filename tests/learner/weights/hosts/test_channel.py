@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from learner.weights.hosts.channel import NO_AGENT, hosts_of, piece_algorithm
 from paceline.errors import InvalidInput
+from paceline.learner.weights.hosts.channel import NO_AGENT, hosts_of, piece_algorithm
 
 A, B, EAST, WEST = b"a" * 16, b"b" * 16, b"e" * 32, b"w" * 32
 

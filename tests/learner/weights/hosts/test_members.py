@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from learner.weights.hosts.members import PATIENCE, HostMembers
-from learner.weights.publish_result import PublishResult
 from paceline.groups import Version
+from paceline.learner.weights.hosts.members import PATIENCE, HostMembers
+from paceline.learner.weights.publish_result import PublishResult
 
 V1, V2, V3 = (Version(1, step) for step in (1, 2, 3))
 SIZE, WAIT_S, MAX_WAIT_S = 1000, 30.0, 4.0

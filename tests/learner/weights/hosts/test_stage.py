@@ -10,13 +10,13 @@ import pytest
 import torch
 from host_agents import RUN, LocalClient, content, layout
 
-from learner.weights.hosts.stage import RankStage
 from paceline.errors import Unavailable
 from paceline.groups import Version
+from paceline.learner.weights.hosts.stage import RankStage
+from paceline.v1 import host_agent_pb2
 from paceline.weights.host_segment import HostSegment
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.transport import TcpTransport
-from protos.paceline.v1 import host_agent_pb2
 
 V1, V2 = Version(1, 1), Version(1, 2)
 WAIT_S = 60.0

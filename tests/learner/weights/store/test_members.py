@@ -23,12 +23,12 @@ from python_path import python_path
 from tiny_policy import make_spec, save_tiny_policy
 from transformers import AutoModelForCausalLM
 
-from learner.weights.publish_result import PublishResult
-from learner.weights.rank_board import make_board
-from learner.weights.shards import local_slices, plan_tensors
-from learner.weights.store.offers import StoreOffers
-from learner.weights.store.writer import StoreWriter
 from paceline.groups import Version
+from paceline.learner.weights.publish_result import PublishResult
+from paceline.learner.weights.rank_board import make_board
+from paceline.learner.weights.shards import local_slices, plan_tensors
+from paceline.learner.weights.store.offers import StoreOffers
+from paceline.learner.weights.store.writer import StoreWriter
 from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer
 

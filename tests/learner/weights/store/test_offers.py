@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from learner.weights.publish_result import PublishResult
-from learner.weights.store.chain import Stored
-from learner.weights.store.offers import MAX_SNAPSHOTS, StoreOffers
 from paceline.groups import Version
+from paceline.learner.weights.publish_result import PublishResult
+from paceline.learner.weights.store.chain import Stored
+from paceline.learner.weights.store.offers import MAX_SNAPSHOTS, StoreOffers
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import StoredObject

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from tiny_policy import save_tiny_policy
 
 from paceline.groups import Version
+from paceline.rollout.weights.store_reader import StoreReader
 from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import StoredObject
-from rollout.weights.store_reader import StoreReader
 
 pytestmark = pytest.mark.slow
 STEPS = 5

@@ -15,8 +15,8 @@ from store_pair import DEADLINE_S, Pair, check, offer
 
 from paceline.errors import InvalidInput, NotFound
 from paceline.groups import Version
+from paceline.rollout.weights.store_reader import Damaged, StoreReader
 from paceline.weights.object_store import WeightStore
-from rollout.weights.store_reader import Damaged, StoreReader
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from host_agents import RUN, WAIT_S, LearnerHost, LocalClient, address, content,
 
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.v1 import host_agent_pb2
 from paceline.weights.hosts import frames, sending
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.transport import TcpTransport
-from protos.paceline.v1 import host_agent_pb2
 
 V1, V2 = Version(1, 1), Version(1, 2)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import WireError
+from paceline.v1 import host_agent_pb2
 from paceline.weights.hosts import frames
-from protos.paceline.v1 import host_agent_pb2
 
 
 class Said:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_chat import save_tiny_chat
 
 from paceline.evaluation.results import read_result
-from services.cli.main import main
+from paceline.services.cli.main import main
 
 EVALUATION = """
 name: short

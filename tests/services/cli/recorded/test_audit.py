@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from services.cli.main import main
-from services.coordinator.audit_log.log import AuditLog
-from services.coordinator.audit_log.record import Entry
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.cli.main import main
+from paceline.services.coordinator.audit_log.log import AuditLog
+from paceline.services.coordinator.audit_log.record import Entry
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 
 @pytest.fixture

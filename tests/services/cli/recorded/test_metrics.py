@@ -10,8 +10,8 @@ import pytest
 from command_line import paceline
 
 from paceline.client import Event
-from services.cli.recorded.metrics import metric_rows, selected
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.cli.recorded.metrics import metric_rows, selected
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 STEPS = (
     {"step": 0, "reward": 0.25, "loss": 0.5, "age/0": 2, "note": "text"},

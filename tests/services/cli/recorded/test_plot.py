@@ -15,7 +15,7 @@ from command_line import paceline
 from report_content import charts_of, content_of
 from trained_ledger import RUN_ID, Writer
 
-from services.cli.recorded.report_page import MAX_POINTS, RunCurves, curves_page, page
+from paceline.services.cli.recorded.report_page import MAX_POINTS, RunCurves, curves_page, page
 
 
 def test_a_chart_for_each_metric_and_a_line_for_each_run() -> None:

@@ -11,10 +11,10 @@ import pytest
 from command_line import paceline
 from trained_ledger import COMPLETION_LENGTHS, RUN_ID, Writer
 
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.ledger.ledger import Ledger
+from paceline.v1 import worker_pb2
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_export_gives_the_weights_of_the_newest_checkpoint(writer: Writer, tmp_p
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    from learner.checkpoints import checkpoint
+    from paceline.learner.checkpoints import checkpoint
 
     config = Qwen3Config(
         vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,

@@ -11,7 +11,7 @@ from command_line import paceline
 from report_content import charts_of, content_of
 from trained_ledger import RUN_ID, Writer
 
-from protos.paceline.v1 import worker_pb2
+from paceline.v1 import worker_pb2
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202egnp" + "x" * 30_000
 

@@ -16,9 +16,9 @@ from trained_ledger import COMPLETION_LENGTHS, RUN_ID, Writer
 
 from paceline.data.example_rows import read_preference
 from paceline.data.prompts import open_prompts
+from paceline.services.coordinator.audit.reading.reader import records_in
 from paceline.spec.reading import spec_to_yaml
 from paceline.spec.sections.data import DataSection
-from services.coordinator.audit.reading.reader import records_in
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
 
@@ -87,7 +87,8 @@ def test_samples_go_through_a_pager_on_a_terminal(
     writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "services.cli.recorded.samples.sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
+        "paceline.services.cli.recorded.samples.sys",
+        SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)),
     )
     monkeypatch.setattr("click.echo_via_pager", lambda lines: click.echo(f"paged {len(list(lines))} group"))
     run = tmp_path / "runs" / RUN_ID
@@ -242,7 +243,7 @@ def test_best_and_worst_completions(writer: Writer, tmp_path: Path) -> None:
 
 
 def test_few_groups_are_shown_unless_all_are_wanted(writer: Writer) -> None:
-    from services.cli.recorded.samples import _lines
+    from paceline.services.cli.recorded.samples import _lines
 
     (group,) = records_in(writer.ledger).groups(RUN_ID, 0)
     assert len(list(_lines([group], 1, False))) == 1

@@ -14,8 +14,8 @@ from command_line import paceline
 from trained_ledger import RUN_ID, Writer
 
 from paceline.client import Client
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
-from services.local.cluster import LocalCluster
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202egnp.exe"
 

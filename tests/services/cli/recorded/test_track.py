@@ -13,7 +13,7 @@ from command_line import paceline
 from service_processes import PACELINE
 from tracker_servers import RUN_ID, RecordedRun
 
-from services.tracking.backends.tensorboard_run import events
+from paceline.services.tracking.backends.tensorboard_run import events
 
 
 @pytest.fixture

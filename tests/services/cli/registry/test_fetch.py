@@ -17,7 +17,7 @@ from registry_place import Workplace
 from trained_ledger import RUN_ID
 
 from paceline.evaluation.results import digest_of
-from services.cli.main import main
+from paceline.services.cli.main import main
 
 
 def fetched(place: Workplace, *more: object) -> tuple[int, str]:
@@ -182,7 +182,7 @@ def test_a_store_may_be_a_url(place: Workplace) -> None:
 
 def pushed(place: Workplace, url: str) -> subprocess.CompletedProcess[str]:
     """Run `paceline models push` in a process of its own, because huggingface_hub reads the address when it is imported."""
-    code = "from services.cli.main import main; main()"
+    code = "from paceline.services.cli.main import main; main()"
     words = ["models", "push", "sums@champion", "someone/sums", "--directory", str(place.runs)]
     environment = os.environ | {
         **{"HF_ENDPOINT": url, "HF_TOKEN": "hf_test", "HF_HOME": str(place.folder / "hf")},

@@ -10,9 +10,9 @@ from trained_ledger import RUN_ID
 
 from paceline.errors import Conflict, InvalidInput
 from paceline.registry.origin import Origin
+from paceline.services.cli.recorded.source import ledger_source
+from paceline.services.cli.registry.lineage import lineage_of
 from paceline.spec.reading import spec_from_yaml, spec_to_yaml
-from services.cli.recorded.source import ledger_source
-from services.cli.registry.lineage import lineage_of
 
 
 def test_the_step_is_that_of_the_name_else_the_last_one(place: Workplace) -> None:

@@ -11,8 +11,8 @@ from trained_ledger import RUN_ID
 
 from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
-from services.cli.chat import spec_of_model
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.cli.chat import spec_of_model
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 
 def test_what_passed_is_promoted_and_rolled_back(place: Workplace) -> None:

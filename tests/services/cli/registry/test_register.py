@@ -14,7 +14,7 @@ from paceline.errors import Conflict, PacelineError, Unavailable
 from paceline.files.names import EXPORT_MANIFEST
 from paceline.registry.calls import Models
 from paceline.registry.folder import verify_folder
-from services.cli.recorded.source import opened_ledger
+from paceline.services.cli.recorded.source import opened_ledger
 
 
 def test_a_version_names_every_batch_of_its_run_and_the_ledger_agrees(place: Workplace) -> None:

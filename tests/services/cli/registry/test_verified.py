@@ -9,7 +9,7 @@ import pytest
 from registry_place import Workplace
 
 from paceline.errors import DataError
-from services.cli.registry.verified import verified_model
+from paceline.services.cli.registry.verified import verified_model
 
 
 @pytest.fixture

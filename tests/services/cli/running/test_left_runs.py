@@ -11,9 +11,9 @@ import pytest
 from click.testing import Result
 from command_line import paceline
 
+from paceline.services.cli.running.left_runs import MAX_SHOWN, left_runs
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec.reading import parse_spec, spec_to_yaml
-from services.cli.running.left_runs import MAX_SHOWN, left_runs
-from services.coordinator.ledger.ledger import Ledger
 
 SPEC = parse_spec(
     {
@@ -122,11 +122,11 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     recorded = Recorded()
-    monkeypatch.setattr("services.cli.running.up.LocalCluster", recorded.cluster)
-    monkeypatch.setattr("services.cli.running.up.Client", recorded.client)
-    monkeypatch.setattr("services.cli.running.up.follow", recorded.follow)
-    monkeypatch.setattr("services.cli.running.up.start_page", recorded.start_page)
-    monkeypatch.setattr("services.cli.running.up.visible_gpus", tuple)
+    monkeypatch.setattr("paceline.services.cli.running.up.LocalCluster", recorded.cluster)
+    monkeypatch.setattr("paceline.services.cli.running.up.Client", recorded.client)
+    monkeypatch.setattr("paceline.services.cli.running.up.follow", recorded.follow)
+    monkeypatch.setattr("paceline.services.cli.running.up.start_page", recorded.start_page)
+    monkeypatch.setattr("paceline.services.cli.running.up.visible_gpus", tuple)
     return recorded
 
 

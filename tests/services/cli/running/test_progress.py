@@ -13,9 +13,9 @@ import click
 import pytest
 
 from paceline.client import Event
-from protos.paceline.v1 import run_pb2
-from services.cli.running.progress import Course, Shown, screen
-from services.cli.running.watching import follow, in_front_of, queue_told
+from paceline.services.cli.running.progress import Course, Shown, screen
+from paceline.services.cli.running.watching import follow, in_front_of, queue_told
+from paceline.v1 import run_pb2
 
 DEADLINE_S = 60.0
 

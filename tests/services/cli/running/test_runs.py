@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 from command_line import NOBODY, paceline
 
+from paceline.services.cli.main import main
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec.reading import parse_spec, spec_to_yaml
-from services.cli.main import main
-from services.coordinator.ledger.ledger import Ledger
 
 SPEC = parse_spec(
     {
@@ -81,7 +81,7 @@ def test_the_default_directory_is_read_only_when_nobody_named_a_coordinator(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(directory.parent)
-    monkeypatch.setattr("services.cli.recorded.source._answers", lambda client: False)
+    monkeypatch.setattr("paceline.services.cli.recorded.source._answers", lambda client: False)
     monkeypatch.delenv("PACELINE_COORDINATOR", raising=False)
     result = CliRunner().invoke(main, ["runs"])
     assert result.exit_code == 0, result.output

@@ -8,7 +8,7 @@ import pytest
 from command_line import paceline
 
 from paceline.client import Client
-from protos.paceline.v1 import status_pb2
+from paceline.v1 import status_pb2
 
 ADVICE = "the rollout pool limits: its 2 workers complete 50% of what the learner can train"
 

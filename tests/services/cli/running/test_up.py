@@ -14,7 +14,7 @@ from command_line import paceline
 from model_shapes import HALF_BILLION
 
 from paceline.client import Client
-from services.local.cluster import LocalCluster
+from paceline.services.local.cluster import LocalCluster
 
 SPEC = "{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}]}"
 
@@ -39,10 +39,10 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]
     def submit(self: Client, spec: Any, *_: Any, **__: Any) -> Any:
         return type("Run", (), {"run_id": "default-1"})
 
-    monkeypatch.setattr("services.cli.running.up.LocalCluster", Idle)
+    monkeypatch.setattr("paceline.services.cli.running.up.LocalCluster", Idle)
     monkeypatch.setattr(Client, "submit", submit)
-    monkeypatch.setattr("services.cli.running.up._follow", lambda *_: True)
-    monkeypatch.setattr("services.cli.running.up.start_page", lambda *_: None)
+    monkeypatch.setattr("paceline.services.cli.running.up._follow", lambda *_: True)
+    monkeypatch.setattr("paceline.services.cli.running.up.start_page", lambda *_: None)
     (tmp_path / "spec.yaml").write_text(SPEC)
 
     def run(*arguments: str, **methods: Any) -> Result:
@@ -67,7 +67,7 @@ def test_a_signal_after_success_with_keep_is_no_failure(up: Callable[..., Result
 def test_a_signal_during_a_run_names_the_way_to_go_on(
     up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.cli.running.up._follow", interrupted)
+    monkeypatch.setattr("paceline.services.cli.running.up._follow", interrupted)
     result = up()
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1].startswith("stopping; `paceline up --directory")
@@ -76,7 +76,7 @@ def test_a_signal_during_a_run_names_the_way_to_go_on(
 def test_a_second_signal_ends_without_a_word_of_click(
     up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.cli.running.up._follow", interrupted)
+    monkeypatch.setattr("paceline.services.cli.running.up._follow", interrupted)
     result = up(stop=interrupted)
     assert result.exit_code == 130
     assert "Aborted!" not in result.output
@@ -105,7 +105,7 @@ def test_scaled_pools_have_the_bounds_of_the_command(
             scalers.append(cluster)
             super().__init__()
 
-    monkeypatch.setattr("services.local.scaling.LocalScaler", Scaler)
+    monkeypatch.setattr("paceline.services.local.scaling.LocalScaler", Scaler)
     assert up(start_coordinator=start).exit_code == 0
     assert "--pool" not in options
     assert not scalers
@@ -148,7 +148,7 @@ def test_bounds_need_scale(up: Callable[..., Result]) -> None:
 def test_a_gpu_that_is_not_there_is_refused(
     role: str, up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.cli.running.up.visible_gpus", lambda: ())
+    monkeypatch.setattr("paceline.services.cli.running.up.visible_gpus", lambda: ())
     result = up(f"cluster.{role}_gpus=[0]", "cluster.rollout_workers=1")
     assert result.exit_code == 1
     assert result.stderr == (
@@ -160,8 +160,8 @@ def test_a_gpu_that_is_not_there_is_refused(
 def test_a_torch_for_cpus_on_a_host_with_gpus_is_refused(
     up: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.cli.running.up.visible_gpus", lambda: ("0",))
-    monkeypatch.setattr("services.cli.running.up.torch_is_for_cpus", lambda: True)
+    monkeypatch.setattr("paceline.services.cli.running.up.visible_gpus", lambda: ("0",))
+    monkeypatch.setattr("paceline.services.cli.running.up.torch_is_for_cpus", lambda: True)
     result = up()
     assert result.exit_code == 1
     assert "Error: this host shows GPUs (1), and the installed torch is a build for CPUs" in result.stderr
@@ -187,7 +187,7 @@ def test_too_little_memory_is_a_warning_with_numbers(
     up: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HALF_BILLION))
-    monkeypatch.setattr("services.cli.running.up.available_bytes", lambda: 6 * 10**9)
+    monkeypatch.setattr("paceline.services.cli.running.up.available_bytes", lambda: 6 * 10**9)
     result = up(f"policy.model_name={tmp_path}", "cluster.device=cpu")
     assert result.exit_code == 0, result.output
     assert "warning: a model of 494 M parameters takes an estimated 1 learner rank with " in result.stderr

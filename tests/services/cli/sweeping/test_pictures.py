@@ -10,8 +10,8 @@ import pytest
 from report_content import charts_of, content_of
 from sweep_coordinator import SweepCoordinator, sweep_of, trials
 
-from services.cli.sweeping import pictures
-from services.cli.sweeping.study import SweepStudy
+from paceline.services.cli.sweeping import pictures
+from paceline.services.cli.sweeping.study import SweepStudy
 
 THREE = {
     "policy.optimizer.lr": {"low": 1e-5, "high": 1e-2, "log": True},

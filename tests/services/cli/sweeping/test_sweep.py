@@ -10,10 +10,10 @@ import yaml
 from click.testing import CliRunner
 from sweep_coordinator import SPEC, SweepCoordinator, sweep_of, trials
 
-from services.cli.main import main
-from services.cli.sweeping.study import SweepStudy
-from services.cli.sweeping.sweep_file import load_sweep
-from services.local.folder_lock import FolderLock
+from paceline.services.cli.main import main
+from paceline.services.cli.sweeping.study import SweepStudy
+from paceline.services.cli.sweeping.sweep_file import load_sweep
+from paceline.services.local.folder_lock import FolderLock
 
 
 @pytest.fixture

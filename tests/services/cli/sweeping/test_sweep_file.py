@@ -10,8 +10,8 @@ import yaml
 from sweep_coordinator import LR, SPEC
 
 from paceline.errors import SpecError
+from paceline.services.cli.sweeping.sweep_file import Range, Sweep, check_sweep, load_sweep, overrides_of
 from paceline.spec.reading import load_spec
-from services.cli.sweeping.sweep_file import Range, Sweep, check_sweep, load_sweep, overrides_of
 
 
 def written(folder: Path, sweep: object, **spec: object) -> tuple[Path, str]:

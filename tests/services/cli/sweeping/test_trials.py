@@ -8,8 +8,8 @@ import pytest
 from sweep_coordinator import BAD, SPEC, Killed, SweepCoordinator, sweep_of, trials
 
 from paceline.errors import Conflict
+from paceline.services.cli.sweeping.study import SweepStudy
 from paceline.spec import RunSpec
-from services.cli.sweeping.study import SweepStudy
 
 
 def test_a_better_learning_rate_than_a_bad_start_is_found(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ from exchange_drivers import make_spec
 
 from paceline.client import Client
 from paceline.errors import AccessDenied, NotFound, NotPermitted
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.token_table import create, revoke
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 from paceline.spec.reading import spec_to_yaml
 from paceline.token import metadata
+from paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.common.access.caller import CallerRole
-from services.common.access.token_table import create, revoke
-from services.coordinator.ledger.ledger import Ledger
-from services.local.cluster import LocalCluster
 
 DEADLINE_S = 60.0
 

@@ -17,25 +17,25 @@ from episode_drivers import ENVIRONMENT
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import MethodOptions
 
-import protos.paceline.v1
+import paceline.v1
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.rights import EXCHANGE, RPCS
+from paceline.services.common.access.token_table import create
+from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.common.token_guard import Call, TokenGuard, worker_guard
+from paceline.services.coordinator.access_servicer import AccessServicer
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle.coordinator import Coordinator
+from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.records_servicer import RecordsServicer
+from paceline.services.coordinator.serving import CoordinatorService
+from paceline.services.learner.servicer import LearnerServicer
+from paceline.services.reward.servicer import RewardServicer
+from paceline.services.rollout.servicer import RolloutServicer
 from paceline.token import metadata
-from protos.paceline.v1 import common_pb2, exchange_pb2, learner_pb2_grpc, reward_pb2_grpc
-from protos.paceline.v1 import rollout_pb2_grpc as rollout_grpc
-from services.common.access.caller import CallerRole
-from services.common.access.callers import TokenCallers
-from services.common.access.rights import EXCHANGE, RPCS
-from services.common.access.token_table import create
-from services.common.grpc_server import GrpcServer
-from services.common.token_guard import Call, TokenGuard, worker_guard
-from services.coordinator.access_servicer import AccessServicer
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.lifecycle.coordinator import Coordinator
-from services.coordinator.members.registry import Members
-from services.coordinator.records_servicer import RecordsServicer
-from services.coordinator.serving import CoordinatorService
-from services.learner.servicer import LearnerServicer
-from services.reward.servicer import RewardServicer
-from services.rollout.servicer import RolloutServicer
+from paceline.v1 import common_pb2, exchange_pb2, learner_pb2_grpc, reward_pb2_grpc
+from paceline.v1 import rollout_pb2_grpc as rollout_grpc
 
 DEADLINE_S = 60.0
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -44,9 +44,9 @@ OF_WORKERS = ("RolloutService", "RewardService", "LearnerService")
 
 def all_methods() -> Iterator[Any]:
     """Yield the descriptor of every method of every proto."""
-    for found in pkgutil.iter_modules(protos.paceline.v1.__path__):
+    for found in pkgutil.iter_modules(paceline.v1.__path__):
         if found.name.endswith("_pb2"):
-            module = importlib.import_module(f"{protos.paceline.v1.__name__}.{found.name}")
+            module = importlib.import_module(f"{paceline.v1.__name__}.{found.name}")
             for service in module.DESCRIPTOR.services_by_name.values():
                 yield from service.methods
 

@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
-from services.cli.main import main
-from services.common.access.caller import CallerRole
-from services.common.access.callers import TokenCallers
-from services.common.access.polled_file import CHECK_S
-from services.common.access.token_table import BOOTSTRAP, create, digest_of, read_table, revoke
+from paceline.services.cli.main import main
+from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.polled_file import CHECK_S
+from paceline.services.common.access.token_table import BOOTSTRAP, create, digest_of, read_table, revoke
 
 
 def test_the_file_has_digests_alone_and_is_its_owners(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ async def test_a_token_counts_until_it_is_revoked_or_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, now_s = tmp_path / "tokens.json", [0.0]
-    monkeypatch.setattr("services.common.access.polled_file.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("paceline.services.common.access.polled_file.time.monotonic", lambda: now_s[0])
     late_s = [0.0]
     callers = TokenCallers(lambda: "boot", tmp_path / "token", path, clock=lambda: late_s[0])
     with pytest.raises(AccessDenied, match="another token"):

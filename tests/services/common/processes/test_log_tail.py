@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.common.processes.log_tail import LOG_TAIL_BYTES, MAX_REASON_CHARS, last_lines, reason_in
+from paceline.services.common.processes.log_tail import (
+    LOG_TAIL_BYTES,
+    MAX_REASON_CHARS,
+    last_lines,
+    reason_in,
+)
 
 TRACKER = """\
 /usr/lib/python3.11/multiprocessing/resource_tracker.py:224: UserWarning: resource_tracker: There appear to be 2 leaked objects
@@ -28,12 +33,12 @@ ENGINE_STARTS = """\
 (EngineCore pid=7) ERROR 11-25 22:03:22 [core.py:1400]   File "core.py", line 1371, in run_engine_core
 (EngineCore pid=7) ERROR 11-25 22:03:22 [core.py:1400] Exception: WorkerProc initialization failed due to an exception in a \
 background process. See stack trace for root cause.
-2026-11-25 22:03:23,396 ERROR rollout.vllm.engine_thread: the engine died
+2026-11-25 22:03:23,396 ERROR paceline.rollout.vllm.engine_thread: the engine died
 Traceback (most recent call last):
   File "engine_thread.py", line 84, in _run
     raise RuntimeError
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}
-2026-11-25 22:03:23,463 ERROR services.rollout.worker: leaving the pool: the engine died: RuntimeError('Engine core \
+2026-11-25 22:03:23,463 ERROR paceline.services.rollout.worker: leaving the pool: the engine died: RuntimeError('Engine core \
 initialization failed. See root cause above. Failed core proc(s): {}')
 Error: the engine died: RuntimeError('Engine core initialization failed. See root cause above. Failed core proc(s): {}')
 """
@@ -66,8 +71,8 @@ def log(tmp_path: Path) -> Path:
         ("loading\n" + TRACKER, "loading"),
         ("Error: no model\n" + TRACKER, "Error: no model"),
         (
-            "2026-11-25 22:03:44,463 CRITICAL services.rollout.run: the engine hangs\nbye\n",
-            "2026-11-25 22:03:44,463 CRITICAL services.rollout.run: the engine hangs",
+            "2026-11-25 22:03:44,463 CRITICAL paceline.services.rollout.run: the engine hangs\nbye\n",
+            "2026-11-25 22:03:44,463 CRITICAL paceline.services.rollout.run: the engine hangs",
         ),
         ("ERRORS are not levels, neither is an ERROR inside\nlast\n", "last"),
         (

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.reporting.progress_log import ProgressLog
+from paceline.services.common.reporting.progress_log import ProgressLog
 
 
 def test_one_line_in_a_period_has_the_sums(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.common.reporting.visible_text import visible
+from paceline.services.common.reporting.visible_text import visible
 
 
 @pytest.mark.parametrize(

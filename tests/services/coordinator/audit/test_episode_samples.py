@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from episode_groups import episode_group, episode_texts
 
+from paceline.services.cli.render import sample_text
+from paceline.services.coordinator.audit.episode_samples import episodes
 from paceline.wire import encode_result
-from services.cli.render import sample_text
-from services.coordinator.audit.episode_samples import episodes
 
 
 def test_a_sample_has_its_conversation_turns_and_rows() -> None:

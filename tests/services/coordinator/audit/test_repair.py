@@ -14,9 +14,9 @@ from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, Wor
 from ledger_files import both_forms
 
 from paceline.errors import Conflict, NotFound
-from services.coordinator.audit.repair import repair
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.audit.repair import repair
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from ledger_files import opened
 
 from paceline.errors import Conflict, NotFound
 from paceline.files.names import EXPORT_MANIFEST
-from services.coordinator.audit import artifacts
-from services.coordinator.audit.record import Record
-from services.coordinator.audit.verify import COMPARISONS, verify
-from services.coordinator.ledger.integrity import row_checksums
-from services.coordinator.ledger.integrity.report import VerifyReport
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.audit import artifacts
+from paceline.services.coordinator.audit.record import Record
+from paceline.services.coordinator.audit.verify import COMPARISONS, verify
+from paceline.services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.audit_log import files
-from services.coordinator.audit_log.files import AuditFiles, audit_files, has_record
-from services.coordinator.audit_log.record import Entry, Record, read_line
-from services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
+from paceline.services.coordinator.audit_log import files
+from paceline.services.coordinator.audit_log.files import AuditFiles, audit_files, has_record
+from paceline.services.coordinator.audit_log.record import Entry, Record, read_line
+from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 
 
 def opened(folder: Path, head: AuditHead = NONE) -> AuditFiles:

@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LedgerFault
-from services.coordinator.audit_log.log import FIRST, MAX_SOURCES, MOST, WINDOW_S, AuditLog, RefusalLimits
-from services.coordinator.audit_log.record import Entry
-from services.coordinator.audit_log.verification import records, verify
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.audit_log.log import (
+    FIRST,
+    MAX_SOURCES,
+    MOST,
+    WINDOW_S,
+    AuditLog,
+    RefusalLimits,
+)
+from paceline.services.coordinator.audit_log.record import Entry
+from paceline.services.coordinator.audit_log.verification import records, verify
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 DEADLINE_S = 60.0
 
@@ -82,7 +89,7 @@ def test_a_log_that_cannot_be_written_is_a_fault_of_the_ledger(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("services.coordinator.audit_log.files.os.write", refuse)
+            patch.setattr("paceline.services.coordinator.audit_log.files.os.write", refuse)
             log.record(Entry("x/Y"))
         log.record(Entry("x/Z"))  # nothing more: a part of the record before may be there
         log.close()

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.audit_log import files
-from services.coordinator.audit_log.log import AuditLog
-from services.coordinator.audit_log.record import Entry, chained
-from services.coordinator.audit_log.verification import check_end, verify
-from services.coordinator.ledger.integrity.report import VerifyReport
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.tables.audit_heads import AuditHead
+from paceline.services.coordinator.audit_log import files
+from paceline.services.coordinator.audit_log.log import AuditLog
+from paceline.services.coordinator.audit_log.record import Entry, chained
+from paceline.services.coordinator.audit_log.verification import check_end, verify
+from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
 
 Tamper = Callable[[Path], None]
 
@@ -189,7 +189,7 @@ def test_files_that_follow_and_those_that_were_deleted(
     (tmp_path / "kept").rename(tmp_path / "audit" / "000003.jsonl")
     (tmp_path / "audit" / "000001.jsonl").unlink()
     assert problems(tmp_path) == ["file 1: it is missing; its last record was 1"]
-    monkeypatch.setattr("services.coordinator.audit_log.verification.MAX_FILES", 5)
+    monkeypatch.setattr("paceline.services.coordinator.audit_log.verification.MAX_FILES", 5)
     assert problems(tmp_path) == []  # it was the oldest of as many as are kept
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger, ledger.transaction():
         ledger.audit_heads.put(1, AuditHead(1, "another"))

@@ -12,8 +12,8 @@ from paceline.bundle.manifest import BundledFile, Manifest
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound
-from services.coordinator.blobs.store import BlobStore
-from services.coordinator.blobs.upload import Upload
+from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.blobs.upload import Upload
 
 
 def sha(data: bytes) -> str:

@@ -9,8 +9,8 @@ import pytest
 
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Conflict, InvalidInput
-from services.coordinator.blobs.store import CHUNK_BYTES, BlobStore
-from services.coordinator.blobs.upload import Upload
+from paceline.services.coordinator.blobs.store import CHUNK_BYTES, BlobStore
+from paceline.services.coordinator.blobs.upload import Upload
 
 DATA = b"0123456789"
 DIGEST = hashlib.sha256(DATA).hexdigest()

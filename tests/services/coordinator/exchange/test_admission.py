@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from exchange_drivers import MakeWorld, Rollout
 
-from services.coordinator.exchange.admission import admissible, may_lease, must_wait, step_of_group
-from services.coordinator.ledger import groups
-from services.coordinator.ledger.balance import balance
+from paceline.services.coordinator.exchange.admission import admissible, may_lease, must_wait, step_of_group
+from paceline.services.coordinator.ledger import groups
+from paceline.services.coordinator.ledger.balance import balance
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ from exchange_life import Life
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.exchange import failure_causes
+from paceline.services.coordinator.exchange.state import Outcome
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec import RunSpec
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.audit.verify import verify
-from services.coordinator.exchange import failure_causes
-from services.coordinator.exchange.state import Outcome
-from services.coordinator.ledger.ledger import Ledger
+from paceline.v1 import exchange_pb2 as pb
 
 ACTIONS = (
     "lease",

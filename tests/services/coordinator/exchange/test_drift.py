@@ -9,8 +9,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from services.coordinator.exchange.drift import MAX_WORKERS, DriftTest, Finding, Observation
-from services.coordinator.exchange.spot_choice import SpotCheck
+from paceline.services.coordinator.exchange.drift import MAX_WORKERS, DriftTest, Finding, Observation
+from paceline.services.coordinator.exchange.spot_choice import SpotCheck
 
 GROUPS = 10_000
 

@@ -11,9 +11,9 @@ from episode_drivers import ENVIRONMENT, EnvironmentWorker, make_turn, serving_r
 from exchange_drivers import COMMITTED, STALE, MakeWorld, Reward, World
 
 from paceline.groups import Version
-from services.coordinator.exchange import engines, evaluation, overdue
-from services.coordinator.exchange.engines import Reach
-from services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
+from paceline.services.coordinator.exchange import engines, evaluation, overdue
+from paceline.services.coordinator.exchange.engines import Reach
+from paceline.services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
 
 EVAL = {"val_period": 1, "val_samples_per_prompt": 1}
 

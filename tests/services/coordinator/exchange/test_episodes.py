@@ -17,8 +17,8 @@ from episode_drivers import (
 from exchange_drivers import COMMITTED, DUPLICATE, INVALID, STALE, Learner, MakeWorld, Reward, World
 
 from paceline.groups import Version
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_group
-from protos.paceline.v1 import exchange_pb2 as pb
 
 VERSION = Version(1, 0)
 

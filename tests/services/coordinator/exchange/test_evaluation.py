@@ -21,13 +21,13 @@ from exchange_drivers import (
 
 from paceline.errors import NotFound
 from paceline.groups import Version
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.audit.reading.reader import records_in
-from services.coordinator.audit.verify import verify
-from services.coordinator.exchange import evaluation
-from services.coordinator.exchange.batches import damaged_groups
-from services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
-from services.coordinator.ledger.segments import DamagedRecord
+from paceline.services.coordinator.audit.reading.reader import records_in
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.exchange import evaluation
+from paceline.services.coordinator.exchange.batches import damaged_groups
+from paceline.services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
+from paceline.services.coordinator.ledger.segments import DamagedRecord
+from paceline.v1 import exchange_pb2 as pb
 
 EVAL = {"val_at_start": True}
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts, cause_of
+from paceline.services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts, cause_of
 
 
 def nothing(reason: str) -> None:

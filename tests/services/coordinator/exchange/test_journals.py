@@ -20,11 +20,11 @@ from episode_drivers import (
 from exchange_drivers import COMMITTED, INVALID, STALE, MakeWorld, Rollout, World, group_result
 
 from paceline.groups import Version, VersionSpan
+from paceline.services.coordinator.exchange import journals, leases
+from paceline.services.coordinator.exchange.batches import damaged_groups
+from paceline.services.coordinator.ledger import segments
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import encode_result
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange import journals, leases
-from services.coordinator.exchange.batches import damaged_groups
-from services.coordinator.ledger import segments
 
 VERSION = Version(1, 0)
 

@@ -20,18 +20,18 @@ from exchange_drivers import (
 )
 
 from paceline.groups import Version
-from protos.paceline.v1 import common_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange import overdue
-from services.coordinator.exchange.lease_durations import (
+from paceline.services.coordinator.exchange import overdue
+from paceline.services.coordinator.exchange.lease_durations import (
     LIMIT_S,
     MIN_RESULTS,
     NO_MEDIAN_S,
     LeaseDurations,
     Overdue,
 )
-from services.coordinator.members.registry import Fault
-from services.coordinator.pool import pool
+from paceline.services.coordinator.members.registry import Fault
+from paceline.services.coordinator.pool import pool
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
 
 Lease = tuple[str, int, int]
 

@@ -31,11 +31,11 @@ from stream_threads import settle
 from paceline.data.prompts import open_prompts
 from paceline.errors import Unreadable, WireError
 from paceline.groups import Group, Version, VersionSpan
+from paceline.services.common.trainer_state import TRAINER_STATE
+from paceline.services.coordinator.exchange.leases import revoke_work
+from paceline.services.learner.training.batches import BatchClient, RankBatch
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_completions, decode_group
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.common.trainer_state import TRAINER_STATE
-from services.coordinator.exchange.leases import revoke_work
-from services.learner.training.batches import BatchClient, RankBatch
 
 
 def test_a_group_as_an_older_format_has_it_is_scored_trained_and_verified(world: World) -> None:

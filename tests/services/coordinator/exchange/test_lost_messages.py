@@ -9,9 +9,9 @@ import pytest
 import safetensors.numpy
 from exchange_drivers import COMMITTED, INVALID, PROMPT_IDS, STALE, Learner, Reward, Rollout, World, fill
 
+from paceline.services.coordinator.exchange import leases
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange import leases
 
 
 def ask_holding(rollout: Rollout, *group_ids: int) -> list[pb.Lease]:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout
 
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 LONG, SHORT = 50, 1
 """Ticks that a group takes; one group in four is long."""

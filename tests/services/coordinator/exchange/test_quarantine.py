@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from exchange_drivers import COMMITTED, STALE, Learner, MakeWorld, Reward, Rollout, World
 
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange import quarantine
+from paceline.services.coordinator.exchange import quarantine
+from paceline.v1 import exchange_pb2 as pb
 
 
 def crash(world: World, member_id: str) -> None:

@@ -18,10 +18,10 @@ from exchange_drivers import (
     World,
 )
 
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_group, encode_reference
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
 
 POOL = {"reference_policy_kl_penalty": 0.1, "reference_policy_pool": "reward"}
 REWARDS = {"rewards": [0.0, 1.0], "functions": ["exact_match"]}

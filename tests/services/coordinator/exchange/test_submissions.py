@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from exchange_drivers import COMMITTED, DUPLICATE, INVALID, OK, STALE, Learner, Reward, Rollout, World, fill
 
-from protos.paceline.v1 import common_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
 
 
 def test_every_holder_is_on_record(world: World) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ledger_files import KEY_TEXT
 
 from paceline.encryption.storage_key import StorageKey
-from services.coordinator.ledger import database
+from paceline.services.coordinator.ledger import database
 
 KEY = StorageKey(bytes.fromhex(KEY_TEXT))
 

@@ -15,11 +15,11 @@ from ledger_files import KEY_TEXT, OTHER_KEY_TEXT
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, StorageKey
 from paceline.errors import InvalidInput
-from services.coordinator.audit.repair import repair
-from services.coordinator.ledger import database
-from services.coordinator.ledger.backup import back_up
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.main import main as coordinator
+from paceline.services.coordinator.audit.repair import repair
+from paceline.services.coordinator.ledger import database
+from paceline.services.coordinator.ledger.backup import back_up
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.main import main as coordinator
 
 KEY = StorageKey(bytes.fromhex(KEY_TEXT))
 OTHER = StorageKey(bytes.fromhex(OTHER_KEY_TEXT))
@@ -104,15 +104,15 @@ def test_a_missing_library_is_one_sentence_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sqlcipher3", None)
-    monkeypatch.delitem(sys.modules, "services.coordinator.ledger.cipher_connection", raising=False)
-    monkeypatch.delattr("services.coordinator.ledger.cipher_connection", raising=False)
+    monkeypatch.delitem(sys.modules, "paceline.services.coordinator.ledger.cipher_connection", raising=False)
+    monkeypatch.delattr("paceline.services.coordinator.ledger.cipher_connection", raising=False)
     with pytest.raises(InvalidInput, match=r"pip install 'paceline\[encryption\]'"):
         database.connect(tmp_path / "file", KEY)
 
 
 def test_without_a_key_the_library_is_not_imported(tmp_path: Path) -> None:
     text = (
-        "import sys; from pathlib import Path; from services.coordinator.ledger.ledger import Ledger;"
+        "import sys; from pathlib import Path; from paceline.services.coordinator.ledger.ledger import Ledger;"
         "Ledger(Path(sys.argv[1])).close(); Ledger(Path(sys.argv[1]), read_only=True).close();"
         "print([name for name in sys.modules if name.startswith('sqlcipher3')])"
     )

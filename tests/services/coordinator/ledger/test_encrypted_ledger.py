@@ -17,10 +17,10 @@ from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, Wor
 from ledger_files import both_forms, opened
 
 from paceline.groups import Completion
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.backup import back_up
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.backup import back_up
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.v1 import exchange_pb2 as pb
 
 PROMPT = "planted prompt größer 0"
 TEXT = "planted completion größer"
@@ -130,8 +130,8 @@ def test_batches_and_their_chain_are_the_same_in_both_forms(
 WRITER = """
 import sys
 from pathlib import Path
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.segments import Record
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.segments import Record
 ledger = Ledger(Path(sys.argv[1]))
 with ledger.transaction():
     ledger.add_run("a-1", "name: a", "a-1")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from protos.paceline.v1.worker_pb2 import CheckpointReport
-from services.coordinator.ledger.folders import resolved, stored
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.folders import resolved, stored
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.v1.worker_pb2 import CheckpointReport
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import Conflict
-from services.coordinator.ledger.groups import Generated, Groups, NewLease, Scored, State
-from services.coordinator.ledger.integrity import row_checksums
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.groups import Generated, Groups, NewLease, Scored, State
+from paceline.services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger.ledger import Ledger
 
 RUN = "run"
 GENERATED = Generated(tokens=10, sequence_tokens=14, oldest_step=2, digest="d")

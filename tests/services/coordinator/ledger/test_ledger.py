@@ -13,12 +13,12 @@ import pytest
 from ledger_files import both_forms, opened
 
 from paceline.errors import Conflict, LedgerFault, NotFound
-from protos.paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT
-from protos.paceline.v1.worker_pb2 import CheckpointReport
-from services.coordinator.ledger.integrity import row_checksums
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
-from services.coordinator.ledger.tables.audit_heads import AuditHead
+from paceline.services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
+from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
+from paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT
+from paceline.v1.worker_pb2 import CheckpointReport
 
 pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 
@@ -230,7 +230,7 @@ def test_events_count_up_by_run(tmp_path: Path) -> None:
 def test_events_that_workers_cause_are_bounded_and_the_last_one_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.coordinator.ledger.ledger.MAX_EVENTS", {"member": 3})
+    monkeypatch.setattr("paceline.services.coordinator.ledger.ledger.MAX_EVENTS", {"member": 3})
     path = tmp_path / "ledger.sqlite"
     with closing(Ledger(path)) as ledger, ledger.transaction():
         for number in range(2):

@@ -16,9 +16,9 @@ from exchange_drivers import Learner, Reward, Rollout, World, fill, make_spec
 from exchange_life import Life
 from ledger_files import both_forms
 
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.segment_cipher import SegmentCipher
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.segment_cipher import SegmentCipher
 
 CUTS = 12
 

@@ -15,11 +15,11 @@ from ledger_files import KEY_TEXT, OTHER_KEY_TEXT
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.errors import Conflict, LedgerFault, NotFound
-from services.coordinator.audit.verify import verify
-from services.coordinator.ledger import reencryption
-from services.coordinator.ledger.backup import back_up
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.reencryption import encrypt_ledger
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.ledger import reencryption
+from paceline.services.coordinator.ledger.backup import back_up
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.reencryption import encrypt_ledger
 
 KEY = StorageKey(bytes.fromhex(KEY_TEXT))
 OTHER = StorageKey(bytes.fromhex(OTHER_KEY_TEXT))

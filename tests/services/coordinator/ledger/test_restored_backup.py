@@ -9,11 +9,11 @@ import pytest
 from ledger_files import both_forms
 
 from paceline.encryption.storage_key import storage_key
-from services.coordinator.ledger import restored_backup
-from services.coordinator.ledger.backup import back_up
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.segment_cipher import MAGIC
-from services.coordinator.ledger.segments import Record
+from paceline.services.coordinator.ledger import restored_backup
+from paceline.services.coordinator.ledger.backup import back_up
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.segment_cipher import MAGIC
+from paceline.services.coordinator.ledger.segments import Record
 
 
 def run_ids(ledger: Ledger) -> list[str]:

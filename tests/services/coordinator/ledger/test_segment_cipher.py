@@ -7,7 +7,7 @@ from ledger_files import KEY_TEXT, OTHER_KEY_TEXT
 
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import StorageKey
-from services.coordinator.ledger.segment_cipher import START_BYTES, SegmentCipher
+from paceline.services.coordinator.ledger.segment_cipher import START_BYTES, SegmentCipher
 
 KEY = StorageKey(bytes.fromhex(KEY_TEXT))
 

@@ -12,10 +12,10 @@ from ledger_files import both_forms
 from paceline.array_frames import Buffer
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import LedgerFault
-from services.coordinator.ledger import segments as payloads
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.ledger.segment_writer import BLOCK_BYTES
-from services.coordinator.ledger.segments import Location, Payload, PayloadStore, Record, read_frame
+from paceline.services.coordinator.ledger import segments as payloads
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.segment_writer import BLOCK_BYTES
+from paceline.services.coordinator.ledger.segments import Location, Payload, PayloadStore, Record, read_frame
 
 pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.ledger.groups import State
+from paceline.services.coordinator.ledger.groups import State
 
 ROOT = Path(__file__).resolve().parents[4]
 PACKAGES = ("paceline", "services", "rollout", "reward", "learner", "protos")

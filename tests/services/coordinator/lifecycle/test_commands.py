@@ -8,7 +8,7 @@ import grpc
 from control_plane import Plane, refusal
 from paused_runs import state_of
 
-from protos.paceline.v1 import run_pb2
+from paceline.v1 import run_pb2
 
 
 async def test_to_resume_one_run_forgets_no_pause_of_another(tmp_path: Path) -> None:

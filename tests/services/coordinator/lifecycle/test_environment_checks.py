@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import DataError, InvalidInput
+from paceline.services.coordinator.lifecycle.submission_checks import checked_data
 from paceline.spec import RunSpec
-from services.coordinator.lifecycle.submission_checks import checked_data
 
 ROW = {"prompt": "2+2=", "answer": "4", "environment": "sums"}
 

@@ -6,7 +6,7 @@ import itertools
 
 from control_plane import Plane, Worker, learner
 
-from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
+from paceline.v1 import common_pb2, run_pb2, worker_pb2
 
 ERROR = "IndexError: index 9 is out of range (rank 0)"
 

@@ -10,9 +10,9 @@ from exchange_drivers import make_spec
 
 from paceline.errors import SpecError
 from paceline.files.storage import Folder
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle.model_references import references, with_locations
 from paceline.spec.reading import spec_to_yaml
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.lifecycle.model_references import references, with_locations
 
 
 class Bench:

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from control_plane import DEADLINE_S, Plane, Worker, learner, rollout
 
-from protos.paceline.v1 import run_pb2, worker_pb2
-from services.coordinator.audit.verify import verify
-from services.coordinator.exchange import leases
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.lifecycle import preemption
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.exchange import leases
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle import preemption
+from paceline.v1 import run_pb2, worker_pb2
 
 
 async def training(plane: Plane, run_id: str) -> Worker:

@@ -11,8 +11,8 @@ from control_plane import Plane
 from paused_runs import put_on, reward, state_of
 
 from paceline.rate_limited_log import unforeseen
-from protos.paceline.v1 import run_pb2
-from services.coordinator.reporting import run_log
+from paceline.services.coordinator.reporting import run_log
+from paceline.v1 import run_pb2
 
 
 async def test_a_summary_that_cannot_be_written_keeps_no_run_from_its_end(

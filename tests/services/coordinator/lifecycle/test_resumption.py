@@ -10,10 +10,10 @@ import pytest
 from control_plane import Plane
 from paused_runs import state_of
 
+from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.lifecycle.resumption import changed_function_warnings, function_digests
 from paceline.spec import RewardFunctionSection
-from protos.paceline.v1 import run_pb2
-from services.coordinator.exchange.state import Notice
-from services.coordinator.lifecycle.resumption import changed_function_warnings, function_digests
+from paceline.v1 import run_pb2
 
 
 async def pause(plane: Plane, run_id: str, reason: str = "bad_prompt") -> None:
@@ -99,7 +99,8 @@ async def test_a_function_that_was_changed_is_recorded(
     rewards = (RewardFunctionSection(function=f"{code}:f"), RewardFunctionSection(function="length"))
     spec = exchange.active.spec.model_copy(update={"rewards": rewards})
     monkeypatch.setattr(
-        "services.coordinator.lifecycle.resumption.function_digests", lambda _: function_digests(spec)
+        "paceline.services.coordinator.lifecycle.resumption.function_digests",
+        lambda _: function_digests(spec),
     )
     for content in ("def f(completions): ...", "import re\n\n\ndef f(completions): ..."):
         write(code, content)

@@ -20,13 +20,13 @@ from paceline.bundle_transfer import send
 from paceline.data.preparation.prepared import prepared_data
 from paceline.errors import Unreadable
 from paceline.models.auto_settings import with_engine
+from paceline.services.common.bundled_spec import BundledSpec
+from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec, spec_to_yaml
-from protos.paceline.v1 import run_pb2, worker_pb2
-from services.common.bundled_spec import BundledSpec
-from services.coordinator.blobs.store import BlobStore
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.lifecycle.run_bundles import RunBundles
+from paceline.v1 import run_pb2, worker_pb2
 
 
 def spec_in(folder: Path, **sections: Any) -> RunSpec:
@@ -237,6 +237,6 @@ def test_an_operators_folders_and_examples(tmp_path: Path) -> None:
 def put(blobs: BlobStore, data: bytes) -> None:
     import hashlib
 
-    from services.coordinator.blobs.upload import Upload
+    from paceline.services.coordinator.blobs.upload import Upload
 
     Upload(blobs).take(hashlib.sha256(data).hexdigest(), len(data), 0, data)

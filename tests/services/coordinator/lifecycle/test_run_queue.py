@@ -16,11 +16,11 @@ from exchange_drivers import make_spec
 from paceline.errors import Busy
 from paceline.files.storage import Folder
 from paceline.retry_hint import from_error
+from paceline.services.common.access.caller import Caller, CallerRole, set_caller
+from paceline.services.coordinator.lifecycle import run_queue
+from paceline.services.coordinator.lifecycle.run_data import RunData
 from paceline.spec.reading import spec_from_yaml, spec_to_yaml
-from protos.paceline.v1 import run_pb2, worker_pb2
-from services.common.access.caller import Caller, CallerRole, set_caller
-from services.coordinator.lifecycle import run_queue
-from services.coordinator.lifecycle.run_data import RunData
+from paceline.v1 import run_pb2, worker_pb2
 
 PATIENCE_S = 60.0
 

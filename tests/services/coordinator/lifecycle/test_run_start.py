@@ -15,10 +15,10 @@ from control_plane import Plane, learner, refusal, rollout
 from exchange_drivers import make_spec
 from paused_runs import impatient, next_state, put_on, reward, state_of
 
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.reporting import run_log
 from paceline.spec.reading import spec_to_yaml
-from protos.paceline.v1 import run_pb2
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.reporting import run_log
+from paceline.v1 import run_pb2
 
 UNREADABLE = (
     "{policy: {model_name: m}, data: {train: d}, rewards: [{function: length}], grpo: {max_num_steps: lots}}"

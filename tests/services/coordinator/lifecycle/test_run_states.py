@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from control_plane import Plane, Worker, ack, learner, offer, rollout
 
-from protos.paceline.v1 import run_pb2, worker_pb2
-from services.coordinator.audit.verify import verify
-from services.coordinator.exchange import leases
-from services.coordinator.lifecycle import coordinator
+from paceline.services.coordinator.audit.verify import verify
+from paceline.services.coordinator.exchange import leases
+from paceline.services.coordinator.lifecycle import coordinator
+from paceline.v1 import run_pb2, worker_pb2
 
 
 async def test_a_failed_run_keeps_its_groups_until_it_is_cancelled(running: tuple[Plane, str]) -> None:

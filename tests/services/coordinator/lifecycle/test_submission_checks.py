@@ -10,10 +10,10 @@ import pytest
 from tokenizer_kinds import tokenizer_of
 
 from paceline.errors import DataError, InvalidInput
+from paceline.services.coordinator.lifecycle.submission_checks import check_network, checked_data
 from paceline.spec import RunSpec
 from paceline.spec.sections.system import WeightsSection
 from paceline.tls.folder import VARIABLE
-from services.coordinator.lifecycle.submission_checks import check_network, checked_data
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -11,16 +11,16 @@ from control_plane import Plane, Worker, learner
 from episode_drivers import ENVIRONMENT
 from paused_runs import impatient, next_state, put_on, reward, state_of
 
-from protos.paceline.v1 import common_pb2, run_pb2
-from protos.paceline.v1.worker_pb2 import (
+from paceline.services.coordinator.lifecycle.worker_faults import Decision, decide, explain
+from paceline.services.coordinator.members.registry import Fault, Member
+from paceline.v1 import common_pb2, run_pb2
+from paceline.v1.worker_pb2 import (
     FAULT_CHECKPOINT,
     FAULT_PASSING,
     FAULT_SPEC,
     FAULT_UNSPECIFIED,
     RunReport,
 )
-from services.coordinator.lifecycle.worker_faults import Decision, decide, explain
-from services.coordinator.members.registry import Fault, Member
 
 # The decision
 

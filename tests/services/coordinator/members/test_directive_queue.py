@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from control_plane import ack
 
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.members.directive_queue import ACKS_AT_ONCE, MAX_WAITING, DirectiveQueue
+from paceline.services.coordinator.members.directive_queue import ACKS_AT_ONCE, MAX_WAITING, DirectiveQueue
+from paceline.v1 import worker_pb2
 
 
 def response(**directive: object) -> worker_pb2.ConnectResponse:

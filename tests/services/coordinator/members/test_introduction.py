@@ -9,9 +9,9 @@ import pytest
 from control_plane import Plane, Worker, learner, refusal, rollout
 
 from paceline.errors import Conflict, InvalidInput
+from paceline.services.coordinator.members.introduction import check_hello, check_key
+from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.members.introduction import check_hello, check_key
 
 
 async def test_a_stream_has_one_hello(plane: Plane) -> None:

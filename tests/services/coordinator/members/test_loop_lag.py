@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from control_plane import Plane, learner, rollout
 
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.loop_lag import BEAT_S, LoopLag
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.loop_lag import BEAT_S, LoopLag
+from paceline.v1 import worker_pb2
 
 
 class Clock:

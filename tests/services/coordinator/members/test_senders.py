@@ -9,11 +9,11 @@ from control_plane import Plane, learner, rollout
 from exchange_drivers import COMMITTED, INVALID, STALE, Learner, MakeWorld, Reward, Rollout, World, fill
 from exchange_service import FOREVER_S, Service, lease, serving
 
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.transport import server
-from services.coordinator.members import senders
-from services.coordinator.members.registry import Member
-from services.coordinator.members.senders import Senders, Standing
+from paceline.services.coordinator.exchange.transport import server
+from paceline.services.coordinator.members import senders
+from paceline.services.coordinator.members.registry import Member
+from paceline.services.coordinator.members.senders import Senders, Standing
+from paceline.v1 import exchange_pb2 as pb
 
 
 @pytest.fixture

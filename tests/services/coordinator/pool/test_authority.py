@@ -10,7 +10,7 @@ import pytest
 from control_plane import Plane, Worker, ack, learner, offer, refusal, rollout
 
 from paceline.rate_limited_log import unforeseen
-from protos.paceline.v1 import common_pb2, records_pb2, run_pb2, worker_pb2
+from paceline.v1 import common_pb2, records_pb2, run_pb2, worker_pb2
 
 
 async def started(plane: Plane) -> run_pb2.Run:
@@ -259,7 +259,7 @@ async def test_an_unforeseen_exception_ends_its_senders_stream_and_nothing_else(
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr("services.coordinator.pool.reports.finite_gauges", fail)
+        patch.setattr("paceline.services.coordinator.pool.reports.finite_gauges", fail)
         worker.say(heartbeat=worker_pb2.Heartbeat())
 
         async def read_on() -> None:
@@ -288,7 +288,7 @@ async def test_a_member_whose_bookkeeping_fails_is_looked_at_again(
         raise KeyError(7)
 
     with monkeypatch.context() as patch:
-        patch.setattr("services.coordinator.pool.pool.leases.revoke_from_member", fail)
+        patch.setattr("paceline.services.coordinator.pool.pool.leases.revoke_from_member", fail)
         await coordinator.pool.expire_silent()
         assert len(coordinator.members) == 2
     await coordinator.pool.expire_silent()

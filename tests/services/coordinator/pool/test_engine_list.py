@@ -7,7 +7,7 @@ from pathlib import Path
 from control_plane import Plane, Worker, ack, learner, offer, rollout
 from episode_drivers import ENVIRONMENT
 
-from protos.paceline.v1 import common_pb2, worker_pb2
+from paceline.v1 import common_pb2, worker_pb2
 
 
 async def hear_engines(worker: Worker, *expected: tuple[str, int]) -> worker_pb2.Engines:

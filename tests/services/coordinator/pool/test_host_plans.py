@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.groups import Version
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.pool.host_plans import SLOW_VERSIONS, HopSpeeds, HostPlans
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.pool.host_plans import SLOW_VERSIONS, HopSpeeds, HostPlans
+from paceline.v1 import common_pb2, worker_pb2
 
 
 class Bench:

@@ -12,10 +12,10 @@ import grpc
 import pytest
 from control_plane import DEADLINE_S, Plane, Worker, ack, learner, offer, refusal, rollout
 
+from paceline.services.common.membership import Membership
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.v1 import common_pb2, run_pb2, worker_pb2
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, run_pb2, worker_pb2
-from services.common.membership import Membership
-from services.coordinator.ledger.ledger import Ledger
 
 # Workers
 

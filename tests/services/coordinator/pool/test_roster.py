@@ -6,9 +6,9 @@ import time
 
 from exchange_drivers import World
 
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.pool.roster import Roster, _named
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.pool.roster import Roster, _named
+from paceline.v1 import common_pb2, worker_pb2
 
 
 def member(role: common_pb2.Role.ValueType, member_id: str, ready_run: str = "") -> Member:

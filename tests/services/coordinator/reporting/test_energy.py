@@ -6,10 +6,10 @@ from typing import Any
 
 from exchange_drivers import World
 
-from protos.paceline.v1 import common_pb2
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.reporting.energy import Energy
-from services.coordinator.reporting.run_log import RunLog
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.reporting.energy import Energy
+from paceline.services.coordinator.reporting.run_log import RunLog
+from paceline.v1 import common_pb2
 
 
 def test_each_gpu_counts_once_from_its_second_reading_on() -> None:

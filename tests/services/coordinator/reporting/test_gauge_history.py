@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from protos.paceline.v1 import common_pb2
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.reporting import gauge_history as module
-from services.coordinator.reporting.gauge_history import GaugeHistory, files_of, shares
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.reporting import gauge_history as module
+from paceline.services.coordinator.reporting.gauge_history import GaugeHistory, files_of, shares
+from paceline.v1 import common_pb2
 
 
 def member(name: str, role: str, **facts: Any) -> Member:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.reporting.metric_table import PAGE, PARTS, STATE, metric_of, page
-from services.coordinator.reporting.state_otel import GAUGES as GAUGE_NAMES
+from paceline.services.coordinator.reporting.metric_table import PAGE, PARTS, STATE, metric_of, page
+from paceline.services.coordinator.reporting.state_otel import GAUGES as GAUGE_NAMES
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -149,7 +149,7 @@ def test_the_coordinators_gauges_are_explained() -> None:
 
 
 def test_the_page_is_made_from_the_table() -> None:
-    assert PAGE.read_text() == page(), "run `python -m services.coordinator.reporting.metric_table`"
+    assert PAGE.read_text() == page(), "run `python -m paceline.services.coordinator.reporting.metric_table`"
 
 
 def test_a_name_with_a_parameter_is_found_by_its_values() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from control_plane import Plane, learner
 
-from services.coordinator.reporting import metrics_lines
-from services.coordinator.reporting.metrics_lines import set_aside
+from paceline.services.coordinator.reporting import metrics_lines
+from paceline.services.coordinator.reporting.metrics_lines import set_aside
 
 
 def line(kind: str, step: int, **values: float) -> str:

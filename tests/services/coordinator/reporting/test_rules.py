@@ -9,12 +9,12 @@ from typing import Any
 
 from exchange_drivers import World
 
+from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.reporting.metric_table import PARTS
+from paceline.services.coordinator.reporting.rules import Rules, rules_of
+from paceline.services.coordinator.reporting.run_log import RunLog
 from paceline.spec.sections.alerts import DEFAULT_RULES, parsed_rule
 from paceline.spec.sections.system import LoggerSection
-from services.coordinator.members.registry import Members
-from services.coordinator.reporting.metric_table import PARTS
-from services.coordinator.reporting.rules import Rules, rules_of
-from services.coordinator.reporting.run_log import RunLog
 
 
 def broken(rules: Rules, *steps: dict[str, float | None]) -> list[list[str]]:

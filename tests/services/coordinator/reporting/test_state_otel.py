@@ -9,11 +9,11 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from protos.paceline.v1 import common_pb2
-from services.coordinator.exchange.state import Exchange
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.members.registry import Fault, Member, Members
-from services.coordinator.reporting.state_otel import OBSERVE_S, StateMeters
+from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.members.registry import Fault, Member, Members
+from paceline.services.coordinator.reporting.state_otel import OBSERVE_S, StateMeters
+from paceline.v1 import common_pb2
 
 Series = dict[tuple[str, str], float]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.reporting import token_files as module
-from services.coordinator.reporting.token_files import TokenFiles, fault_of, path_of
+from paceline.services.coordinator.reporting import token_files as module
+from paceline.services.coordinator.reporting.token_files import TokenFiles, fault_of, path_of
+from paceline.v1 import worker_pb2
 
 
 def report(step: int, completions: int = 1) -> worker_pb2.TokenStatistics:

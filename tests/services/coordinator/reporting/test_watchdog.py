@@ -12,11 +12,11 @@ import pytest
 from control_plane import DEADLINE_S, Plane, rollout
 from exchange_drivers import Learner, Reward, Rollout, World, fill
 
-from protos.paceline.v1 import common_pb2, run_pb2
-from services.coordinator.members.registry import Member, Members
-from services.coordinator.reporting import watchdog as watchdog_module
-from services.coordinator.reporting.stall import Facts, explain
-from services.coordinator.reporting.watchdog import Watchdog
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.reporting import watchdog as watchdog_module
+from paceline.services.coordinator.reporting.stall import Facts, explain
+from paceline.services.coordinator.reporting.watchdog import Watchdog
+from paceline.v1 import common_pb2, run_pb2
 
 
 def facts(**changes: Any) -> Facts:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.reporting.weight_metrics import KEPT_OPEN, WeightRecords
+from paceline.services.coordinator.reporting.weight_metrics import KEPT_OPEN, WeightRecords
+from paceline.v1 import common_pb2, worker_pb2
 
 
 def at(step: int) -> common_pb2.PolicyVersion:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.scaling import LOADS, simulate
-from services.coordinator.scaling.policy import Bounds, Measurement, PoolState, decide
+from paceline.services.coordinator.scaling.policy import Bounds, Measurement, PoolState, decide
 
 BOUNDS = Bounds(least=0, most=20, cold_start_s=60.0)
 BUSY = Measurement(

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.sessions.retention import (
+    Candidate,
+    choose,
+    kept_paths,
+    mark_surplus_removed,
+)
 from paceline.spec import CheckpointingSection
-from protos.paceline.v1.worker_pb2 import CheckpointReport
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.sessions.retention import Candidate, choose, kept_paths, mark_surplus_removed
+from paceline.v1.worker_pb2 import CheckpointReport
 
 
 def settings(**values: object) -> CheckpointingSection:

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from control_plane import Plane, learner, rollout
 
-from protos.paceline.v1 import common_pb2, worker_pb2
-from services.coordinator.ledger.backup import back_up
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.pool.assignments import MAX_LATER_SESSIONS
-from services.coordinator.sessions.session_numbers import (
+from paceline.services.coordinator.ledger.backup import back_up
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.pool.assignments import MAX_LATER_SESSIONS
+from paceline.services.coordinator.sessions.session_numbers import (
     MOST_LOST,
     OnDisk,
     SessionNumbers,
     scan_checkpoints,
     session_of,
 )
+from paceline.v1 import common_pb2, worker_pb2
 
 
 def test_the_next_number_is_above_all_that_was_heard_of() -> None:

@@ -20,10 +20,10 @@ from episode_world import (
     user,
 )
 
-from environment.hosting.pool import UserCode
-from environment.protocols import TurnRequest
-from environment.setting import EpisodeSetting
-from services.environment.sessions.server import SessionServer
+from paceline.environment.hosting.pool import UserCode
+from paceline.environment.protocols import TurnRequest
+from paceline.environment.setting import EpisodeSetting
+from paceline.services.environment.sessions.server import SessionServer
 
 pytest.importorskip("renderers", reason="the extra 'environments' is not installed")
 

@@ -15,10 +15,10 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from tiny_chat import make_chat_tokenizer
 
-from environment.protocols import AgentAnswer, AgentRequest, LeaseLost, SampledTurn, SessionAddress
+from paceline.environment.protocols import AgentAnswer, AgentRequest, LeaseLost, SampledTurn, SessionAddress
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import VersionSpan
-from services.environment.sessions.server import SessionServer
+from paceline.services.environment.sessions.server import SessionServer
 
 PATIENCE_S = 60.0
 MESSAGES: Any = [{"role": "user", "content": "1+1"}]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput
-from services.evaluation.harnesses.inspect_ai import command, read, variables
-from services.evaluation.harnesses.scored import result_of
+from paceline.services.evaluation.harnesses.inspect_ai import command, read, variables
+from paceline.services.evaluation.harnesses.scored import result_of
 
 
 def log(status: str, samples: list[dict[str, Any]]) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput
-from services.evaluation.harnesses.lm_eval import command, read
-from services.evaluation.harnesses.scored import result_of
+from paceline.services.evaluation.harnesses.lm_eval import command, read
+from paceline.services.evaluation.harnesses.scored import result_of
 
 STAMP = "2026-11-25T15-16-27.114101"
 

@@ -13,14 +13,14 @@ from tiny_chat import save_tiny_chat
 from transformers_scores import scores_by_transformers
 
 from paceline.errors import InvalidInput
+from paceline.services.cli.chat import spec_of_model
+from paceline.services.cli.evaluating.evaluation_spec import evaluation_spec
+from paceline.services.evaluation.engine_model import EngineModel
+from paceline.services.evaluation.harnesses.running import program_of, run_harness
+from paceline.services.evaluation.harnesses.scored import result_of
+from paceline.services.evaluation.runner import evaluate
+from paceline.services.model_server.serving import ServedModel, opened_model
 from paceline.spec import RunSpec
-from services.cli.chat import spec_of_model
-from services.cli.evaluating.evaluation_spec import evaluation_spec
-from services.evaluation.engine_model import EngineModel
-from services.evaluation.harnesses.running import program_of, run_harness
-from services.evaluation.harnesses.scored import result_of
-from services.evaluation.runner import evaluate
-from services.model_server.serving import ServedModel, opened_model
 
 PROGRAMS = Path(__file__).resolve().parents[4] / ".venv-harnesses" / "bin"
 installed = pytest.mark.skipif(not (PROGRAMS / "inspect").is_file(), reason="needs make harnesses")

@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from services.learner.nodes.assembly import ALIVE_S, DEAD_S, LAST_CALL_S, REVISION, SILENT_S, Assembly
-from services.learner.nodes.settings import NodeSettings
-from services.learner.nodes.store import PREFIX, NodeStore
+from paceline.services.learner.nodes.assembly import (
+    ALIVE_S,
+    DEAD_S,
+    LAST_CALL_S,
+    REVISION,
+    SILENT_S,
+    Assembly,
+)
+from paceline.services.learner.nodes.settings import NodeSettings
+from paceline.services.learner.nodes.store import PREFIX, NodeStore
 
 
 class Nodes:

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[4]
 DEADLINE_S = 60.0
 NODE = """
 import logging, sys
-from services.learner.nodes.launcher import run_node
-from services.learner.nodes.settings import node_settings
+from paceline.services.learner.nodes.launcher import run_node
+from paceline.services.learner.nodes.settings import node_settings
 logging.basicConfig(level=logging.INFO)
 settings = node_settings(sys.argv[1], int(sys.argv[2]), sys.argv[3], {}, "")
 try:

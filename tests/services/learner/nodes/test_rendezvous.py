@@ -9,9 +9,9 @@ import pytest
 from free_ports import free_port
 
 from paceline.errors import Conflict, InvalidInput, Unavailable
-from services.learner.nodes.assembly import SessionEnd
-from services.learner.nodes.rendezvous import Place, Rendezvous
-from services.learner.nodes.settings import NodeSettings
+from paceline.services.learner.nodes.assembly import SessionEnd
+from paceline.services.learner.nodes.rendezvous import Place, Rendezvous
+from paceline.services.learner.nodes.settings import NodeSettings
 
 DEADLINE_S = 60.0
 

@@ -6,8 +6,13 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.errors import InvalidInput
-from services.learner.main import main
-from services.learner.nodes.settings import NodeSettings, first_of_nodelist, node_settings, ranks_of_node
+from paceline.services.learner.main import main
+from paceline.services.learner.nodes.settings import (
+    NodeSettings,
+    first_of_nodelist,
+    node_settings,
+    ranks_of_node,
+)
 
 TORCHRUN = {"PET_NNODES": "2:4", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "head.example:29500"}
 KUBEFLOW = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.learner.nodes.store import NodeStore
+from paceline.services.learner.nodes.store import NodeStore
 
 
 class Silent:

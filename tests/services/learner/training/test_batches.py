@@ -12,9 +12,9 @@ import pytest
 from episode_groups import episode_group
 
 from paceline.errors import Unavailable
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.learner.background_loop import BackgroundLoop
-from services.learner.training.batches import BatchClient, RankBatch
+from paceline.services.learner.background_loop import BackgroundLoop
+from paceline.services.learner.training.batches import BatchClient, RankBatch
+from paceline.v1 import exchange_pb2 as pb
 
 
 class Away:
@@ -54,7 +54,9 @@ def test_hours_without_a_coordinator_end_nothing(rank: Any, monkeypatch: pytest.
             rank.background.call(rank.membership.back.set)
         return now_s
 
-    monkeypatch.setattr("services.learner.background_loop.time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(
+        "paceline.services.learner.background_loop.time", SimpleNamespace(monotonic=monotonic)
+    )
     batch = BatchClient("run-1", 1, rank).fetch(0)
     assert batch is not None
     assert batch.is_end

@@ -12,15 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from learner.checkpoints import checkpoint, upload_queue, verification
-from learner.checkpoints.checkpoint import Checkpoint, Misfit
-from learner.checkpoints.manifest import read_manifest
 from paceline.errors import CheckpointFault, Unavailable
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints import checkpoint, upload_queue, verification
+from paceline.learner.checkpoints.checkpoint import Checkpoint, Misfit
+from paceline.learner.checkpoints.manifest import read_manifest
+from paceline.services.learner.training import checkpoint_uploads
+from paceline.services.learner.training.checkpoints import (
+    LAST_SAVE_PAUSES_S,
+    LOAD_PAUSES_S,
+    SessionCheckpoints,
+)
 from paceline.spec import CheckpointingSection
-from protos.paceline.v1 import worker_pb2
-from services.learner.training import checkpoint_uploads
-from services.learner.training.checkpoints import LAST_SAVE_PAUSES_S, LOAD_PAUSES_S, SessionCheckpoints
+from paceline.v1 import worker_pb2
 
 
 class Session:

@@ -15,14 +15,14 @@ from exchange_drivers import make_spec
 from safetensors.torch import load_file
 from tiny_models import tiny_qwen3
 
-from learner.checkpoints.model_folder import ModelFolder
-from learner.weights import stream
 from paceline.errors import Conflict, Unavailable
 from paceline.files.storage import Folder
+from paceline.learner.checkpoints.model_folder import ModelFolder
+from paceline.learner.weights import stream
 from paceline.registry.origin import Origin, origin_of
-from services.learner.orders import ExportOrder, Orders
-from services.learner.training import exports
-from services.learner.training.exports import Rank0RunExports, RunExports
+from paceline.services.learner.orders import ExportOrder, Orders
+from paceline.services.learner.training import exports
+from paceline.services.learner.training.exports import Rank0RunExports, RunExports
 
 ORIGIN = Origin(run_id="test-1", session=2, step=3, chain="c4a1", spec_sha256="5bec")
 

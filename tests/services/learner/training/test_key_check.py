@@ -8,8 +8,8 @@ import pytest
 
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import FILE_VARIABLE, StorageKey
-from protos.paceline.v1 import worker_pb2
-from services.learner.training.key_check import check_key
+from paceline.services.learner.training.key_check import check_key
+from paceline.v1 import worker_pb2
 
 
 def test_the_same_key_or_none_on_both_sides_passes(

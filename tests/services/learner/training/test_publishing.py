@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from paceline.groups import Version
-from protos.paceline.v1 import worker_pb2
-from services.learner.training import publishing
-from services.learner.training.publishing import Publishing
+from paceline.services.learner.training import publishing
+from paceline.services.learner.training.publishing import Publishing
+from paceline.v1 import worker_pb2
 
 
 class Bench:

@@ -15,13 +15,13 @@ from lone_rank import LoneRank
 from tiny_models import SIZES, tiny_qwen3
 
 from paceline.errors import InvalidInput, Unavailable
+from paceline.services.learner.rank_group import STORE_VARIABLE, long_collectives, set_collective_timeout
+from paceline.services.learner.training import run as training_run
+from paceline.services.learner.training.batches import RankBatch
+from paceline.services.learner.training.run import LearnerRun
 from paceline.spec.reading import spec_to_yaml
 from paceline.tls.folder import VARIABLE
-from protos.paceline.v1 import worker_pb2
-from services.learner.rank_group import STORE_VARIABLE, long_collectives, set_collective_timeout
-from services.learner.training import run as training_run
-from services.learner.training.batches import RankBatch
-from services.learner.training.run import LearnerRun
+from paceline.v1 import worker_pb2
 
 
 class Session(LearnerRun):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protos.paceline.v1 import worker_pb2
-from services.learner.training.run_reports import Rank0RunReports, RunReports
+from paceline.services.learner.training.run_reports import Rank0RunReports, RunReports
+from paceline.v1 import worker_pb2
 
 
 def test_rank_0_repeats_the_newest_report_of_each_kind() -> None:

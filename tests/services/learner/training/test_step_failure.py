@@ -10,12 +10,12 @@ from exchange_drivers import make_spec
 from lone_rank import LoneRank
 
 from paceline.errors import DataError, NonFiniteLoss, PacelineError, Unavailable
+from paceline.services.learner.training.batches import RankBatch
+from paceline.services.learner.training.run import LearnerRun
+from paceline.services.learner.training.step_failure import describe
 from paceline.spec.reading import spec_to_yaml
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1 import worker_pb2
-from services.learner.training.batches import RankBatch
-from services.learner.training.run import LearnerRun
-from services.learner.training.step_failure import describe
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import worker_pb2
 
 
 @pytest.mark.parametrize(

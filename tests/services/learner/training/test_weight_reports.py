@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from learner.weights.publish_result import PublishResult
 from paceline.groups import Version
+from paceline.learner.weights.publish_result import PublishResult
+from paceline.services.learner.training.weight_reports import FAILURES, WeightReports
+from paceline.v1 import worker_pb2
 from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import StoredObject
-from protos.paceline.v1 import worker_pb2
-from services.learner.training.weight_reports import FAILURES, WeightReports
 
 V2 = Version(3, 2)
 

@@ -15,9 +15,9 @@ from openai import AsyncOpenAI
 from transformers import Qwen3ForCausalLM
 
 from paceline.data.tokens import load_tokenizer
-from rollout.engine import Engine, SamplingParams
-from rollout.engines import create_engine
-from services.rollout.openai.server import Endpoint
+from paceline.rollout.engine import Engine, SamplingParams
+from paceline.rollout.engines import create_engine
+from paceline.services.rollout.openai.server import Endpoint
 
 
 @pytest.fixture(params=["native", pytest.param("vllm", marks=pytest.mark.vllm)])

@@ -23,8 +23,8 @@ from paceline.chat.requests import ChatAsk, CompletionAsk
 from paceline.errors import InvalidInput
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
-from rollout.engine import GenerationRequest, SamplingParams
-from services.rollout.openai.server import Endpoint
+from paceline.rollout.engine import GenerationRequest, SamplingParams
+from paceline.services.rollout.openai.server import Endpoint
 
 SECOND = Version(1, 5)
 ENDLESS = 3000
@@ -431,7 +431,7 @@ def test_a_list_of_faults_is_told_by_few_of_them(kind: Any, body: dict[str, Any]
 async def test_prompts_are_counted_before_they_are_tokenized(
     client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.openai.engine_requests.encode_text", None)
+    monkeypatch.setattr("paceline.services.rollout.openai.engine_requests.encode_text", None)
     with pytest.raises(openai.BadRequestError, match="600 completions in one request, at most 32 fit"):
         await client.completions.create(model=RUN, prompt=["a"] * 300, n=2)
 
@@ -448,8 +448,8 @@ async def test_what_is_nested_without_end_is_the_clients_fault(url: str) -> None
 async def test_connections_that_say_nothing_leave_files_for_the_worker(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.common.http_listener.MAX_CONNECTIONS", 2)
-    monkeypatch.setattr("services.common.http_listener.SHARE_OF_ADDRESS", 1.0)
+    monkeypatch.setattr("paceline.services.common.http_listener.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("paceline.services.common.http_listener.SHARE_OF_ADDRESS", 1.0)
     host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
     silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -472,8 +472,8 @@ async def test_connections_that_say_nothing_leave_files_for_the_worker(
 async def test_bodies_that_do_not_end_are_bounded_in_number_and_time(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.common.http_listener.MAX_BODIES", 1)
-    monkeypatch.setattr("services.common.http_listener.BODY_S", 3600.0)
+    monkeypatch.setattr("paceline.services.common.http_listener.MAX_BODIES", 1)
+    monkeypatch.setattr("paceline.services.common.http_listener.BODY_S", 3600.0)
     host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
     begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     _, slow = await asyncio.open_connection(host, int(port))
@@ -489,7 +489,7 @@ async def test_bodies_that_do_not_end_are_bounded_in_number_and_time(
             async with session.post(f"{url}/completions", json={}) as answer:
                 status = answer.status
         assert status == 400
-    monkeypatch.setattr("services.common.http_listener.BODY_S", 0.05)
+    monkeypatch.setattr("paceline.services.common.http_listener.BODY_S", 0.05)
     reader, slow = await asyncio.open_connection(host, int(port))
     slow.write(begun)
     async with asyncio.timeout(60):

@@ -12,10 +12,10 @@ from stalling_proxy import StallingProxy, stalling_proxy
 from tracker_servers import RUN_ID, RecordedRun, mlflow_server
 
 from paceline.errors import InvalidInput
+from paceline.services.tracking import follower as following
+from paceline.services.tracking.backends import mlflow_run
+from paceline.services.tracking.follower import Follower, Target
 from paceline.spec.sections.system import TrackerSection
-from services.tracking import follower as following
-from services.tracking.backends import mlflow_run
-from services.tracking.follower import Follower, Target
 
 mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed; `make trackers` installs it")
 pytest.importorskip("sqlalchemy", reason="MLflow's server needs sqlalchemy; `make trackers` installs it")

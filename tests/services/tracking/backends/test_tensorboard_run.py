@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tracker_servers import RUN_ID, RecordedRun
 
+from paceline.services.tracking.backends.tensorboard_run import EVENT_FILES, events, recorded_position
+from paceline.services.tracking.follower import Follower, Target
 from paceline.spec.sections.system import TrackerSection
-from services.tracking.backends.tensorboard_run import EVENT_FILES, events, recorded_position
-from services.tracking.follower import Follower, Target
 
 SETTING = TrackerSection(kind="tensorboard")
 

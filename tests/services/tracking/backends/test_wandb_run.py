@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tracker_servers import RUN_ID, RecordedRun
 
+from paceline.services.tracking import follower as following
+from paceline.services.tracking.backends.wandb_run import offline_position, read
+from paceline.services.tracking.follower import Follower, Target
 from paceline.spec.sections.system import TrackerSection
-from services.tracking import follower as following
-from services.tracking.backends.wandb_run import offline_position, read
-from services.tracking.follower import Follower, Target
 
 pytest.importorskip("wandb", reason="wandb is not installed; `make trackers` installs it")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of wandb and what it imports

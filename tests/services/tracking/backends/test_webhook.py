@@ -15,10 +15,10 @@ import pytest
 from tracker_servers import RUN_ID, RecordedRun
 
 from paceline.errors import InvalidInput
+from paceline.services.tracking import follower as following
+from paceline.services.tracking.backends import webhook
+from paceline.services.tracking.follower import Follower, Target
 from paceline.spec.sections.alerts import WebhookSection
-from services.tracking import follower as following
-from services.tracking.backends import webhook
-from services.tracking.follower import Follower, Target
 
 SECRET = b"known to both"
 

@@ -7,9 +7,9 @@ from exchange_drivers import COMMITTED, MakeWorld, Reward, Rollout
 
 from paceline.errors import NotFound
 from paceline.records import Records
-from protos.paceline.v1 import records_pb2 as pb
-from services.coordinator.audit.reading import attempt_pages
-from services.coordinator.audit.reading.reader import RecordsReader
+from paceline.services.coordinator.audit.reading import attempt_pages
+from paceline.services.coordinator.audit.reading.reader import RecordsReader
+from paceline.v1 import records_pb2 as pb
 
 
 def test_dropped_groups_are_attempts_too(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from trained_ledger import COMPLETION_LENGTHS, RUN_ID, Writer
 
 from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.records import Records
-from protos.paceline.v1 import records_pb2 as pb
-from services.coordinator.audit.reading import event_pages, metric_series
-from services.coordinator.audit.reading.reader import RecordsReader
-from services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.audit.reading import event_pages, metric_series
+from paceline.services.coordinator.audit.reading.reader import RecordsReader
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.v1 import records_pb2 as pb
 
 STEPS = 50
 
@@ -142,7 +142,7 @@ def test_a_call_that_takes_too_long_ends(tmp_path: Path, monkeypatch: pytest.Mon
         ).fetchone()
         raise AssertionError("it has no end")
 
-    monkeypatch.setattr("services.coordinator.audit.reading.lists.get_books", forever)
+    monkeypatch.setattr("paceline.services.coordinator.audit.reading.lists.get_books", forever)
     with pytest.raises(Unavailable, match="ask for fewer steps"):
         reader.GetBooks(pb.GetBooksRequest(run_id="sums-1"))
     reader.close()

@@ -10,10 +10,10 @@ import pytest
 from ended_groups import NUM_ENDED, add_ended_groups
 from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, World, fill, prune
 
-from services.coordinator.exchange.batches import selection
-from services.coordinator.exchange.batches.selection import fix_if_due
-from services.coordinator.exchange.state import BATCH_DUE
-from services.coordinator.ledger import batch_split, pruning, segments
+from paceline.services.coordinator.exchange.batches import selection
+from paceline.services.coordinator.exchange.batches.selection import fix_if_due
+from paceline.services.coordinator.exchange.state import BATCH_DUE
+from paceline.services.coordinator.ledger import batch_split, pruning, segments
 
 RANKS = 512
 

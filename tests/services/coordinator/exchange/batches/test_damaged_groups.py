@@ -16,12 +16,12 @@ from ledger_files import both_forms
 
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import LedgerFault
-from protos.paceline.v1 import common_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.ledger import segments
-from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
-from services.coordinator.ledger.segment_writer import BLOCK_BYTES
-from services.coordinator.ledger.segments import Record
+from paceline.services.coordinator.ledger import segments
+from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from paceline.services.coordinator.ledger.segment_writer import BLOCK_BYTES
+from paceline.services.coordinator.ledger.segments import Record
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
 
 pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 

@@ -21,10 +21,10 @@ from exchange_drivers import (
     prune,
 )
 
+from paceline.services.coordinator.ledger.batch_chain import extend_chain
+from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_group
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.ledger.batch_chain import extend_chain
-from services.coordinator.ledger.tables.audit_heads import AuditHead
 
 
 def score_all(reward: Reward) -> None:

@@ -8,8 +8,8 @@ import pytest
 from exchange_drivers import INVALID, Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.errors import Conflict, InvalidInput
-from services.coordinator.exchange.batches import dropping
-from services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from paceline.services.coordinator.exchange.batches import dropping
+from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 
 
 def drop(world: World, *group_ids: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from exchange_drivers import INVALID, Learner, MakeWorld, Reward, Rollout, World, fill
 
-from protos.paceline.v1 import worker_pb2
-from services.coordinator.exchange.batches import session_faults
+from paceline.services.coordinator.exchange.batches import session_faults
+from paceline.v1 import worker_pb2
 
 STEP, MEMORY = worker_pb2.FAULT_STEP, worker_pb2.FAULT_MEMORY
 

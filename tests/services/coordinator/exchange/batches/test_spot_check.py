@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, World, fill
 
-from protos.paceline.v1 import exchange_pb2 as pb
+from paceline.v1 import exchange_pb2 as pb
 
 
 def make(make_world: MakeWorld, share: float = 1.0) -> tuple[World, list[Rollout], Reward, Learner]:

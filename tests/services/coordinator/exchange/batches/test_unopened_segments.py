@@ -14,11 +14,11 @@ from damage_shared import asked, client
 from exchange_drivers import COMMITTED, Learner, Reward, Rollout, World, fill
 from exchange_service import DEADLINE_S, FOREVER_S, serving
 
-from protos.paceline.v1 import common_pb2
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.transport import server
-from services.coordinator.ledger import segments as payloads
-from services.coordinator.ledger.segments import PayloadStore, Record, UnopenedSegment
+from paceline.services.coordinator.exchange.transport import server
+from paceline.services.coordinator.ledger import segments as payloads
+from paceline.services.coordinator.ledger.segments import PayloadStore, Record, UnopenedSegment
+from paceline.v1 import common_pb2
+from paceline.v1 import exchange_pb2 as pb
 
 
 class Segments:

@@ -8,7 +8,7 @@ import struct
 
 import zmq
 
-from services.coordinator.exchange.transport.router_socket import ExchangeSocket
+from paceline.services.coordinator.exchange.transport.router_socket import ExchangeSocket
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x00") + bytes(32)
 SOCKET_TYPE = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from services.coordinator.exchange.transport import connections, router_socket
-from services.coordinator.exchange.transport.router_socket import ExchangeSocket, Message
+from paceline.services.coordinator.exchange.transport import connections, router_socket
+from paceline.services.coordinator.exchange.transport.router_socket import ExchangeSocket, Message
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x00") + bytes(32)
 SOCKET_TYPE = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"

@@ -14,12 +14,12 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.client import Client
+from paceline.services.coordinator.exchange.transport.router_socket import ExchangeSocket
+from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 from paceline.tls.authority import renew
 from paceline.tls.folder import VARIABLE
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.transport.router_socket import ExchangeSocket
-from services.local.cluster import LocalCluster
+from paceline.v1 import exchange_pb2 as pb
 
 DEADLINE_MS = 30_000
 DEADLINE_S = 60.0

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from services.coordinator.exchange.transport.pipeline_thread import PipelineThread
+from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
 
 
 async def test_what_piles_up_is_the_next_portion() -> None:

@@ -11,13 +11,13 @@ import pytest
 from exchange_drivers import COMMITTED, DUPLICATE, INVALID, OK, MakeWorld, Reward, Rollout, World
 from exchange_service import DEADLINE_S, FOREVER_S, Peer, Service, lease, serving
 
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1.common_pb2 import ROLE_LEARNER, ROLE_REWARD, ROLE_ROLLOUT
-from services.coordinator.exchange import scores
-from services.coordinator.exchange.state import Exchange, Outcome
-from services.coordinator.exchange.transport import receiver, request_filter
-from services.coordinator.exchange.transport import server as exchange_server
-from services.coordinator.exchange.uploads.intake import Arrived
+from paceline.services.coordinator.exchange import scores
+from paceline.services.coordinator.exchange.state import Exchange, Outcome
+from paceline.services.coordinator.exchange.transport import receiver, request_filter
+from paceline.services.coordinator.exchange.transport import server as exchange_server
+from paceline.services.coordinator.exchange.uploads.intake import Arrived
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1.common_pb2 import ROLE_LEARNER, ROLE_REWARD, ROLE_ROLLOUT
 
 REQUESTS = {
     "lease": (ROLE_ROLLOUT, pb.ExchangeRequest(lease=pb.LeaseRequest(room=2, wait_s=FOREVER_S)), 0),

@@ -20,14 +20,14 @@ from exchange_service import DEADLINE_S, FOREVER_S, Service, lease, serving
 
 from paceline.errors import Conflict
 from paceline.groups import Version
+from paceline.services.coordinator.exchange import scores
+from paceline.services.coordinator.exchange.state import Notice
+from paceline.services.coordinator.exchange.transport import router_socket
+from paceline.services.coordinator.exchange.transport import server as exchange_server
+from paceline.services.coordinator.exchange.transport.server import ExchangeServer
+from paceline.v1 import exchange_pb2 as pb
+from paceline.v1.common_pb2 import ROLE_ENVIRONMENT, ROLE_LEARNER, ROLE_REWARD
 from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL
-from protos.paceline.v1 import exchange_pb2 as pb
-from protos.paceline.v1.common_pb2 import ROLE_ENVIRONMENT, ROLE_LEARNER, ROLE_REWARD
-from services.coordinator.exchange import scores
-from services.coordinator.exchange.state import Notice
-from services.coordinator.exchange.transport import router_socket
-from services.coordinator.exchange.transport import server as exchange_server
-from services.coordinator.exchange.transport.server import ExchangeServer
 
 
 @pytest_asyncio.fixture

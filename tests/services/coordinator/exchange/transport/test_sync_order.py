@@ -25,9 +25,9 @@ from exchange_drivers import group_result, make_completion, make_spec
 from paceline.groups import Version
 from paceline.spec.reading import spec_to_yaml
 from paceline.token import open_channel
+from paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
-from protos.paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protos.paceline.v1 import exchange_pb2 as pb
 
 DEADLINE_S = 120.0
 FIRST_REQUEST_ID = 1 << 40
@@ -40,7 +40,15 @@ pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs st
 def traced(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Path]]]:
     """A coordinator under strace: its address, and what ends it and gives the file with the whole trace."""
     trace, ready = tmp_path / "trace", tmp_path / "ready"
-    command = [sys.executable, "-m", "services.coordinator.main", "--port", "0", "--ready-file", str(ready)]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.services.coordinator.main",
+        "--port",
+        "0",
+        "--ready-file",
+        str(ready),
+    ]
     calls = "trace=writev,pwrite64,fsync,fdatasync,sendto"
     process = subprocess.Popen(
         [

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from paceline.errors import WireError
-from services.coordinator.exchange.uploads.array_checks import MAX_LOGPROB, MIN_LOGPROB, check_logprobs
+from paceline.services.coordinator.exchange.uploads.array_checks import (
+    MAX_LOGPROB,
+    MIN_LOGPROB,
+    check_logprobs,
+)
 
 EDGES = [
     0.0,

@@ -18,13 +18,13 @@ from paceline.data.tokens import encode_prompt
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
 from paceline.groups import Completion, Group, IntArray, VersionSpan
 from paceline.rate_limited_log import unforeseen
+from paceline.services.coordinator.exchange.uploads.intake import Arrived, validate_upload
+from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.demo.model import make_tokenizer
 from paceline.spec import RunSpec
+from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import encode_result
-from protos.paceline.v1 import exchange_pb2 as pb
-from services.coordinator.exchange.uploads.intake import Arrived, validate_upload
-from services.coordinator.exchange.uploads.prompt_check import PromptCheck
-from services.coordinator.ledger.ledger import Ledger
-from services.demo.model import make_tokenizer
 
 PROMPTS = {7: "12+34=", 8: "99+01=", 9: [{"role": "user", "content": "1+1="}]}
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -205,7 +205,7 @@ def test_a_process_that_fails_holds_nothing_up(
     child = check._encoder.process
     child.send_signal(number)
     with monkeypatch.context() as patch:
-        patch.setattr("services.coordinator.exchange.uploads.prompt_check.ANSWER_S", 0.2)
+        patch.setattr("paceline.services.coordinator.exchange.uploads.prompt_check.ANSWER_S", 0.2)
         assert check.fault("a-1", 7, own[:-1]) == ""
     assert "does not answer" in check.unavailable
     assert child.returncode == -signal.SIGKILL, "nothing is left behind"

@@ -13,9 +13,9 @@ from exchange_drivers import Learner, MakeWorld, Reward, Rollout, fill
 from ledger_files import opened
 
 from paceline.errors import Conflict, LedgerFault
-from services.coordinator.ledger.backup import back_up
-from services.coordinator.ledger.ledger import Ledger
-from services.coordinator.main import main as coordinator
+from paceline.services.coordinator.ledger.backup import back_up
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.main import main as coordinator
 
 HELP = "restore a backup, or what `sqlite3 .recover` can read (docs/operate.md)"
 
