@@ -48,7 +48,7 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow test-torch-floor chaos hosts strangers meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks audit pages site clean
+.PHONY: help size demo pipeline test test-slow trackers harnesses test-vllm test-vllm-slow test-torch-floor chaos hosts strangers meshes gpu fuzz soak churn lint lint-python lint-protos lint-deploy protos images locks audit pages site clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -113,6 +113,9 @@ soak: $(STAMP) ## Kill and stop receivers and learner ranks in the middle of pub
 churn: $(STAMP) ## Let rollout workers join and leave every few seconds of a run (CHURN="--steps 60 --every 3")
 	$(BIN)/python tests/weights/weight_churn.py $(CHURN)
 
+size: $(STAMP) ## Print how large the product is, and which goals it misses
+	@$(BIN)/python benchmarks/size.py
+
 lint: lint-python lint-protos lint-deploy ## Check style, types, the wire contract, the containers and the chart
 
 lint-python: $(STAMP)
@@ -127,7 +130,7 @@ lint-python: $(STAMP)
 # The contract is compared with main: the remote's where there is one, else the local branch. CI has npx and
 # therefore skips nothing.
 lint-protos: $(STAMP)
-	$(BIN)/python -m protos.generate --check
+	$(BIN)/python protos/generate.py --check
 	@if ! command -v npx >/dev/null; then \
 	    echo "SKIPPED: buf lint and buf breaking need npx (Node.js), which is not here"; exit 0; fi; \
 	set -x; $(BUF) lint protos || exit 1; \
@@ -154,7 +157,7 @@ lint-deploy: $(STAMP) $(HELM_STAMP)
 	else echo "SKIPPED: the schema of HTTPRoutes needs npm (Node.js), which is not here"; fi
 
 protos: $(STAMP) ## Generate the Python stubs beside the .proto files
-	$(BIN)/python -m protos.generate
+	$(BIN)/python protos/generate.py
 
 images: $(STAMP) ## Make the Dockerfile and compose.yaml from the list of roles
 	$(BIN)/python deploy/render.py

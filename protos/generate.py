@@ -1,8 +1,7 @@
-"""Generates the Python stubs beside the .proto files: `python -m protos.generate` (`--check`: only compare, and check that
+"""Generates the Python stubs beside the .proto files: `python protos/generate.py` (`--check`: only compare, and check that
 pyproject.toml asks for packages that the stubs can be imported with).
 
-protoc writes imports as `paceline.v1`, which is the wire's package name; the stubs live in the Python package
-`protos.paceline.v1`, so the imports are rewritten.
+The wire's package, paceline.v1, is also the stubs' package: `paceline/v1` is a link to the folder of the .proto files.
 """
 
 from __future__ import annotations
@@ -35,12 +34,6 @@ def generate(into: Path) -> None:
     outputs = [f"--{kind}_out={into}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
     if protoc.main(["protoc", f"-I{ROOT}", f"-I{well_known}", *outputs, *protos]) != 0:
         raise SystemExit("protoc failed")
-    for stub in into.rglob("*_pb2*.py*"):
-        text = stub.read_text()
-        text = re.sub(r"\bfrom paceline\.v1 import", "from protos.paceline.v1 import", text)
-        text = re.sub(r"\bpaceline\.v1\.(\w+_pb2)", r"protos.paceline.v1.\1", text)
-        text = re.sub(r"^import paceline\.v1", "import protos.paceline.v1", text, flags=re.M)
-        stub.write_text(text)
 
 
 def low_floors(requirements: Iterable[str], stubs: Iterable[str]) -> Mapping[str, str]:

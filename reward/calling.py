@@ -129,7 +129,7 @@ def takes_settings(function: RewardFunction) -> bool:
 
 
 def _is_builtin(function: RewardFunction) -> bool:
-    return getattr(function, "__module__", "").startswith("reward.builtin")
+    return getattr(function, "__module__", "").startswith("paceline.reward.builtin")
 
 
 def fails_always(error: BaseException, completions: list[Any]) -> bool:

@@ -43,7 +43,7 @@ class RewardProcess(UserProcess):
         load = encode({"load": functions_to_load, "num_processes": num_processes})
         code = tuple(f.function.rpartition(":")[0] for f in functions)
         surroundings = Surroundings(code, service_variables(functions), runs_sandboxed_only(functions))
-        super().__init__("reward.worker", load, start_timeout_s, surroundings)
+        super().__init__("paceline.reward.worker", load, start_timeout_s, surroundings)
 
 
 def runs_sandboxed_only(functions: Sequence[RewardFunctionSection]) -> bool:

@@ -102,7 +102,7 @@ class RewardRunner:
         """Return the rewards of one group by every function in turn, or the first failure.
 
         prompts, completions, completion_ids: one for each of the C completions, likewise every column. `trainer_state` is
-        that of `reward.trainer_view`. Raises
+        that of `paceline.reward.trainer_view`. Raises
         InvalidInput when the lengths differ or a value has no JSON form, Conflict when the runner is not running.
         """
         _check_lengths(prompts, completions, completion_ids, columns)

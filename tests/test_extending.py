@@ -12,7 +12,7 @@ from python_path import python_path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "extending.md"
-COPIED = ("paceline", "protos", "rollout", "reward", "learner", "services", "pyproject.toml")
+COPIED = ("paceline", "protos", "rollout", "reward", "learner", "environment", "services", "pyproject.toml")
 DEADLINE_S = 300
 BLOCK = r"^```{}\n(.*?)^```$"
 
@@ -46,7 +46,9 @@ def test_a_diff_applies_and_its_script_runs(title: str, tmp_path: Path) -> None:
     for name in COPIED:
         source, target = ROOT / name, tree / name
         if source.is_dir():
-            shutil.copytree(source, target)  # with what is compiled, for files that the diff leaves alone
+            shutil.copytree(
+                source, target, symlinks=True
+            )  # with what is compiled, for files that the diff leaves alone
         else:
             shutil.copyfile(source, target)
     folder.mkdir()

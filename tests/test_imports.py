@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from protos.generate import low_floors
+import paceline
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("paceline", "services", "rollout", "reward", "learner", "environment", "protos")
+"""Folders of the repository. Those but `paceline` are its subpackages, by links within it; that of protos is `paceline.v1`."""
 MAY_IMPORT = {
     "protos": {"protos"},
     "paceline": {"paceline", "protos"},
@@ -37,7 +39,19 @@ def sources(package: str) -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    if name.startswith("protos."):
+        return name.removeprefix("protos.")
+    return f"paceline.{name}" if name.partition(".")[0] in PACKAGES[1:] else name
+
+
+def folder_of(module: str) -> str | None:
+    """Return the folder in which a module of ours stands; None for one of another project."""
+    first, _, rest = module.partition(".")
+    second = rest.partition(".")[0]
+    if first != "paceline":
+        return None
+    return "protos" if second == "v1" else second if second in PACKAGES else "paceline"
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
@@ -79,11 +93,30 @@ def test_arrows_point_one_way(package: str) -> None:
     wrong = []
     for path in sources(package):
         for name, _ in imports(path):
-            target = name.split(".")[0]
-            if target not in PACKAGES or target in MAY_IMPORT[package]:
-                continue
-            wrong.append(f"{module_name(path)} imports {name}")
+            if folder_of(name) not in (None, *MAY_IMPORT[package]):
+                wrong.append(f"{module_name(path)} imports {name}")
     assert not wrong
+
+
+def test_ours_are_imported_by_the_one_name_that_is_installed() -> None:
+    """A user's own `services/` or `reward.py` is another module than ours."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.py"], check=True, capture_output=True, text=True, cwd=ROOT
+    )
+    wrong = [
+        f"{path} imports {name}"
+        for path in tracked.stdout.splitlines()
+        for name, _ in imports(ROOT / path)
+        if name.partition(".")[0] in PACKAGES[1:]
+    ]
+    assert not wrong
+
+
+def test_every_folder_of_ours_is_a_subpackage() -> None:
+    for package in PACKAGES[1:]:
+        name = "v1" if package == "protos" else package
+        there = ROOT / ("protos/paceline/v1" if package == "protos" else package)
+        assert Path(paceline.__path__[0], name).resolve() == there
 
 
 def test_the_shared_core_imports_nothing_heavy_at_module_level() -> None:
@@ -215,6 +248,7 @@ def fresh_interpreter(code: str) -> str:
 
 
 def test_the_least_versions_that_are_asked_for_can_import_the_stubs() -> None:
+    low_floors = runpy.run_path(str(ROOT / "protos" / "generate.py"))["low_floors"]
     asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     stubs = [path.read_text() for path in (ROOT / "protos").rglob("*_pb2*.py")]
     assert not low_floors(asked, stubs)

@@ -4,7 +4,7 @@ Promise: loss and gradient are those of the global batch, however it is split ov
 excepted); either every rank steps its optimizer or none does.
 
 All ranks call `train_step` together, each with its own part of the batch (which may be empty). Inside, they meet in
-this order: the phases of `learner.step`; then for each update every rank runs the same number of forward and backward
+this order: the phases of `paceline.learner.step`; then for each update every rank runs the same number of forward and backward
 passes (a rank with fewer micro-batches adds dummies of zero weight, because under FSDP each pass is a collective), agrees
 on sums and gradient norm, and steps. Nothing else in the process may use the default group meanwhile.
 """

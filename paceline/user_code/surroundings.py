@@ -172,7 +172,7 @@ def loaded_code(hidden: Iterable[Path]) -> list[Path]:
     """Return the folders from which the next process loads code before it is in its box, but those that this user can neither write nor
     replace. Could user code write there, its text would read secrets in the next process. One within a `hidden` folder is
     returned in any case, so that it is read there."""
-    packages = [os.path.join(ROOT, name) for name in ("paceline", "protos", "reward", "environment")]
+    packages = [os.path.join(ROOT, "paceline", name) for name in ("", "v1", "reward", "environment")]
     paths = sysconfig.get_paths()
     libraries = [paths[name] for name in ("stdlib", "purelib", "platlib")]
     own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []

@@ -1,7 +1,7 @@
 """`code_tests`: a program's tests, run in a sandbox, as a reward.
 
 Promise: a program that fails its tests gets 0, or their share, with the outcome of each test kept beside; a sandbox that fails
-ends the attempt, and never makes a 0. The parts are in `reward.code` and `reward.sandbox`, imported at the first call.
+ends the attempt, and never makes a 0. The parts are in `paceline.reward.code` and `paceline.reward.sandbox`, imported at the first call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`judge` and `judge_pairwise`: a language model behind an OpenAI-compatible endpoint scores the completions.
 
 Promise: a completion without a verdict gets None, never a number, and a service that gives no answer ends the attempt, so
-that the group is scored again later, unless the spec says otherwise. The parts are in `reward.judging` and
-`reward.endpoints`, which are imported at the first call.
+that the group is scored again later, unless the spec says otherwise. The parts are in `paceline.reward.judging` and
+`paceline.reward.endpoints`, which are imported at the first call.
 """
 
 from __future__ import annotations

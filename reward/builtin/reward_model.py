@@ -1,6 +1,6 @@
 """`reward_model` and `process_reward_model`: trained classification models as reward functions.
 
-In a run they are scored by `reward.models`, in a process for each model that all groups of a worker share. Called as functions
+In a run they are scored by `paceline.reward.models`, in a process for each model that all groups of a worker share. Called as functions
 they load the model into the caller's process and score there, with the same code.
 """
 

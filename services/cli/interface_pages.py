@@ -16,8 +16,9 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, ServiceDescriptor
 
-PROTOS = Path(__file__).resolve().parents[2] / "protos"
-FOLDER = PROTOS / "paceline" / "v1"
+from paceline import v1
+
+FOLDER = Path(v1.__path__[0])
 PROTOS_PAGE = """\
 # gRPC interface
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 
-from paceline import __version__
+from paceline import __version__, v1
 from paceline.services.dashboard.methods import MODULES, methods
 from paceline.v1 import common_pb2
 
-PROTOS = Path(__file__).resolve().parents[2] / "protos"
+FOLDER = Path(v1.__path__[0])
 INT64 = (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64)
 NUMBERS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 _OPENING = re.compile(r"\s*(message|service|enum)\s+(\w+)\s*\{(\})?")
@@ -123,7 +123,7 @@ def _comments() -> dict[str, str]:
     found: dict[str, str] = {}
     for module in (*MODULES, common_pb2):
         owner, lines = "", list[str]()
-        for line in (PROTOS / module.DESCRIPTOR.name).read_text(encoding="utf-8").splitlines():
+        for line in (FOLDER / Path(module.DESCRIPTOR.name).name).read_text(encoding="utf-8").splitlines():
             stripped = line.strip()
             if stripped.startswith("//"):
                 lines.append(stripped.removeprefix("//").strip())

@@ -113,7 +113,7 @@ def test_what_the_list_says_is_what_the_service_does(role: str) -> None:
     about = ROLES[role]
     script, *words = about["command"].split()
     started = SERVED[words[-1]][0] if words else SCRIPTS[script]
-    assert started.startswith(f"services.{role}")
+    assert started.startswith(f"paceline.services.{role}")
     assert parsed(role, []).get("grace_s", 0) == about["grace_s"]
     source = "\n".join(path.read_text() for path in (ROOT / "services" / role).glob("*.py"))
     names = {

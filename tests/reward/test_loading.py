@@ -72,10 +72,10 @@ def test_two_files_of_one_name_and_none_of_ours_is_shadowed(tmp_path: Path) -> N
         write(tmp_path / name / "learner.py", f"def f(completions, **columns): return [{value}.0]\n")
     first, second = (load_function(f"{tmp_path / name / 'learner.py'}:f") for name in ("a", "b"))
     assert (first(completions=[""]), second(completions=[""])) == ([1.0], [2.0])
-    import learner
+    import paceline.learner
 
-    assert learner.__file__ is not None
-    assert not learner.__file__.startswith(str(tmp_path))
+    assert paceline.learner.__file__ is not None
+    assert not paceline.learner.__file__.startswith(str(tmp_path))
 
 
 def test_dataclasses_work_in_a_loaded_file(tmp_path: Path) -> None:
