@@ -26,7 +26,7 @@ from paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 from paceline.v1 import worker_pb2 as paceline_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/v1/host_agent.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\x1a\x18paceline/v1/worker.proto\"\xbd\x02\n\x0c\x41gentRequest\x12*\n\x06\x63lient\x18\x01 \x01(\x0b\x32\x18.paceline.v1.AgentClientH\x00\x12#\n\x05\x61live\x18\x02 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x12%\n\x04plan\x18\x03 \x01(\x0b\x32\x15.paceline.v1.HostPlanH\x00\x12*\n\x06layout\x18\x04 \x01(\x0b\x32\x18.paceline.v1.StageLayoutH\x00\x12(\n\x05\x62\x65gin\x18\x05 \x01(\x0b\x32\x17.paceline.v1.StageBeginH\x00\x12$\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x15.paceline.v1.StageEndH\x00\x12.\n\x08manifest\x18\x07 \x01(\x0b\x32\x1a.paceline.v1.StageManifestH\x00\x42\t\n\x07request\"\x95\x02\n\nAgentReply\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.AgentIdentityH\x00\x12#\n\x05\x61live\x18\x02 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x12(\n\x04held\x18\x03 \x01(\x0b\x32\x18.paceline.v1.HeldVersionH\x00\x12*\n\x06\x62uffer\x18\x04 \x01(\x0b\x32\x18.paceline.v1.StageBufferH\x00\x12%\n\x06staged\x18\x05 \x01(\x0b\x32\x13.paceline.v1.StagedH\x00\x12,\n\x07refusal\x18\x06 \x01(\x0b\x32\x19.paceline.v1.AgentRefusalH\x00\x42\x07\n\x05reply\"\x1f\n\x0b\x41gentClient\x12\x10\n\x08protocol\x18\x01 \x01(\r\"A\n\rAgentIdentity\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x10\n\x08\x61gent_id\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\"\x17\n\x05\x41live\x12\x0e\n\x06number\x18\x01 \x01(\x04\"c\n\x0bStageLayout\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08manifest\x18\x02 \x01(\x0c\x12\x0e\n\x06source\x18\x03 \x01(\r\x12\x13\n\x0blocal_ranks\x18\x04 \x01(\r\x12\r\n\x05token\x18\x05 \x01(\x0c\"I\n\nStageBegin\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\"]\n\x0bStageBuffer\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05inode\x18\x03 \x01(\x04\"G\n\x08StageEnd\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\"F\n\x06Staged\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\"^\n\rStageManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\"\xd6\x01\n\x0bHeldVersion\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x16\n\x0everified_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\r\n\x05inode\x18\x06 \x01(\x04\x12\x10\n\x08manifest\x18\x07 \x01(\x0c\x12+\n\x08transfer\x18\x08 \x01(\x0b\x32\x19.paceline.v1.HostTransfer\"L\n\x0c\x41gentRefusal\x12\x0f\n\x07message\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\"\xbf\x01\n\x0bReadRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12+\n\x07version\x18\x03 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\r\n\x05proof\x18\x04 \x01(\x0c\x12\x10\n\x08manifest\x18\x05 \x01(\x08\x12\x0e\n\x06stream\x18\x06 \x01(\r\x12\x0f\n\x07streams\x18\x07 \x01(\r\x12\x0f\n\x07present\x18\x08 \x01(\x0c\x12\x0e\n\x06source\x18\t \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/v1/host_agent.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\x1a\x18paceline/v1/worker.proto\"\xbd\x02\n\x0c\x41gentRequest\x12*\n\x06\x63lient\x18\x01 \x01(\x0b\x32\x18.paceline.v1.AgentClientH\x00\x12#\n\x05\x61live\x18\x02 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x12%\n\x04plan\x18\x03 \x01(\x0b\x32\x15.paceline.v1.HostPlanH\x00\x12*\n\x06layout\x18\x04 \x01(\x0b\x32\x18.paceline.v1.StageLayoutH\x00\x12(\n\x05\x62\x65gin\x18\x05 \x01(\x0b\x32\x17.paceline.v1.StageBeginH\x00\x12$\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x15.paceline.v1.StageEndH\x00\x12.\n\x08manifest\x18\x07 \x01(\x0b\x32\x1a.paceline.v1.StageManifestH\x00\x42\t\n\x07request\"\x9b\x02\n\nAgentReply\x12.\n\x08identity\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.AgentIdentityH\x00\x12#\n\x05\x61live\x18\x02 \x01(\x0b\x32\x12.paceline.v1.AliveH\x00\x12(\n\x04held\x18\x03 \x01(\x0b\x32\x18.paceline.v1.HeldVersionH\x00\x12*\n\x06\x62uffer\x18\x04 \x01(\x0b\x32\x18.paceline.v1.StageBufferH\x00\x12%\n\x06staged\x18\x05 \x01(\x0b\x32\x13.paceline.v1.StagedH\x00\x12,\n\x07refusal\x18\x06 \x01(\x0b\x32\x19.paceline.v1.AgentRefusalH\x00\x42\x07\n\x05replyJ\x04\x08\x07\x10\x08\"%\n\x0b\x41gentClient\x12\x10\n\x08protocol\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03\"A\n\rAgentIdentity\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x10\n\x08\x61gent_id\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\"\x17\n\x05\x41live\x12\x0e\n\x06number\x18\x01 \x01(\x04\"c\n\x0bStageLayout\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08manifest\x18\x02 \x01(\x0c\x12\x0e\n\x06source\x18\x03 \x01(\r\x12\x13\n\x0blocal_ranks\x18\x04 \x01(\r\x12\r\n\x05token\x18\x05 \x01(\x0c\"I\n\nStageBegin\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\"]\n\x0bStageBuffer\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05inode\x18\x03 \x01(\x04\"G\n\x08StageEnd\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\"F\n\x06Staged\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\"^\n\rStageManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\"\xd6\x01\n\x0bHeldVersion\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\x16\n\x0everified_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\r\n\x05inode\x18\x06 \x01(\x04\x12\x10\n\x08manifest\x18\x07 \x01(\x0c\x12+\n\x08transfer\x18\x08 \x01(\x0b\x32\x19.paceline.v1.HostTransfer\"L\n\x0c\x41gentRefusal\x12\x0f\n\x07message\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\"\xbf\x01\n\x0bReadRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12+\n\x07version\x18\x03 \x01(\x0b\x32\x1a.paceline.v1.PolicyVersion\x12\r\n\x05proof\x18\x04 \x01(\x0c\x12\x10\n\x08manifest\x18\x05 \x01(\x08\x12\x0e\n\x06stream\x18\x06 \x01(\r\x12\x0f\n\x07streams\x18\x07 \x01(\r\x12\x0f\n\x07present\x18\x08 \x01(\x0c\x12\x0e\n\x06source\x18\t \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,29 +36,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AGENTREQUEST']._serialized_start=98
   _globals['_AGENTREQUEST']._serialized_end=415
   _globals['_AGENTREPLY']._serialized_start=418
-  _globals['_AGENTREPLY']._serialized_end=695
-  _globals['_AGENTCLIENT']._serialized_start=697
-  _globals['_AGENTCLIENT']._serialized_end=728
-  _globals['_AGENTIDENTITY']._serialized_start=730
-  _globals['_AGENTIDENTITY']._serialized_end=795
-  _globals['_ALIVE']._serialized_start=797
-  _globals['_ALIVE']._serialized_end=820
-  _globals['_STAGELAYOUT']._serialized_start=822
-  _globals['_STAGELAYOUT']._serialized_end=921
-  _globals['_STAGEBEGIN']._serialized_start=923
-  _globals['_STAGEBEGIN']._serialized_end=996
-  _globals['_STAGEBUFFER']._serialized_start=998
-  _globals['_STAGEBUFFER']._serialized_end=1091
-  _globals['_STAGEEND']._serialized_start=1093
-  _globals['_STAGEEND']._serialized_end=1164
-  _globals['_STAGED']._serialized_start=1166
-  _globals['_STAGED']._serialized_end=1236
-  _globals['_STAGEMANIFEST']._serialized_start=1238
-  _globals['_STAGEMANIFEST']._serialized_end=1332
-  _globals['_HELDVERSION']._serialized_start=1335
-  _globals['_HELDVERSION']._serialized_end=1549
-  _globals['_AGENTREFUSAL']._serialized_start=1551
-  _globals['_AGENTREFUSAL']._serialized_end=1627
-  _globals['_READREQUEST']._serialized_start=1630
-  _globals['_READREQUEST']._serialized_end=1821
+  _globals['_AGENTREPLY']._serialized_end=701
+  _globals['_AGENTCLIENT']._serialized_start=703
+  _globals['_AGENTCLIENT']._serialized_end=740
+  _globals['_AGENTIDENTITY']._serialized_start=742
+  _globals['_AGENTIDENTITY']._serialized_end=807
+  _globals['_ALIVE']._serialized_start=809
+  _globals['_ALIVE']._serialized_end=832
+  _globals['_STAGELAYOUT']._serialized_start=834
+  _globals['_STAGELAYOUT']._serialized_end=933
+  _globals['_STAGEBEGIN']._serialized_start=935
+  _globals['_STAGEBEGIN']._serialized_end=1008
+  _globals['_STAGEBUFFER']._serialized_start=1010
+  _globals['_STAGEBUFFER']._serialized_end=1103
+  _globals['_STAGEEND']._serialized_start=1105
+  _globals['_STAGEEND']._serialized_end=1176
+  _globals['_STAGED']._serialized_start=1178
+  _globals['_STAGED']._serialized_end=1248
+  _globals['_STAGEMANIFEST']._serialized_start=1250
+  _globals['_STAGEMANIFEST']._serialized_end=1344
+  _globals['_HELDVERSION']._serialized_start=1347
+  _globals['_HELDVERSION']._serialized_end=1561
+  _globals['_AGENTREFUSAL']._serialized_start=1563
+  _globals['_AGENTREFUSAL']._serialized_end=1639
+  _globals['_READREQUEST']._serialized_start=1642
+  _globals['_READREQUEST']._serialized_end=1833
 # @@protoc_insertion_point(module_scope)
