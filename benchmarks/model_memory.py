@@ -106,7 +106,7 @@ def role_of(process: psutil.Process) -> str:
         words = " ".join(process.cmdline())
     except psutil.Error:
         return "command"
-    return next((role for role in ROLES if f"services.{role}." in words), "command")
+    return next((role for role in ROLES if f"paceline.services.{role}." in words), "command")
 
 
 def by_role(command: psutil.Process) -> dict[str, int]:

@@ -210,7 +210,7 @@ class LocalCluster:
                 "cuda",
             ]  # a worker that cannot use its GPU fails, and does not fall back to the CPU
         options = ["--port", "0", "--name", name, "--grace", str(self._grace_s), *role_options.get(role, [])]
-        command = [f"services.{role}.main", "--coordinator", self.address, *options]
+        command = [f"paceline.services.{role}.main", "--coordinator", self.address, *options]
         self._add(role, [*command, *self._options.get(role, ())], self._max_deaths)
         return name
 

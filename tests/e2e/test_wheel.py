@@ -27,7 +27,7 @@ def length(completions, **columns):
 """
 TRAIN = """\
 import json
-import sys
+from pathlib import Path
 
 import environment, learner, protos, rollout, services
 import paceline
@@ -35,7 +35,7 @@ from paceline.services.demo.model import make_model
 from reward import length
 
 assert all(each.WANTED == 4 for each in (environment, learner, protos, rollout, services))
-make_model("model", seed=0, hidden=32, layers=1, heads=2)
+make_model(Path("model"), seed=0, hidden=32, layers=1, heads=2)
 result = paceline.train(
     policy={"model_name": "model", "max_total_sequence_length": 32, "generation": {"max_new_tokens": 8}},
     data=[{"prompt": f"{number}+1="} for number in range(4)],
