@@ -117,7 +117,16 @@ def traced(tree: Path, python: str) -> dict[str, list[str]]:
         hook = Path(folder, "hook")
         hook.mkdir()
         (hook / "sitecustomize.py").write_text(PROFILER.format(tree=str(tree), out=str(out), roots=ROOTS))
-        command = [python, "-c", f"from {made.stdout.split()[-1]} import main; main()", "up", "spec.yaml", "--no-page", "--port", "0"]
+        command = [
+            python,
+            "-c",
+            f"from {made.stdout.split()[-1]} import main; main()",
+            "up",
+            "spec.yaml",
+            "--no-page",
+            "--port",
+            "0",
+        ]
         subprocess.run(command, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(hook)})
         found = sorted(set(out.read_text().splitlines()))
     ways: dict[str, list[str]] = {way: [] for way in ROOTS}
