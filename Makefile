@@ -73,11 +73,11 @@ test-slow: $(STAMP) ## Run the long tests: short forms of the campaigns, every o
 trackers: $(STAMP) ## Install the trackers and run the tests at their real servers; without it, `make test` skips them
 	@if $(BIN)/python -c 'import pip' 2>/dev/null; then pip="$(BIN)/python -m pip"; else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
 	$$pip install --no-compile -c constraints.txt -e '.[dev,trackers]' sqlalchemy alembic
-	@$(call timed,$(BIN)/python $(PYTEST) tests/services/tracking)
+	@$(call timed,$(BIN)/python $(PYTEST) tests/apps/tracking)
 
-# Their tests with vLLM: make test-vllm TESTS=tests/services/evaluation
+# Their tests with vLLM: make test-vllm TESTS=tests/apps/evaluation
 harnesses: $(STAMP) $(HARNESS_STAMP) ## Install lm-eval and inspect-ai, in an environment of their own, and run them against served models
-	@$(call timed,$(BIN)/python -m pytest -m "harnesses and not vllm" tests/services/evaluation $(TESTS))
+	@$(call timed,$(BIN)/python -m pytest -m "harnesses and not vllm" tests/apps/evaluation $(TESTS))
 
 test-vllm: $(VLLM_STAMP) ## Run the tests of the real vLLM on CPUs, in an environment of their own
 	@$(call timed,$(VLLM_BIN)/python $(PYTEST) -m "vllm and not slow" $(VLLM_WARNINGS) $(or $(TESTS),$(VLLM_TESTS)))
@@ -125,7 +125,7 @@ lint-python: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python -m paceline.services.cli.reference --check
 	$(BIN)/python -m paceline.services.coordinator.reporting.metric_table --check
-	$(BIN)/python -m paceline.services.tracking.names --check
+	$(BIN)/python -m paceline.apps.tracking.names --check
 
 # The contract is compared with main: the remote's where there is one, else the local branch. CI has npx and
 # therefore skips nothing.
@@ -177,7 +177,7 @@ pages: $(STAMP) ## Generate the pages of keys, commands, interfaces, foreign nam
 	$(BIN)/python -m paceline.services.cli.reference
 	$(BIN)/python -m paceline.services.coordinator.reporting.metric_table
 	$(BIN)/python tests/support/models/models_page.py
-	$(BIN)/python -m paceline.services.tracking.names
+	$(BIN)/python -m paceline.apps.tracking.names
 	$(BIN)/python docs/site/licences.py
 
 site: $(STAMP) ## Build the documentation as a site, build/site/html; warnings are errors

@@ -8,7 +8,7 @@ slows caches down; of several rounds the fastest. A step of a run with one rollo
 `within` is the largest difference of predicted and measured steps, as a share of the measured.
 
 With --calibrate the shapes of CALIBRATION are measured instead, and the rates of one core that explain them best (non-negative
-least squares of relative errors) are printed: those of `paceline/planning/processors.py`. No shape is in both lists.
+least squares of relative errors) are printed: those of `apps/planning/processors.py`. No shape is in both lists.
 """
 
 from __future__ import annotations
@@ -201,10 +201,10 @@ def main() -> None:
 
 def compared(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
     """Return predicted and measured seconds of a shape's step."""
+    from paceline.apps.planning.processors import CPU_CORE
+    from paceline.apps.planning.rates import generation_seconds, training_seconds
+    from paceline.apps.planning.work import Work
     from paceline.models.shape import shape_of
-    from paceline.planning.processors import CPU_CORE
-    from paceline.planning.rates import generation_seconds, training_seconds
-    from paceline.planning.work import Work
 
     sizes = shape_of(shape.config())
     assert sizes is not None
@@ -236,9 +236,9 @@ def fitted(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]
     """Return the rates of one core that explain the measured seconds best."""
     import numpy as np
 
+    from paceline.apps.planning.rates import generation_terms, training_terms
+    from paceline.apps.planning.work import Work
     from paceline.models.shape import shape_of
-    from paceline.planning.rates import generation_terms, training_terms
-    from paceline.planning.work import Work
 
     found = {}
     for kind, terms in (("generation", generation_terms), ("training", training_terms)):

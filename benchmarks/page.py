@@ -216,7 +216,7 @@ def main() -> None:
         command = [
             sys.executable,
             "-m",
-            "paceline.services.dashboard.main",
+            "paceline.apps.dashboard.main",
             "--directory",
             str(folder),
             "--port",

@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 import zmq
 
-from paceline.services.dashboard.access import Access, Role
+from paceline.services.common.access.page_keys import Access, Role
 
 VIEWS = {
     "runs": (3.0, [("RunService/List", {})]),

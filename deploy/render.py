@@ -32,7 +32,7 @@ COMPOSE_HEAD = """#
 # published on this host's loopback only. On Linux 6.12 Paceline's secrets are hidden from user code; PACELINE_REQUIRE_ISOLATION=1
 # requires it, 0 turns it off (docs/security.md). PACELINE_STORAGE_KEY encrypts files. The page's links, which carry keys:
 #
-#   docker compose -f deploy/compose.yaml exec dashboard python -m paceline.services.dashboard.links 127.0.0.1:7081
+#   docker compose -f deploy/compose.yaml exec dashboard python -m paceline.apps.dashboard.links 127.0.0.1:7081
 """
 
 

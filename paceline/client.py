@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.backoff import ExponentialBackoff
 from paceline.connection import FIRST_BACKOFF_S, MAX_BACKOFF_S
 from paceline.errors import InvalidInput, NotFound, Unavailable
+from paceline.models.registered import Models
 from paceline.records import Columns, Records
-from paceline.registry.calls import Models
 from paceline.rpc_errors import LASTING, status_name
 from paceline.run_states import ENDED_STATES as ENDED_STATES
 from paceline.run_states import RunState as RunState

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from paceline.apps.dashboard.methods import methods
 from paceline.services.cli.main import COMMANDS
 from paceline.services.cli.reference import generated
 from paceline.services.coordinator.reporting import metric_table
-from paceline.services.dashboard.methods import methods
 from paceline.spec.keys import keys
 
 ROOT = Path(__file__).resolve().parent.parent

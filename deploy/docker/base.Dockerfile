@@ -42,7 +42,7 @@ COPY --from=source /src /src
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py control \
     && /opt/paceline/bin/python /locks/compile.py hf_xet s3fs tokenizers transformers zstandard \
-        paceline.services.cli.main paceline.services.coordinator.main paceline.services.dashboard.links paceline.services.dashboard.main paceline.services.common.healthcheck \
+        paceline.services.cli.main paceline.services.coordinator.main paceline.apps.dashboard.links paceline.apps.dashboard.main paceline.services.common.healthcheck \
     && /opt/paceline/bin/python /locks/collect.py /root-of-image
 
 # The same with what reads Parquet and the hub's data sets.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.learner.checkpoints.export_folder import written_beside
 from paceline.learner.checkpoints.export_manifest import write_export_manifest
-from paceline.registry.origin import Origin
+from paceline.models.export_origin import Origin
 from paceline.spec import LoraSection
 from paceline.weights.lora_names import A_SUFFIX, FINGERPRINT, PREFIX
 

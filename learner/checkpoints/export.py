@@ -21,8 +21,8 @@ from paceline.learner.checkpoints.verification import Location, Verified, verify
 from paceline.learner.model.adapter import adapter_weights, add_adapter, is_part_of_adapter
 from paceline.learner.weights.gather import gather_merged, is_first_rank
 from paceline.learner.weights.stream import Piece, Weight, export_weights, pieces
+from paceline.models.export_origin import Origin
 from paceline.models.pretrained import load_pretrained
-from paceline.registry.origin import Origin
 from paceline.spec import PolicySection
 
 

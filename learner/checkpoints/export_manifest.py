@@ -1,4 +1,4 @@
-"""The manifest in an export: its files with their hashes, and the run that exported them (`paceline/registry/origin.py`).
+"""The manifest in an export: its files with their hashes, and the run that exported them (`paceline/models/export_origin.py`).
 
 `paceline ledger verify` compares both.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from paceline.files.names import EXPORT_MANIFEST
 from paceline.files.storage import Folder
 from paceline.learner.checkpoints.manifest import hash_files
-from paceline.registry.origin import Origin
+from paceline.models.export_origin import Origin
 
 
 def write_export_manifest(folder: Path, origin: Origin | None = None) -> None:

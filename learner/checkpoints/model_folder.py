@@ -31,8 +31,8 @@ from paceline.learner.checkpoints.export_manifest import write_export_manifest
 from paceline.learner.checkpoints.other_files import copy_files_of_policy
 from paceline.learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
 from paceline.learner.weights.stream import Piece, Weight
+from paceline.models.export_origin import Origin
 from paceline.models.pretrained import skeleton
-from paceline.registry.origin import Origin
 from paceline.spec import PolicySection
 
 LAYER = re.compile(r".*?\.layers\.\d+\.")

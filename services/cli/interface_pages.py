@@ -36,7 +36,7 @@ PYTHON_PARTS = (
     ("One call", "paceline.services.local.one_call", ("train", "TrainedRun")),
     ("Client", "paceline.client", ("Client", "Event", "RunState")),
     ("Records", "paceline.records", ("Records", "Verified", "RecordedEvent")),
-    ("Registered models", "paceline.registry.calls", ("Models",)),
+    ("Registered models", "paceline.models.registered", ("Models",)),
     ("Services of one host", "paceline.services.local.cluster", ("LocalCluster",)),
 )
 COLUMNS = 120

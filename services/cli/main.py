@@ -46,11 +46,11 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "Check a spec and print it resolved, or explain its keys.",
         ),
         "plan": (
-            "paceline.services.cli.plan:plan",
+            "paceline.apps.planning.plan:plan",
             "Estimate the memory that a spec takes, and say whether it fits.",
         ),
         "import": (
-            "paceline.services.cli.imports:import_spec",
+            "paceline.apps.importers.import_spec:import_spec",
             "Write a spec from a configuration of TRL, NeMo RL, verl or prime-rl.",
         ),
         "data": (
@@ -58,7 +58,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "Show the data of a spec (counts, lengths, samples, overlap), or prepare them.",
         ),
         "sweep": (
-            "paceline.services.cli.sweeping.sweep:sweep",
+            "paceline.apps.sweeps.sweep:sweep",
             "Search over keys of a spec, by runs one after the other.",
         ),
     },
@@ -94,17 +94,17 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "Show the completions of a step or an evaluation with their rewards, or export all.",
         ),
         "traces": (
-            "paceline.services.cli.recorded.traces:traces",
+            "paceline.apps.traces.traces:traces",
             "Write what a run has sampled as traces, make preference pairs of traces, or compare two models.",
         ),
         "metrics": ("paceline.services.cli.recorded.metrics:metrics", "Show or export the metrics of a run."),
-        "plot": ("paceline.services.cli.recorded.plot:plot", "Write the curves of runs as an HTML page."),
+        "plot": ("paceline.apps.reports.plot:plot", "Write the curves of runs as an HTML page."),
         "report": (
-            "paceline.services.cli.recorded.report:report",
+            "paceline.apps.reports.report:report",
             "Write one HTML file about a run: outcome, curves, samples, books, spec.",
         ),
         "track": (
-            "paceline.services.cli.recorded.track:track",
+            "paceline.apps.tracking.track:track",
             "Send runs to Weights & Biases, MLflow or TensorBoard.",
         ),
         "ledger": (
@@ -130,15 +130,15 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "Talk to a trained model in this process, without services.",
         ),
         "eval": (
-            "paceline.services.cli.evaluating.evaluate:evaluate",
+            "paceline.apps.evaluation.evaluate:evaluate",
             "Measure a model on the validation set of a file, without a run.",
         ),
         "gate": (
-            "paceline.services.cli.evaluating.gate:gate",
+            "paceline.apps.evaluation.gate_command:gate",
             "Say whether a model may take the place of another, by two evaluations.",
         ),
         "models": (
-            "paceline.services.cli.registry.models:models",
+            "paceline.apps.registry.models:models",
             "Register, promote, roll back and fetch models with their lineage and signature.",
         ),
     },

@@ -23,11 +23,11 @@ SERVICES = {
         "The agent that brings weights to a host's workers; they start one by themselves.",
     ),
     "model": (
-        "paceline.services.cli.serve_model:main",
+        "paceline.apps.model_server.serve_model:main",
         "One model behind the OpenAI-compatible endpoint, without a run.",
     ),
     "dashboard": (
-        "paceline.services.dashboard.main:main",
+        "paceline.apps.dashboard.main:main",
         "A page that shows runs, and their records as JSON over HTTP.",
     ),
 }

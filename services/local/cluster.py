@@ -181,7 +181,7 @@ class LocalCluster:
         ready_file.unlink(missing_ok=True)
         options = ["--directory", str(self.directory), "--coordinator", self.address, "--host", self._host]
         command = [
-            "paceline.services.dashboard.main",
+            "paceline.apps.dashboard.main",
             *options,
             "--port",
             str(port),
@@ -194,7 +194,7 @@ class LocalCluster:
     def start_trackers(self) -> None:
         """Start the process that sends runs to the trackers that their specs name. Nothing waits for it."""
         options = ["--directory", str(self.directory), "--coordinator", self.address]
-        self._add(TRACKERS, ["paceline.services.cli.recorded.track", *options], max_deaths=None)
+        self._add(TRACKERS, ["paceline.apps.tracking.track", *options], max_deaths=None)
 
     def add(self, role: str) -> str:
         """Start one more service of `role` and return its name: that of one that was removed, if any has ended. A rollout

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.services.dashboard.access import Access, Role
+from paceline.services.common.access.page_keys import Access, Role
 from paceline.services.local.cluster import LocalCluster
 
 USUAL_PORT = 7080

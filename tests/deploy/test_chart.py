@@ -20,10 +20,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from paceline.apps.dashboard.main import main as dashboard_main
 from paceline.services.cli.main import main as cli
 from paceline.services.common.healthcheck import main as healthcheck_main
 from paceline.services.coordinator.main import main as coordinator_main
-from paceline.services.dashboard.main import main as dashboard_main
 from paceline.services.demo.smoke import main as smoke_main
 from paceline.services.environment.main import main as environment_main
 from paceline.services.learner.main import main as learner_main

@@ -21,11 +21,11 @@ import click
 import pytest
 import yaml
 
+from paceline.apps.dashboard.main import main as dashboard_main
 from paceline.errors import InvalidInput
 from paceline.services.cli.serve import SERVICES as SERVED
 from paceline.services.common.advertise import advertised_host
 from paceline.services.coordinator.main import main as coordinator_main
-from paceline.services.dashboard.main import main as dashboard_main
 from paceline.services.environment.main import main as environment_main
 from paceline.services.learner.main import main as learner_main
 from paceline.services.reward.main import main as reward_main

@@ -13,13 +13,13 @@ import aiohttp
 from command_line import paceline
 from watched_runs import finish
 
+from paceline.apps.model_server.serving import endpoint_of, opened_model, registered_name
+from paceline.apps.model_server.trace_log import TraceLog
 from paceline.client import Client
 from paceline.files.storage import Folder
-from paceline.registry.origin import origin_of
+from paceline.models.export_origin import origin_of
 from paceline.services.cli.chat import spec_of_model
 from paceline.services.local.cluster import LocalCluster
-from paceline.services.model_server.serving import endpoint_of, opened_model, registered_name
-from paceline.services.model_server.trace_log import TraceLog
 from paceline.spec import RunSpec
 
 EVALUATION = """

@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 from tiny_chat import save_tiny_chat
 from trained_ledger import RUN_ID, Writer
 
-from paceline.evaluation.gate import Bounds, judge
-from paceline.evaluation.results import digest_of, folder_digest, read_result, write_result
+from paceline.apps.evaluation.gate import Bounds, judge
+from paceline.apps.evaluation.results import digest_of, folder_digest, read_result, write_result
 from paceline.services.cli.main import main
 
 

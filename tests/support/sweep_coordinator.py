@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
+from paceline.apps.sweeps.study import SweepStudy
+from paceline.apps.sweeps.sweep_file import Sweep
+from paceline.apps.sweeps.trials import Trials
 from paceline.client import Event
 from paceline.errors import Conflict
-from paceline.services.cli.sweeping.study import SweepStudy
-from paceline.services.cli.sweeping.sweep_file import Sweep
-from paceline.services.cli.sweeping.trials import Trials
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import run_pb2

@@ -9,7 +9,7 @@ Forms that are read:
                    advantage; the reward is the sum over the functions
     verifiers      prompt and completion as messages, reward and example_id, as its `results.jsonl` has them
 
-Records of other forms become such rows first (`paceline.data.traces.conversion`). Promise: a completion is the model's alone;
+Records of other forms become such rows first (`paceline.apps.traces.conversion`). Promise: a completion is the model's alone;
 one with messages of a tool or a user in between is refused, because they would train.
 """
 

@@ -14,8 +14,8 @@ from paceline.client import Client
 from paceline.encryption.storage_key import FILE_VARIABLE, StorageKey, storage_key
 from paceline.errors import InvalidInput, NotFound
 from paceline.files.names import EXPORTS, LEDGER_NAME
+from paceline.models.export_origin import Origin
 from paceline.records import Records
-from paceline.registry.origin import Origin
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import (
     Source,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.registry.origin import Origin, origin_of
+from paceline.models.export_origin import Origin, origin_of
 from paceline.services.coordinator.ledger.integrity.report import VerifyReport
 
 if TYPE_CHECKING:

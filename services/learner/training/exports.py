@@ -20,7 +20,7 @@ from paceline.learner.checkpoints.export import export_live
 from paceline.learner.checkpoints.export_folder import remove_left_overs
 from paceline.learner.collectives import broadcast_bytes, succeed_on_all_ranks
 from paceline.learner.weights.gather import gather_weights
-from paceline.registry.origin import Origin
+from paceline.models.export_origin import Origin
 from paceline.services.learner.context import RankContext
 from paceline.spec import RunSpec
 

@@ -35,7 +35,7 @@ from paceline.learner.collectives import (
 )
 from paceline.learner.model.mesh import mesh_of
 from paceline.learner.step.trainer import Trainer
-from paceline.registry.origin import Origin
+from paceline.models.export_origin import Origin
 from paceline.services.common.bundled_spec import BundledSpec
 from paceline.services.common.gpus import refuse_cpu
 from paceline.services.common.reporting.progress_log import ProgressLog

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.evaluation.statistics import consensus
+from paceline.apps.evaluation.statistics import consensus
 from paceline.reward.builtin import BUILTIN_FUNCTIONS
 from paceline.reward.builtin.votes import same_vote, votes_of
 from paceline.spec import RewardFunctionSection

@@ -19,7 +19,7 @@ from paceline.errors import Conflict, Unavailable
 from paceline.files.storage import Folder
 from paceline.learner.checkpoints.model_folder import ModelFolder
 from paceline.learner.weights import stream
-from paceline.registry.origin import Origin, origin_of
+from paceline.models.export_origin import Origin, origin_of
 from paceline.services.learner.orders import ExportOrder, Orders
 from paceline.services.learner.training import exports
 from paceline.services.learner.training.exports import Rank0RunExports, RunExports

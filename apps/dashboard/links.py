@@ -1,0 +1,45 @@
+"""`python -m paceline.apps.dashboard.links HOST:PORT`: print the links to a dashboard that does not print them itself.
+
+For a dashboard in a container: a log should not have keys, so whoever may run commands beside the token asks for the links.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paceline.errors import NotFound
+from paceline.services.common.access.page_keys import Access, Role
+from paceline.services.common.options import token_file_option
+from paceline.tls.folder import tls_folder
+from paceline.token import DEFAULT_PATH, read_token, token_path
+
+
+@click.command()
+@click.argument("address")
+@token_file_option
+def main(address: str) -> None:
+    """Print the links to the page that a browser reaches at ADDRESS (HOST:PORT)."""
+    path: Path = token_path(DEFAULT_PATH)
+    if not read_token(path):
+        raise click.ClickException(
+            str(NotFound(f"no token in {path}; give --token-file, the file of the dashboard's coordinator"))
+        )
+    say_links(address, Access(path))
+
+
+def say_links(address: str, access: Access) -> None:
+    """Print the link of each role."""
+    click.echo(f"page:           {link(address, access, Role.OPERATOR)}")
+    click.echo(f"page, to read:  {link(address, access, Role.READER)}")
+
+
+def link(address: str, access: Access, role: Role) -> str:
+    """Return the page's link for a role. The key is behind `#`, which browsers do not send to any server."""
+    scheme = "http" if tls_folder() is None else "https"
+    return f"{scheme}://{address}/#key={access.key(role)}"
+
+
+if __name__ == "__main__":
+    main()

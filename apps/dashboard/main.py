@@ -1,0 +1,102 @@
+"""`paceline serve dashboard`: the page and the REST interface of a coordinator, or of the ledger in a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import click
+
+from paceline.apps.dashboard.app import Dashboard
+from paceline.apps.dashboard.backends import Backend, CoordinatorBackend, LedgerBackend
+from paceline.apps.dashboard.gateway import Gateway
+from paceline.apps.dashboard.links import say_links
+from paceline.apps.dashboard.pieces import Pieces
+from paceline.errors import NotFound
+from paceline.files.names import LEDGER_NAME
+from paceline.services.common.access.page_keys import Access
+from paceline.services.common.access.worker_callers import WorkerCallers
+from paceline.services.common.grpc_server import run_service
+from paceline.services.common.insecure import check_coordinator, check_host, insecure_option, insecurity
+from paceline.services.common.options import directory_option, token_file_option
+from paceline.services.common.processes.ready_file import announce
+from paceline.services.common.reminder import remind
+from paceline.services.common.scrape import metrics_endpoint
+from paceline.services.common.zmq_keepalive import in_brackets
+from paceline.token import TOKEN_NAME, token_path
+
+USUAL_PORT = 7080
+log = logging.getLogger(__name__)
+
+
+@click.command()
+@click.option(
+    "--coordinator",
+    metavar="HOST:PORT",
+    callback=check_coordinator,
+    help="Show the runs of this coordinator, with its members. Default: read the ledger of --directory.",
+)
+@directory_option
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
+)
+@insecure_option
+@click.option("--port", default=USUAL_PORT, show_default=True, help="HTTP port; 0 takes a free one.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Port on --host that serves /metrics for Prometheus, 0 for a free one. Default: none.",
+)
+@click.option("--read-only", is_flag=True, help="Pause, resume and cancel nothing, whatever the key.")
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens."
+)
+@token_file_option
+def main(
+    coordinator: str | None,
+    directory: Path,
+    host: str,
+    port: int,
+    metrics_port: int | None,
+    read_only: bool,
+    ready_file: Path | None,
+) -> None:
+    """A page that shows runs, and their records as JSON over HTTP. It keeps nothing and can be restarted at any time.
+
+    It prints two links: the first may pause, resume and cancel runs, the second only reads.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    ledger = directory / LEDGER_NAME
+    if not coordinator and not ledger.is_file():
+        raise click.ClickException(
+            str(NotFound(f"no ledger at {ledger}; name the coordinator's --directory, or a --coordinator"))
+        )
+    access = Access(token_path(directory / TOKEN_NAME), read_only=read_only)
+
+    async def serve(stop: asyncio.Event) -> None:
+        backend: Backend = (
+            CoordinatorBackend(coordinator, token_path(directory / TOKEN_NAME))
+            if coordinator
+            else LedgerBackend(ledger)
+        )
+        dashboard = Dashboard(Gateway(backend, access), Pieces(backend))
+        try:
+            address = f"{in_brackets(host)}:{await dashboard.start(host, port)}"
+            announce(ready_file, address)
+            if not ready_file:  # a supervisor prints them itself, and logs should not have keys
+                say_links(address, access)
+            log.info("the dashboard of %s listens on %s", coordinator or ledger, address)
+            reminding = asyncio.create_task(remind(insecurity(host)))
+            async with metrics_endpoint(host, metrics_port, WorkerCallers(coordinator or "")):
+                await stop.wait()
+            reminding.cancel()
+        finally:
+            await dashboard.close()
+            await backend.close()
+
+    run_service(serve)
+
+
+if __name__ == "__main__":
+    main()

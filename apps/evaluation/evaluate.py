@@ -1,0 +1,286 @@
+"""`paceline eval FILE --model MODEL`: measure a model on the validation set of a file, without a run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paceline.apps.evaluation.evaluation_spec import (
+    digests,
+    evaluation_spec,
+    reads_model,
+    spec_of_endpoint,
+)
+from paceline.apps.evaluation.tasks import task_file, task_names
+from paceline.services.cli.chat import spec_of_model
+from paceline.services.common.options import device_option, directory_option, json_option, print_json
+from paceline.services.common.processes.quiet_libraries import quiet_libraries
+from paceline.spec import RunSpec
+
+if TYPE_CHECKING:
+    from paceline.apps.evaluation.runner import Evaluated
+    from paceline.reward.endpoints.settings import EndpointSettings
+    from paceline.spec.sections.data import DataSource
+
+
+def _file_or_task(name: str) -> Path:
+    file = task_file(name) or Path(name)
+    if not file.is_file():
+        raise click.BadParameter(
+            f"{name!r} is neither a file nor a task; tasks are {', '.join(task_names())}",
+            param_hint="FILE|TASK",
+        )
+    return file
+
+
+def _list_tasks(context: click.Context, _option: click.Parameter, is_set: bool) -> None:
+    if is_set:
+        click.echo("\n".join(task_names()))
+        context.exit()
+
+
+@click.command("eval")
+@click.argument("arguments", nargs=-1, metavar="FILE|TASK [OVERRIDES]...")
+@click.option(
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_tasks,
+    help="List the tasks and exit.",
+)
+@click.option(
+    "--model",
+    metavar="RUN|FOLDER|URL|NAME@ALIAS",
+    help="Exported model of a run, a model folder or its URL, or a registered model of --directory; or the http(s) URL of an OpenAI-compatible endpoint, such as "
+    "http://127.0.0.1:8000/v1.",
+)
+@click.option(
+    "--model-name", default="", help="Name of the model at an endpoint; default the only one there."
+)
+@click.option("--api-key-env", help="Environment variable with the endpoint's key; its name ends in API_KEY.")
+@click.option("--api-key-file", help="File with the endpoint's key; its name ends in api_key.")
+@click.option(
+    "--timeout",
+    default=300.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds for one answer of an endpoint, of which four are tried.",
+)
+@click.option(
+    "--trained-on",
+    multiple=True,
+    metavar="DATA",
+    help="Training data to compare the questions with; may be given several times. That of a run is compared in any case.",
+)
+@click.option(
+    "--with",
+    "harness",
+    type=click.Choice(["lm-eval", "inspect"]),
+    help="Serve the model, run this harness against it with the arguments after --, and take its results in.",
+)
+@click.option(
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for result and samples.",
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of sampling and of the intervals.")
+@click.option(
+    "--processes",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Problems that are scored at one time.",
+)
+@device_option
+@directory_option
+@json_option
+def evaluate(
+    arguments: tuple[str, ...],
+    model: str | None,
+    model_name: str,
+    api_key_env: str | None,
+    api_key_file: str | None,
+    timeout: float,
+    trained_on: tuple[str, ...],
+    harness: str | None,
+    output: Path,
+    seed: int,
+    processes: int,
+    device: str,
+    directory: Path,
+    as_json: bool,
+) -> None:
+    """Ask a model the validation problems of FILE, score its answers with the reward functions, and write the result.
+
+    FILE has the keys of a run: data.validation, rewards, policy.generation, grpo.max_val_samples and
+    grpo.val_samples_per_prompt. So the spec of a run is such a file. Of its own it has `evaluation`: whether answers are
+    sampled or chosen by their log-probability. OVERRIDES are as for a run. A TASK is a file that comes with Paceline, for a
+    public data set; data.validation=./FILE with data.validation_config=null reads it from a file.
+
+    With --with there is no FILE: paceline eval --with lm-eval --model FOLDER --output results/lm -- --tasks gsm8k
+    """
+    from paceline.apps.evaluation.results import write_result
+    from paceline.data.preparation.prepared import prepared_data
+
+    quiet_libraries()
+    if harness is not None:
+        found = _by_harness(harness, arguments, model, device, directory, seed)
+        _report(write_result(output, *found), output, as_json)
+        return
+    if not arguments:
+        raise click.UsageError("Missing argument 'FILE|TASK'.")
+    file, overrides = _file_or_task(arguments[0]), arguments[1:]
+    endpoint = _endpoint(model, model_name, api_key_env, api_key_file, timeout)
+    asked = _asked_model(model, file, directory)
+    spec = evaluation_spec(file, overrides, asked)
+    with prepared_data(spec, lambda run: (), validation_alone=True) as prepared:
+        result, samples, questions = asyncio.run(
+            _evaluated(prepared.spec(spec), model, endpoint, device, seed, processes)
+        )
+    result |= {"name": spec.name, "digests": digests(spec)}
+    sets = _training_sets(asked, trained_on)
+    warnings = _compare(result, sets, questions, spec.data.prompt_key) if sets else []
+    whole = write_result(output, result, samples)
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+    _report(whole, output, as_json)
+
+
+def _endpoint(
+    model: str | None, name: str, key_env: str | None, key_file: str | None, timeout_s: float
+) -> EndpointSettings | None:
+    """Return the settings of the endpoint that --model names; None for a model of files. Raises InvalidInput."""
+    from paceline.reward.endpoints.settings import EndpointSettings, checked_settings
+
+    if model is None or not model.startswith(("http://", "https://")):
+        given = {"--model-name": name, "--api-key-env": key_env, "--api-key-file": key_file}
+        for option, value in given.items():
+            if value:
+                raise click.UsageError(
+                    f"{option} is that of an endpoint, and --model is {model}, not its URL"
+                )
+        return None
+    url = model.rstrip("/")
+    values = {
+        "base_url": url if url.count("/") > 2 else f"{url}/v1",
+        "model": name,
+        "api_key_env": key_env,
+        "api_key_file": key_file,
+        "request_timeout_s": timeout_s,
+        "cache": False,
+    }
+    return checked_settings(EndpointSettings, values, "--model")
+
+
+def _asked_model(model: str | None, file: Path, directory: Path) -> RunSpec:
+    """Return the spec of the model that is asked. Raises UsageError without one that the file needs."""
+    from paceline.spec.reading import read_tree
+
+    if model is None:
+        if reads_model(read_tree(file)):
+            raise click.UsageError("Missing option '--model'.")
+        return spec_of_endpoint("none")
+    if model.startswith(("http://", "https://")):
+        return spec_of_endpoint(model)
+    return spec_of_model(model, directory, scores=_prefers(read_tree(file)))
+
+
+def _prefers(tree: dict[str, Any]) -> bool:
+    evaluation = tree.get("evaluation")
+    return isinstance(evaluation, dict) and evaluation.get("method") == "prefer"
+
+
+async def _evaluated(
+    spec: RunSpec,
+    model: str | None,
+    endpoint: EndpointSettings | None,
+    device: str,
+    seed: int,
+    processes: int,
+) -> Evaluated:
+    from paceline.apps.evaluation.runner import evaluate as run
+
+    if spec.evaluation.method == "prefer":
+        return await run(None, spec, seed, processes)
+    if endpoint is not None:
+        from paceline.apps.evaluation.url_model import opened_url
+
+        async with opened_url(spec, endpoint) as served:
+            return await run(served, spec, seed, processes)
+    from paceline.apps.evaluation.engine_model import EngineModel
+    from paceline.apps.model_server.serve_model import device_of
+    from paceline.apps.model_server.serving import model_label, opened_model
+
+    async with opened_model(spec, model_label(model or ""), device_of(device)) as opened:
+        return await run(EngineModel(opened), spec, seed, processes)
+
+
+def _by_harness(
+    harness: str, arguments: tuple[str, ...], model: str | None, device: str, directory: Path, seed: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return result and samples of an outside harness on a model that is served meanwhile."""
+    from paceline.apps.evaluation.harnesses.running import run_harness
+    from paceline.apps.evaluation.harnesses.scored import HarnessRun, result_of
+    from paceline.apps.model_server.serve_model import BATCH_SIZE, device_of
+    from paceline.apps.model_server.serving import model_label, opened_model
+
+    if model is None or model.startswith(("http://", "https://")):
+        raise click.UsageError(
+            f"--with serves a model of files or a run, and --model is {model or 'missing'}"
+        )
+    spec = spec_of_model(model, directory)
+    generation = spec.policy.generation.model_copy(update={"max_batch_size": BATCH_SIZE})
+    spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
+
+    async def run() -> HarnessRun:
+        async with opened_model(spec, model_label(model), device_of(device)) as served:
+            return await run_harness(served, harness, arguments)
+
+    result, samples = result_of(asyncio.run(run()), harness, arguments, spec.policy.model_name, seed)
+    return result | {"name": harness, "digests": digests(spec)}, samples
+
+
+def _training_sets(model: RunSpec, named: tuple[str, ...]) -> list[DataSource]:
+    """Return the training data to compare: that of the run, and what --trained-on names."""
+    from paceline.spec.sections.data import DataSource
+
+    own = [model.data.source()] if model.data.train != "none" else []
+    return [*own, *(DataSource("--trained-on", name, "train") for name in named)]
+
+
+def _compare(
+    result: dict[str, Any], sets: list[DataSource], questions: list[str], prompt_key: str
+) -> list[str]:
+    """Add the overlap with training data to the result, and return the warnings."""
+    from paceline.apps.evaluation.trained_on import compared, warnings_of
+
+    result["trained_on"] = compared(questions, sets, prompt_key)
+    return warnings_of(result["trained_on"], len(questions))
+
+
+def _report(whole: dict[str, Any], output: Path, as_json: bool) -> None:
+    """Print a result. Exits with 1 where no problem has one."""
+    if as_json:
+        print_json(whole)
+    else:
+        _print(whole, output)
+    if not whole["problems"]:
+        raise click.exceptions.Exit(1)
+
+
+def _print(whole: dict[str, Any], output: Path) -> None:
+    click.echo(f"{whole['problems']} problems, {whole['failed']} failed, {whole['k']} completions each")
+    for name, found in whole["metrics"].items():
+        click.echo(f"  {name:32} {found['value']:.4f}  [{found['low']:.4f}, {found['high']:.4f}]")
+    for name, number in whole.get("unscored", {}).items():
+        click.echo(
+            f"  {number:,} completions got no number of {name}, and no metric of it counts them", err=True
+        )
+    for failure in whole["failures"]:
+        click.echo(f"  {failure}", err=True)
+    click.echo(f"written to {output}")

@@ -1,0 +1,126 @@
+"""The gate: may a candidate take the place of a baseline, by evaluations on the same problems? Pure.
+
+Promise: an equal candidate fails with the chance of one tail of the interval (2.5 %), a metric is compared problem by
+problem, and evaluations that cannot tell the two apart are `undecided`, never passed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from paceline.apps.evaluation.statistics import below, differences, estimate
+from paceline.errors import InvalidInput
+
+MIN_PROBLEMS = 20
+"""Problems below which nothing is decided, because a bootstrap of so few misjudges its own width."""
+
+Outcome = Literal["passed", "failed", "undecided"]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a candidate has to hold."""
+
+    max_drop: float = 0.0
+    """Drop against the baseline that is accepted."""
+    margin: float = 0.05
+    """A further drop that an evaluation must be able to exclude before the candidate passes."""
+    minima: Mapping[str, float] | None = None
+    """Least value of each metric of the candidate's result."""
+    maxima: Mapping[str, float] | None = None
+    """Greatest value of each metric, such as a gap between groups."""
+
+
+def judge(
+    candidate: Mapping[str, Any],
+    candidate_samples: Sequence[Mapping[str, Any]],
+    baseline: Mapping[str, Any],
+    baseline_samples: Sequence[Mapping[str, Any]],
+    bounds: Bounds,
+    *,
+    metric: str = "reward",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Return the verdict on a candidate: its outcome, the reasons, the paired difference, the digests of what was judged.
+
+    The difference is candidate minus baseline, a mean over problems of each problem's mean over samples, with a 95 %
+    bootstrap interval over problems. It fails where the interval lies below -max_drop, passes where it lies above
+    -(max_drop + margin), and is undecided else. Raises InvalidInput: unknown metrics, or no problem in common.
+    """
+    ours, theirs = _by_problem(candidate_samples, metric), _by_problem(baseline_samples, metric)
+    common = sorted(ours.keys() & theirs.keys())
+    if not common:
+        raise InvalidInput(
+            f"the two evaluations have no problem with {metric!r} in common; evaluate both models with the same file"
+        )
+    difference = estimate(
+        differences(np.array([ours[name] for name in common]), np.array([theirs[name] for name in common])),
+        seed,
+    )
+    reasons, outcomes = [], [compared(difference.low, difference.high, len(common), bounds)]
+    reasons.append(
+        f"{metric} differs by {difference.value:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}] over "
+        f"{len(common)} problems; max_drop {bounds.max_drop:g}, margin {bounds.margin:g}: {outcomes[0]}"
+    )
+    for name, least in (bounds.minima or {}).items():
+        value = _value(candidate, name, f"--min {name}={least:g}")
+        outcomes.append("failed" if below(value, least) else "passed")
+        reasons.append(f"{name} is {value:.4f}, must be at least {least:g}: {outcomes[-1]}")
+    for name, most in (bounds.maxima or {}).items():
+        value = _value(candidate, name, f"--max {name}={most:g}")
+        outcomes.append("failed" if below(most, value) else "passed")
+        reasons.append(f"{name} is {value:.4f}, must be at most {most:g}: {outcomes[-1]}")
+    outcome: Outcome = (
+        "failed" if "failed" in outcomes else "undecided" if "undecided" in outcomes else "passed"
+    )
+    return {
+        "outcome": outcome,
+        "metric": metric,
+        "difference": difference._asdict(),
+        "problems": len(common),
+        "unpaired": len(ours.keys() ^ theirs.keys()),
+        "bounds": {
+            "max_drop": bounds.max_drop,
+            "margin": bounds.margin,
+            "min": dict(bounds.minima or {}),
+            "max": dict(bounds.maxima or {}),
+        },
+        "seed": seed,
+        "reasons": reasons,
+        "digests": {"candidate": candidate["digest"], "baseline": baseline["digest"]},
+    }
+
+
+def compared(low: float, high: float, num_problems: int, bounds: Bounds) -> Outcome:
+    """Return the outcome of a difference by its interval, as `judge` says."""
+    if num_problems < MIN_PROBLEMS:
+        return "undecided"
+    if below(high, -bounds.max_drop):
+        return "failed"
+    return "passed" if low > -(bounds.max_drop + bounds.margin) else "undecided"
+
+
+def _value(result: Mapping[str, Any], name: str, bound: str) -> float:
+    if name not in result["metrics"]:
+        known = ", ".join(sorted(result["metrics"]))
+        raise InvalidInput(f"{bound}: the candidate has no such metric; it has {known}")
+    return float(result["metrics"][name]["value"])
+
+
+def _by_problem(samples: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
+    """Return the mean of a metric over the samples of each problem; samples that no function scored are left out."""
+    values: dict[str, list[float]] = defaultdict(list)
+    label = metric.removeprefix("reward/")
+    for sample in samples:
+        if metric != "reward" and label not in sample["rewards"]:
+            known = ", ".join(["reward", *(f"reward/{name}" for name in sample["rewards"])])
+            raise InvalidInput(f"the samples have no {metric!r}; they have {known}")
+        value = sample["reward"] if metric == "reward" else sample["rewards"][label]
+        if value is not None:
+            values[sample["problem"]].append(value)
+    return {problem: sum(found) / len(found) for problem, found in values.items()}

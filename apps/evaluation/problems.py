@@ -1,0 +1,181 @@
+"""A problem of an evaluation, from its row to its rewards, by each of the three methods.
+
+Promise: the reward functions are those of a run and get what they get there. `choose` gives them the letter of the likeliest
+answer as a completion, `prefer` the two completions of the row.
+
+Suffixes: C completions of a problem, F reward functions, L names of rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.apps.evaluation.models import AskedModel, ContinuationScore
+from paceline.data.choices import LETTERS, TEXTS
+from paceline.data.example_rows import preference_of
+from paceline.data.messages import tools_of_prompt
+from paceline.errors import InvalidInput
+from paceline.groups import Completion, FloatArray
+from paceline.reward.runner import RewardRunner
+from paceline.rewards import Rewards, group_totals
+from paceline.services.reward.group_inputs import inputs_of_completions
+from paceline.spec import RunSpec
+from paceline.templates import fill
+
+NORMALISED = "_norm"
+"""End of the name of a reward of the answer that is likeliest per character."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem with its completions and their rewards."""
+
+    index: int
+    prompt: Any
+    columns: Mapping[str, Any]
+    completions: tuple[Completion, ...] = ()
+    rewards_CL: FloatArray | None = None
+    """[C, L]; None where scoring failed."""
+    totals_C: Rewards | None = None
+    failure: str = ""
+    scores: tuple[ContinuationScore, ...] = ()
+    """Of each answer, where the method is `choose`."""
+
+    @property
+    def texts(self) -> list[str]:
+        """Texts of the completions."""
+        return [completion.text for completion in self.completions]
+
+
+def labels_of(spec: RunSpec) -> list[str]:
+    """Return the [L] names of rewards: of `choose` also those of the answer that is likeliest per character."""
+    names = [reward.label for reward in spec.rewards]
+    return [*names, *(name + NORMALISED for name in names)] if spec.evaluation.method == "choose" else names
+
+
+async def solved(
+    model: AskedModel | None,
+    rewards: RewardRunner,
+    spec: RunSpec,
+    seed: int,
+    index: int,
+    prompt: Any,
+    columns: dict[str, Any],
+) -> Problem:
+    """Return the problem with its rewards; one that the model cannot take, or that cannot be scored, has a failure. `model` is
+    None with the method `prefer` alone. Raises Unavailable, and the engine's errors."""
+    problem = Problem(index, prompt, columns)
+    try:
+        match spec.evaluation.method:
+            case "choose":
+                assert model is not None
+                return await _chosen(problem, model, rewards, spec)
+            case "prefer":
+                return await _preferred(problem, rewards, spec)
+            case _:
+                assert model is not None
+                tools = tools_of_prompt(prompt, columns)
+                completions = await model.sample(prompt, index, seed, tools)
+                rewards_CF = await _scored(problem, completions, rewards)
+    except InvalidInput as error:
+        return Problem(index, prompt, columns, failure=str(error))
+    except _NotScored as error:
+        return Problem(index, prompt, columns, error.completions, failure=str(error))
+    total_C = group_totals(rewards_CF, spec.rewards, 0)
+    return Problem(index, prompt, columns, tuple(completions), rewards_CF, total_C)
+
+
+class _NotScored(Exception):
+    """A reward function failed."""
+
+    def __init__(self, text: str, completions: Sequence[Completion]) -> None:
+        super().__init__(text)
+        self.completions = tuple(completions)
+
+
+async def _chosen(problem: Problem, model: AskedModel, rewards: RewardRunner, spec: RunSpec) -> Problem:
+    """Return the problem with one completion: the letter of the likeliest answer, and the rewards of both choices.
+
+    The second choice is by log-probability per character of the answer's text: lm-eval's `acc_norm`.
+    """
+    if tools_of_prompt(problem.prompt, problem.columns) is not None:
+        raise InvalidInput(
+            "the row has tools, which evaluation.method 'choose' gives to no model; rename the column 'tools'"
+        )
+    texts = problem.columns[TEXTS]
+    continuations = [
+        fill(spec.evaluation.continuation, {"letter": letter, "choice": text})
+        for letter, text in zip(LETTERS, texts, strict=False)
+    ]
+    scores = await model.score(problem.prompt, continuations)
+    logprobs = np.array([score.logprob for score in scores])
+    picks = [logprobs.argmax(), (logprobs / np.array([len(text) for text in texts])).argmax()]
+    nothing = np.empty(0)
+    completions = tuple(
+        Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), "stop", LETTERS[pick])
+        for pick in picks
+    )
+    rewards_2F = await _scored(problem, completions, rewards)
+    return Problem(
+        problem.index,
+        problem.prompt,
+        problem.columns,
+        completions[:1],
+        rewards_2F.reshape(1, -1),
+        group_totals(rewards_2F[:1], spec.rewards, 0),
+        scores=tuple(scores),
+    )
+
+
+async def _preferred(problem: Problem, rewards: RewardRunner, spec: RunSpec) -> Problem:
+    """Return the problem with the chosen text as its completion, and the chance that it scores above the rejected one: a tie is
+    half. Raises InvalidInput for a row in which neither is better."""
+    data, preference = spec.data, preference_of(problem.columns, spec.data)
+    if preference == 0:
+        raise InvalidInput(f"column {data.preference_key!r} is 0, so neither completion is better")
+    keys = (data.chosen_key, data.rejected_key)
+    texts = [_text(problem.columns, key) for key in (keys if preference < 0 else keys[::-1])]
+    nothing = np.empty(0)
+    completions = [
+        Completion(nothing.astype(np.int32), nothing.astype(np.float32), (), "stop", text) for text in texts
+    ]
+    rewards_2F = await _scored(problem, completions, rewards)
+    totals_2 = group_totals(rewards_2F, spec.rewards, 0)
+    return Problem(
+        problem.index,
+        problem.prompt,
+        problem.columns,
+        tuple(completions[:1]),
+        _wins(rewards_2F[0], rewards_2F[1])[None],
+        _wins(totals_2[:1], totals_2[1:]),
+    )
+
+
+def _wins(chosen: Rewards, rejected: Rewards) -> FloatArray:
+    """Return 1 where the chosen one is above, 0 where it is below, 0.5 for a tie, NaN where one has no number."""
+    return np.asarray((np.sign(chosen - rejected) + 1) / 2, np.float32)
+
+
+async def _scored(problem: Problem, completions: Sequence[Completion], rewards: RewardRunner) -> FloatArray:
+    inputs = inputs_of_completions(problem.prompt, dict(problem.columns), completions)
+    found = await rewards.score(inputs.prompts, inputs.completions, inputs.completion_ids, inputs.columns)
+    if found.failure is not None or found.rewards_CF is None:
+        raise _NotScored(found.failure.message if found.failure else "no rewards", completions)
+    return found.rewards_CF
+
+
+def _text(columns: Mapping[str, Any], key: str) -> str:
+    """Return the text of a completion in a column: text, or the last message of a list."""
+    value = columns.get(key)
+    if isinstance(value, list) and value and isinstance(value[-1], Mapping):
+        value = value[-1].get("content")
+    if not isinstance(value, str) or not value:
+        raise InvalidInput(
+            f"column {key!r} is {value!r:.80}, must be the text of a completion; name the columns in data.chosen_key and "
+            "data.rejected_key"
+        )
+    return value

@@ -1,0 +1,190 @@
+"""From TRL: a recipe in YAML, or a Python script with its `GRPOConfig(...)`, which is read and never run.
+
+TRL's batch counts completions, and its step is an optimizer update: `_batch` has the arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.apps.importers.conversion import Conversion, listed, plain, whole
+from paceline.spec.foreign.names import EXAMPLES
+
+BUILT_IN = {
+    "accuracy_reward": {"function": "math_accuracy", "kwargs": {"answer_column": "solution"}},
+    "reasoning_accuracy_reward": {"function": "math_accuracy", "kwargs": {"answer_column": "solution"}},
+    "think_format_reward": {"function": "format_regex", "kwargs": {"pattern": "(?s)<think>.*?</think>.*"}},
+}
+"""TRL's own reward functions and ours."""
+FRESH = ("weight_decay", "lr_scheduler_type", "save_steps")
+"""Settings whose defaults differ: TRL's value is written even if the configuration leaves it out."""
+DEFAULTS: dict[str, Any] = {"weight_decay": 0.0, "lr_scheduler_type": "linear", "save_steps": 500}
+ONLY_GRPO = ("reward_funcs", "num_generations", "max_completion_length", "num_iterations", "epsilon")
+PROMPT_TOKENS = 1024
+"""Room for the prompt where the configuration does not bound it."""
+
+
+def convert(settings: dict[str, Any], *, processes: int = 1, algorithm: str = "") -> Conversion:
+    """Return the conversion of TRL's settings by name, for a training on `processes` GPUs."""
+    settings = {name: plain(value) for name, value in settings.items()}
+    done = Conversion("trl", {**DEFAULTS, **settings}, algorithm or _algorithm(settings))
+    if done.algorithm != "grpo":
+        done.put("algorithm", done.algorithm)
+    _batch(done, processes)
+    _lengths(done)
+    _optimizer(done)
+    if done.algorithm not in EXAMPLES:
+        _rewards(done)
+        _objective(done)
+    _evaluation(done)
+    done.carry()
+    return done
+
+
+def _algorithm(settings: dict[str, Any]) -> str:
+    if any(name in settings for name in ONLY_GRPO):
+        return "grpo"
+    return "dpo" if "beta" in settings else "sft"
+
+
+def _batch(done: Conversion, processes: int) -> None:
+    each = done.take("per_device_train_batch_size", 8)
+    accumulated = done.take("gradient_accumulation_steps", 1)
+    done.take("num_processes")
+    if "per_device_train_batch_size" in done.settings:
+        done.notes.append(
+            f"the batch is for {processes} GPU{'s' if processes > 1 else ''} (--processes): {each} completions on each × "
+            f"{accumulated} gradient_accumulation_steps"
+        )
+    if done.algorithm in EXAMPLES:
+        done.put("grpo.num_prompts_per_step", each * processes * accumulated)
+        _steps(done, updates=1)
+        return
+    per_generation = done.take("steps_per_generation", accumulated)
+    completions = done.take("generation_batch_size", each * processes * per_generation)
+    group = done.take("num_generations", 8)
+    if completions % group:
+        done.notes.append(
+            f"{completions} completions are no multiple of {group} per prompt; prompts were rounded up"
+        )
+    prompts = whole(completions, group)
+    updates = min(prompts, whole(completions, each * processes * accumulated))
+    done.put("grpo.num_generations_per_prompt", group)
+    done.put("grpo.num_prompts_per_step", prompts)
+    done.put("policy.num_updates_per_step", updates)
+    repeats = done.take("num_iterations", 1)
+    if repeats > 1:
+        done.leave_out(
+            "num_iterations", "every sample trains once; more updates are policy.num_updates_per_step"
+        )
+    _steps(done, updates * repeats)
+
+
+def _steps(done: Conversion, updates: int) -> None:
+    """Set the number of steps: TRL counts optimizer updates, `updates` of them to a batch."""
+    steps = done.take("max_steps", -1)
+    epochs = done.take("num_train_epochs", 3)
+    if steps > 0:
+        done.put("grpo.max_num_steps", whole(steps, updates))
+    else:
+        done.put("grpo.max_num_epochs", float(epochs))
+
+
+def _lengths(done: Conversion) -> None:
+    if done.algorithm in EXAMPLES:
+        return
+    completion = done.take("max_completion_length", 256)
+    prompt = done.take("max_prompt_length", PROMPT_TOKENS)
+    total = done.take("vllm_max_model_length", done.take("vllm_max_model_len", prompt + completion))
+    done.put("policy.generation.max_new_tokens", completion)
+    done.put("policy.max_total_sequence_length", max(total, completion + 1))
+    if "max_prompt_length" not in done.settings:
+        done.notes.append(
+            f"prompts may have {total - completion} tokens (policy.max_total_sequence_length {total})"
+        )
+
+
+def _optimizer(done: Conversion) -> None:
+    first, second = done.take("adam_beta1", 0.9), done.take("adam_beta2", 0.999)
+    if "adam_beta1" in done.settings or "adam_beta2" in done.settings:
+        done.put("policy.optimizer.betas", [first, second])
+    if str(done.settings.get("optim", "adamw")).startswith(("adamw", "OptimizerNames.ADAMW")):
+        done.take("optim")
+    for name, key in (("min_lr_rate", "min_lr_ratio"), ("power", "power"), ("num_cycles", "num_cycles")):
+        given = done.settings.get("lr_scheduler_kwargs")
+        if isinstance(given, dict) and name in given:
+            done.take("lr_scheduler_kwargs")
+            done.put(f"policy.scheduler.{key}", given[name])
+    modules = done.take("lora_target_modules")
+    if isinstance(modules, list):
+        done.put("policy.lora_cfg.target_modules", modules)
+    if "use_peft" not in done.settings and "lora_r" in done.settings:
+        done.put("policy.lora_cfg.enabled", True)
+
+
+def _rewards(done: Conversion) -> None:
+    functions = listed(done.take("reward_funcs"))
+    weights = listed(done.take("reward_weights"))
+    rewards = []
+    for index, name in enumerate(functions):
+        reward = name if isinstance(name, dict) else dict(BUILT_IN.get(str(name), {"function": str(name)}))
+        if index < len(weights):
+            reward = {**reward, "weight": weights[index]}
+        if str(name) in BUILT_IN:
+            done.notes.append(f"TRL's {name} is {reward['function']} here; check its column and its rule")
+        rewards.append(reward)
+    if rewards:
+        done.put("rewards", rewards)
+
+
+def _objective(done: Conversion) -> None:
+    _clip(done)
+    if done.take("multi_objective_aggregation") == "normalize_then_sum":
+        done.take("scale_rewards")
+        done.put("grpo.advantage", "gdpo")
+    every = done.take("ref_model_sync_steps", 512)
+    if done.take("sync_ref_model") and done.settings.get("beta"):
+        updates = done.tree.get("policy", {}).get("num_updates_per_step", 1)
+        done.put("loss_fn.reference_policy_sync_steps", whole(every, updates))
+        done.put("loss_fn.reference_policy_sync_mix", done.take("ref_model_mixup_alpha", 0.6))
+    else:
+        done.take("ref_model_mixup_alpha")
+    kind = done.take("loss_type", "dapo")
+    if kind in ("grpo", "dapo", "dr_grpo", "bnpo"):
+        done.put("loss_fn.reduction", kind)
+    elif kind in ("cispo", "sapo", "vespo", "luspo"):
+        done.put("loss_fn.preset", kind)
+    else:
+        done.leave_out("loss_type", "loss_fn.preset lists the objectives by name")
+    if done.settings.get("vllm_importance_sampling_correction") is False:
+        done.put("loss_fn.truncated_importance_sampling_ratio", None)
+        done.take("vllm_importance_sampling_mode")
+        done.take("vllm_importance_sampling_cap")
+    done.take("vllm_importance_sampling_correction")
+    done.notes.append(
+        "sampling runs up to async_grpo.max_trajectory_age_steps (1) steps ahead of training; TRL's order is 0"
+    )
+
+
+def _clip(done: Conversion) -> None:
+    """Set the bounds of the ratio; TRL's cispo bounds the ratio itself by epsilon_high and has no lower bound."""
+    low, high = done.take("epsilon"), done.take("epsilon_high")
+    if done.settings.get("loss_type") == "cispo":
+        if high is not None and high > 1:
+            done.put("loss_fn.ratio_clip_max", high - 1)
+        return
+    if low is not None:
+        done.put("loss_fn.ratio_clip_min", low)
+    if high is not None or low is not None:
+        done.put("loss_fn.ratio_clip_max", low if high is None else high)
+
+
+def _evaluation(done: Conversion) -> None:
+    strategy = str(done.take("eval_strategy", done.take("evaluation_strategy", "no")))
+    every = done.take("eval_steps")
+    if strategy == "no" or not (done.settings.get("eval_dataset") or done.settings.get("dataset_test_split")):
+        done.take("dataset_test_split")
+        return
+    if "eval_dataset" not in done.settings:
+        done.put("data.validation", done.settings.get("dataset_name"))
+    done.put("grpo.val_period", max(1, int(every or 100)))

@@ -1,0 +1,168 @@
+"""From verl: a composed YAML configuration, or the overrides of a command in a shell script.
+
+verl's reward functions have another signature than ours, so a small file with an adapter is written beside the spec.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any
+
+from paceline.apps.importers.conversion import Conversion, listed, plain, whole
+
+ADVANTAGES = {
+    "gae": "gae",
+    "rloo": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ADAPTER = "verl_rewards.py"
+OWN = '''"""The reward function of {file}, with the signature that Paceline calls."""
+
+import importlib.util
+from pathlib import Path
+
+_spec = importlib.util.spec_from_file_location("verl_reward", Path(__file__).parent / {file!r})
+_module = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_module)
+
+
+def reward(completions, reward_model, data_source=None, extra_info=None, **kwargs):
+    """Return one number for each completion; the columns are those of verl's data."""
+    count = len(completions)
+    sources, extras = data_source or [None] * count, extra_info or [None] * count
+    scores = [
+        _module.{name}(
+            data_source=source, solution_str=_text(completion), ground_truth=truth["ground_truth"], extra_info=extra
+        )
+        for completion, truth, source, extra in zip(completions, reward_model, sources, extras)
+    ]
+    return [float(score["score"] if isinstance(score, dict) else score) for score in scores]
+
+
+def _text(completion):
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+'''
+RULE = '''"""The final answer compared with verl's column reward_model, with the signature that Paceline calls."""
+
+from paceline.reward.builtin.mathematics import math_accuracy
+
+
+def reward(prompts, completions, reward_model, **columns):
+    """Return 1.0 for each completion with the right final answer."""
+    return math_accuracy(prompts, completions, answer=[str(truth["ground_truth"]) for truth in reward_model])
+'''
+
+
+def convert(settings: dict[str, Any], *, algorithm: str = "") -> Conversion:
+    """Return the conversion of verl's settings by dotted name."""
+    settings = {name: plain(value) for name, value in settings.items()}
+    done = Conversion(
+        "verl", settings, algorithm or ("sft" if "model.partial_pretrain" in settings else "grpo")
+    )
+    if done.algorithm == "sft":
+        done.put("algorithm", "sft")
+    else:
+        _batch(done)
+        _objective(done)
+        _rewards(done)
+    _adapter(done)
+    _trainer(done)
+    _data(done)
+    done.carry()
+    return done
+
+
+def _batch(done: Conversion) -> None:
+    prompts = done.settings.get("data.train_batch_size") or 1024
+    update = done.take(f"{ACTOR}.ppo_mini_batch_size")
+    if isinstance(update, int):
+        done.put("policy.num_updates_per_step", min(prompts, whole(prompts, update)))
+    prompt, answer = done.take("data.max_prompt_length"), done.settings.get("data.max_response_length")
+    if isinstance(prompt, int) and isinstance(answer, int):
+        done.put("policy.max_total_sequence_length", prompt + answer)
+    done.put("data.prompt_key", done.take("data.prompt_key", "prompt"))
+
+
+def _objective(done: Conversion) -> None:
+    clip = done.take(f"{ACTOR}.clip_ratio")
+    if clip is not None:
+        done.put("loss_fn.ratio_clip_min", clip)
+        done.put("loss_fn.ratio_clip_max", clip)
+    estimator = str(done.take("algorithm.adv_estimator", "gae"))
+    by_std = done.take("algorithm.norm_adv_by_std_in_grpo", True)
+    if estimator == "grpo":
+        done.put("grpo.advantage", "trl" if by_std else "dr_grpo")
+    elif estimator in ADVANTAGES:
+        done.put("grpo.advantage", ADVANTAGES[estimator])
+    else:
+        done.leave_out("algorithm.adv_estimator", "grpo.advantage lists the estimators by name")
+    in_loss, in_reward = done.take(f"{ACTOR}.use_kl_loss"), done.take("algorithm.use_kl_in_reward")
+    weight = done.take(f"{ACTOR}.kl_loss_coef", 0.001)
+    reward_weight = done.take("algorithm.kl_ctrl.kl_coef", 0.001)
+    kinds = (f"{ACTOR}.kl_loss_type", "algorithm.kl_penalty")
+    if in_loss or in_reward:
+        done.put("loss_fn.reference_policy_kl_penalty", weight if in_loss else reward_weight)
+        done.used.add(kinds[1] if in_loss else kinds[0])
+        if not in_loss:
+            done.put("loss_fn.use_kl_in_reward", True)
+    else:
+        done.used.update(kinds)
+    mode = done.take(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    if mode in ("gspo", "cispo", "sapo"):
+        done.put("loss_fn.preset", mode)
+    elif mode != "vanilla":
+        done.leave_out(f"{ACTOR}.policy_loss.loss_mode", "loss_fn.preset lists the objectives by name")
+
+
+def _rewards(done: Conversion) -> None:
+    path, name = (
+        done.take("custom_reward_function.path"),
+        done.take("custom_reward_function.name", "compute_score"),
+    )
+    model = done.take("reward_model.model.path") if done.take("reward_model.enable") else None
+    if model:
+        done.put("rewards", [{"function": "reward_model", "kwargs": {"path": model}}])
+        return
+    done.files[ADAPTER] = OWN.format(file=str(path), name=name) if path and str(name).isidentifier() else RULE
+    done.put("rewards", [{"function": f"{ADAPTER}:reward"}])
+    what = (
+        f"{PurePath(str(path)).name}:{name}"
+        if path
+        else "the rule of verl's data_source (here: the right final answer)"
+    )
+    done.notes.append(f"{ADAPTER} calls {what} with our signature; it reads verl's column reward_model")
+
+
+def _adapter(done: Conversion) -> None:
+    rank = done.take(f"{MODEL}.lora_rank", done.take("model.lora_rank", 0))
+    if rank:
+        done.put("policy.lora_cfg.enabled", True)
+        done.put("policy.lora_cfg.dim", rank)
+    modules = done.take(f"{MODEL}.target_modules")
+    if rank and modules and modules != "all-linear":
+        done.put("policy.lora_cfg.target_modules", listed(modules))
+    if excluded := done.take(f"{MODEL}.exclude_modules"):
+        done.put("policy.lora_cfg.exclude_modules", listed(excluded))
+
+
+def _trainer(done: Conversion) -> None:
+    save, test = done.take("trainer.save_freq", 0), done.take("trainer.test_freq", 0)
+    if save > 0:
+        done.put("checkpointing.save_period", save)
+    has_data = done.settings.get("data.val_files") is not None
+    if test > 0 and has_data:
+        done.put("grpo.val_period", test)
+    if not has_data:
+        done.take("trainer.val_before_train")
+    warmup = done.take(f"{ACTOR}.optim.lr_warmup_steps", 0)
+    if warmup > 0:
+        done.put("policy.scheduler.warmup_steps", warmup)
+
+
+def _data(done: Conversion) -> None:
+    for theirs, ours in (("data.train_files", "data.train"), ("data.val_files", "data.validation")):
+        files = listed(done.take(theirs))
+        if files:
+            done.put(ours, files[0] if len(files) == 1 else files)

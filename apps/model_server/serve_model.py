@@ -1,0 +1,147 @@
+"""`paceline serve model`: one model behind the OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from click.core import ParameterSource
+
+from paceline.apps.registry.fetch import public_key_option
+from paceline.apps.registry.verified import verified_model
+from paceline.errors import InvalidInput
+from paceline.services.cli.chat import changed, spec_of_model
+from paceline.services.common.insecure import check_host, insecure_option
+from paceline.services.common.options import device_option, directory_option
+from paceline.services.common.processes.quiet_libraries import quiet_libraries
+
+if TYPE_CHECKING:
+    from paceline.apps.model_server.trace_log import TraceLog
+
+BATCH_SIZE = 32
+
+
+@click.command()
+@click.argument("model", metavar="RUN|FOLDER|URL|NAME@ALIAS")
+@click.option("--name", help="Name that clients ask for; default the run's id or the folder's name.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
+)
+@insecure_option
+@click.option("--port", default=8000, show_default=True, help="HTTP port; 0 takes a free one.")
+@click.option(
+    "--backend",
+    type=click.Choice(["native", "vllm"]),
+    default="native",
+    show_default=True,
+    help="Engine that samples.",
+)
+@click.option(
+    "--max-new-tokens", type=int, help="Longest completion where a request names none; default the run's."
+)
+@click.option(
+    "--max-batch-size",
+    type=click.IntRange(1),
+    default=BATCH_SIZE,
+    show_default=True,
+    help="Sequences decoded at a time.",
+)
+@click.option(
+    "--traces",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder to write requests and feedback to, as traces. Default: nothing is written.",
+)
+@click.option(
+    "--max-traces-mb",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    help="Size of that folder; the oldest files go.",
+)
+@public_key_option
+@device_option
+@directory_option
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="File to write the base URL to, once it listens."
+)
+@click.pass_context
+def main(
+    context: click.Context,
+    model: str,
+    name: str | None,
+    host: str,
+    port: int,
+    backend: str,
+    max_new_tokens: int | None,
+    max_batch_size: int,
+    traces: Path | None,
+    max_traces_mb: int,
+    public_key: Path | None,
+    device: str,
+    directory: Path,
+    ready_file: Path | None,
+) -> None:
+    """Serve the exported model of a run (its id or its folder), a model folder or its URL, or a registered model
+    (NAME:VERSION, NAME@ALIAS) by the OpenAI API.
+
+    Nothing trains beside it, so clients such as evaluation harnesses get the whole engine. Of a registered model every file and the
+    signature are checked first, with --public-key; so is a folder that `paceline models fetch` has written, where there is a key.
+    """
+    from paceline.apps.model_server.serving import endpoint_of, model_label, opened_model
+    from paceline.services.common.grpc_server import run_service
+    from paceline.services.common.processes.ready_file import announce
+
+    quiet_libraries()
+    label = name or model_label(model)
+    required = context.get_parameter_source("public_key") is ParameterSource.COMMANDLINE
+
+    async def serve(stop: asyncio.Event) -> None:
+        async with (
+            opened_model(spec, label, device_of(device)) as served,
+            endpoint_of(served, host, port, recorder) as url,
+        ):
+            click.echo(f"{served.run_id} at {url}", err=True)
+            announce(ready_file, url)
+            await stop.wait()  # without a deadline: it serves until it is told to end
+
+    with verified_model(model, directory, public_key, required=required) as checked:
+        spec = changed(spec_of_model(checked, directory), None, max_new_tokens)
+        update = {"backend": backend, "max_batch_size": max_batch_size}
+        generation = spec.policy.generation.model_copy(update=update)
+        spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
+        with _recorder(traces, spec.policy.model_name, label, max_traces_mb) as recorder:
+            run_service(serve)
+
+
+@contextlib.contextmanager
+def _recorder(folder: Path | None, model: str, label: str, max_mb: int) -> Iterator[TraceLog | None]:
+    """Give the recorder of traces in a folder; None without one. Traces name the version of a registered `model`, else the
+    `label`. Raises Conflict while another process writes there."""
+    if folder is None:
+        yield None
+        return
+    from paceline.apps.model_server.serving import registered_name
+    from paceline.apps.model_server.trace_log import TraceLog
+    from paceline.services.local.folder_lock import FolderLock
+
+    lock = FolderLock(folder / ".lock", "model server", "--traces")
+    lock.take()
+    try:
+        with contextlib.closing(TraceLog(folder, registered_name(model) or label, max_mb << 20)) as log:
+            yield log
+    finally:
+        lock.release()
+
+
+def device_of(device: str) -> str:
+    """Return the torch device that --device names. Raises InvalidInput for a GPU that is not there."""
+    import torch
+
+    found = torch.cuda.is_available()
+    if device == "cuda" and not found:
+        raise InvalidInput("--device is cuda, and torch finds no GPU that it can use; see `paceline doctor`")
+    return ("cuda" if found else "cpu") if device == "auto" else device

@@ -1,0 +1,265 @@
+"""A run on a number of GPUs: the split between learner and engines that balances them, and what it makes of a step.
+
+Every split is tried: as many learner ranks as the memory plan has room for, the other GPUs in engines. With η > 0 generation and
+training run at the same time, so a step takes the longer of the two; with η = 0, or where both share one GPU, their sum. The
+split with the shortest step wins, of equal ones that with fewer ranks. Pure: nothing of this machine is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from paceline.apps.planning.processors import Processor
+from paceline.apps.planning.rates import generation_seconds, training_seconds
+from paceline.apps.planning.work import Work
+from paceline.errors import InvalidInput, SpecError
+from paceline.models.auto_settings import planned
+from paceline.models.memory_plan import Plan, Room, plan
+from paceline.models.memory_remedies import refusal
+from paceline.models.shape import ModelShape
+from paceline.spec import RunSpec
+
+RECOMPUTED = {"full": 1.0, "selective": 0.1}
+"""Share of the forward pass that checkpointing computes again; selective: attention and activations alone."""
+
+SEQUENCES_OF_ENGINE = 1_024
+"""Most sequences of one vLLM engine at a time, whatever its cache holds."""
+
+SPLIT_SHARE = 0.85
+"""Speed of each GPU of an engine on several, by that of one alone. Unmeasured."""
+
+TOKEN_BYTES = 12
+"""Bytes of a token on its way through the coordinator: id, log-probability, and its text."""
+
+MEASURED_GROUPS_PER_S, MEASURED_MB_PER_S = 730.0, 172.0
+"""What a coordinator on two cores commits: docs/performance.md, groups of 100 kB, and bytes with groups of 400 kB."""
+
+ENGINE_SIZES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """A split, and what it makes of a step."""
+
+    processor: Processor
+    number: int
+    """GPUs, or cores."""
+    ranks: int
+    engines: int
+    """0 for a run on examples."""
+    gpus_per_engine: int
+    is_shared: bool
+    """Learner and engine take turns on the same GPU."""
+    work: Work
+    generation_s: float
+    training_s: float
+    step_s: float
+    age: float
+    """Expected age of the trained tokens."""
+    sequences_per_engine: float
+    memory: Plan
+    cost_per_hour: float | None
+    """Of all GPUs; None without a price."""
+
+    @property
+    def sampled_tokens_per_s(self) -> float:
+        """Return the tokens that all engines would sample in a second without a pause."""
+        return self.work.sampled_tokens / self.generation_s if self.generation_s else 0.0
+
+    @property
+    def trained_tokens_per_s(self) -> float:
+        """Return the completion tokens that train in a second."""
+        return self.work.sampled_tokens / self.step_s
+
+    @property
+    def groups_per_s(self) -> float:
+        """Return the groups that the coordinator commits in a second."""
+        return self.work.groups / self.step_s if self.engines else 0.0
+
+    @property
+    def coordinator_mb_per_s(self) -> float:
+        """Return the megabytes of groups that the coordinator commits in a second."""
+        size = self.work.completions * (self.work.prompt_tokens + self.work.completion_tokens) * TOKEN_BYTES
+        return self.groups_per_s * size / 1e6
+
+    @property
+    def coordinator_load(self) -> float:
+        """Return the coordinator's load, as a share of what was measured."""
+        return max(self.groups_per_s / MEASURED_GROUPS_PER_S, self.coordinator_mb_per_s / MEASURED_MB_PER_S)
+
+    @property
+    def cost_per_million_tokens(self) -> float | None:
+        """Return the cost of a million trained completion tokens."""
+        if self.cost_per_hour is None:
+            return None
+        return self.cost_per_hour / 3600 / self.trained_tokens_per_s * 1e6
+
+    @property
+    def limit(self) -> str:
+        """Return what limits the run, in words."""
+        if self.coordinator_load > 1:
+            return (
+                f"the coordinator: {self.groups_per_s:,.0f} groups/s of {self.coordinator_mb_per_s:,.0f} MB are more than one was "
+                "measured to commit; use several runs with a coordinator each"
+            )
+        if not self.engines:
+            return "training: a run on examples has no generation"
+        if self.is_shared or not self.age:
+            longer = "generation" if self.generation_s > self.training_s else "training"
+            return f"{longer}: the two take turns, and it is the longer one"
+        if self.generation_s > self.training_s:
+            return f"generation: the learner waits {1 - self.training_s / self.step_s:.0%} of a step"
+        return f"training: the engines are idle for {1 - self.generation_s / self.step_s:.0%} of a step"
+
+
+def work_of(
+    spec: RunSpec, prompt_tokens: float | None = None, completion_tokens: float | None = None
+) -> Work:
+    """Return the work of a step. Lengths that are not given are half of what the spec allows."""
+    policy = spec.policy
+    longest = policy.max_total_sequence_length
+    answer = min(policy.generation.max_new_tokens, longest) if spec.samples else longest / 2
+    completion = answer / 2 if completion_tokens is None else completion_tokens
+    prompt = max(longest - answer, 1) / 2 if prompt_tokens is None else prompt_tokens
+    if not (completion > 0 and prompt > 0 and completion + prompt <= longest):
+        raise InvalidInput(
+            f"mean prompts of {prompt:g} and completions of {completion:g} tokens do not fit into "
+            f"policy.max_total_sequence_length {longest}"
+        )
+    groups, completions = spec.grpo.num_prompts_per_step, spec.grpo.num_generations_per_prompt
+    if spec.examples is not None:
+        groups, completions = spec.examples.num_examples_per_step, 1
+    recomputed = RECOMPUTED.get(str(policy.activation_checkpointing), 0.0)
+    return Work(groups, completions, prompt, completion, max(policy.row_tokens, longest), recomputed)
+
+
+def plan_capacity(
+    spec: RunSpec,
+    shape: ModelShape,
+    processor: Processor,
+    number: int,
+    *,
+    price: float | None = None,
+    prompt_tokens: float | None = None,
+    completion_tokens: float | None = None,
+) -> Capacity:
+    """Return the best split. Raises SpecError with the reason when none fits, InvalidInput for lengths that cannot be.
+
+    `price` is that of one GPU for an hour.
+    """
+    best: Capacity | None = None
+    reasons: list[str] = []
+    for ranks, engines, gpus, is_shared in splits(spec, processor, number):
+        try:
+            made = _capacity(
+                spec,
+                shape,
+                processor,
+                number,
+                (ranks, engines, gpus, is_shared),
+                prompt_tokens,
+                completion_tokens,
+            )
+        except SpecError as error:
+            reasons.append(str(error))
+            continue
+        if best is None or made.step_s < best.step_s * (1 - 1e-9):
+            best = made
+    if best is None:
+        reason = reasons[-1] if reasons else "policy.parallel names more ranks than there are"
+        raise SpecError(f"no split of {number} {processor.name} fits: {reason}")
+    return best if price is None else replace(best, cost_per_hour=price * number)
+
+
+def splits(spec: RunSpec, processor: Processor, number: int) -> Iterator[tuple[int, int, int, bool]]:
+    """Yield learner ranks, engines, GPUs of an engine and whether they share GPUs; fewer ranks come first."""
+    if not spec.samples:
+        yield number, 0, 0, False
+        return
+    config = spec.policy.generation.vllm_cfg
+    named = config.tensor_parallel_size * config.pipeline_parallel_size
+    is_vllm = processor.is_gpu and spec.policy.generation.backend == "vllm"
+    sizes = [size for size in ENGINE_SIZES if size >= named] if is_vllm else [1]
+    if number == 1:
+        yield 1, 1, 1, True
+        return
+    for ranks in range(1, number):
+        if (ranks > 8 and ranks % 8) or (ranks & (ranks - 1) and ranks < 8):
+            continue
+        for gpus in sizes:
+            if engines := (number - ranks) // gpus:
+                yield ranks, engines, gpus, False
+
+
+def _capacity(
+    spec: RunSpec,
+    shape: ModelShape,
+    processor: Processor,
+    number: int,
+    split: tuple[int, int, int, bool],
+    prompt_tokens: float | None,
+    completion_tokens: float | None,
+) -> Capacity:
+    """Return what one split makes of a step. Raises SpecError when it does not fit."""
+    ranks, engines, gpus, is_shared = split
+    spec, room = _placed(spec, processor, split), Room(processor.memory_bytes)
+    try:
+        spec, _ = planned(spec, shape, room, has_vllm=True)
+        memory = plan(spec, shape, room)
+    except InvalidInput as error:
+        raise SpecError(str(error)) from None
+    if why_not := refusal(spec, shape, room):
+        raise SpecError(why_not)
+    work = work_of(spec, prompt_tokens, completion_tokens)
+    own = replace(work, groups=max(1, math.ceil(work.groups / ranks)))
+    training_s = training_seconds(shape, own, processor.training)
+    if not engines:
+        return Capacity(
+            processor, number, ranks, 0, 0, False, work, 0.0, training_s, training_s, 0.0, 0.0, memory, None
+        )
+    held = _sequences(spec, memory, work, processor)
+    ahead = spec.async_grpo.max_trajectory_age_steps
+    slots = min(held, (ahead + 1) * work.sequences / engines)
+    speed = gpus if gpus == 1 else gpus * SPLIT_SHARE
+    part = replace(work, groups=max(1, math.ceil(work.groups / engines)))
+    share = work.groups / engines / part.groups
+    generation_s = share * generation_seconds(shape, part, processor.generation, slots) / speed
+    in_turn = is_shared or not ahead
+    step_s = generation_s + training_s if in_turn else max(generation_s, training_s)
+    latency_s = generation_s * min(1.0, slots * engines / work.sequences) if slots else generation_s
+    age = float(ahead) if training_s > generation_s else min(float(ahead), 1 + latency_s / step_s)
+    return Capacity(
+        processor, number, ranks, engines, gpus, is_shared, work, generation_s, training_s, step_s,
+        0.0 if not ahead else age, held, memory, None,
+    )  # fmt: skip
+
+
+def _sequences(spec: RunSpec, memory: Plan, work: Work, processor: Processor) -> float:
+    """Return the sequences of mean length that one engine has room for."""
+    if memory.cached_tokens is None:
+        return float(spec.policy.generation.batch_size(on_gpu=processor.is_gpu))
+    return min(memory.cached_tokens / (work.prompt_tokens + work.completion_tokens), SEQUENCES_OF_ENGINE)
+
+
+def _placed(spec: RunSpec, processor: Processor, split: tuple[int, int, int, bool]) -> RunSpec:
+    """Return the spec with the sizes of a split, for GPUs that are not here."""
+    ranks, engines, gpus, is_shared = split
+    named: dict[str, object] = {
+        "learner_ranks": ranks,
+        "rollout_workers": max(engines, 1),
+        "learner_gpus": (0,) if processor.is_gpu and is_shared else (),
+        "rollout_gpus": (0,) if processor.is_gpu and is_shared else (),
+        "reward_gpus": (),
+        "device": "auto" if processor.is_gpu else "cpu",
+        "gpu_gb": processor.memory_bytes / 1e9 if processor.memory_bytes else None,
+    }
+    policy = spec.policy
+    config = policy.generation.vllm_cfg
+    if gpus > config.tensor_parallel_size * config.pipeline_parallel_size:
+        size = gpus // config.pipeline_parallel_size
+        config = config.model_copy(update={"tensor_parallel_size": size})
+        generation = policy.generation.model_copy(update={"vllm_cfg": config})
+        policy = policy.model_copy(update={"generation": generation})
+    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=named), "policy": policy})

@@ -1,0 +1,265 @@
+"""`paceline plan`: what a run takes of each device, whether it fits, and what would make it fit; how fast it is on given GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.errors import InvalidInput, NotFound
+from paceline.services.common.options import json_option, print_json
+
+if TYPE_CHECKING:
+    from paceline.apps.planning.capacity import Capacity
+    from paceline.models.memory_plan import Plan
+    from paceline.models.shape import ModelShape
+    from paceline.spec import RunSpec
+
+
+@click.command()
+@click.argument("spec", type=click.Path())
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option(
+    "--gpus",
+    metavar="NAME:NUMBER",
+    help="Plan for these GPUs, such as h100:64, or for cores of a CPU (cpu:8): their split, step time, age, cost and limit.",
+)
+@click.option(
+    "--prices",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --gpus: YAML or JSON file with the price of one GPU for an hour by name, such as {h100: 2.5}.",
+)
+@click.option(
+    "--prompt-tokens", type=float, help="With --gpus: mean length of a prompt; default half of its room."
+)
+@click.option(
+    "--completion-tokens",
+    type=float,
+    help="With --gpus: mean length of a completion; default half of max_new_tokens.",
+)
+@click.option(
+    "--model-config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The model's config.json, where the model is not on this machine.",
+)
+@json_option
+def plan(
+    spec: str,
+    overrides: tuple[str, ...],
+    gpus: str | None,
+    prices: Path | None,
+    prompt_tokens: float | None,
+    completion_tokens: float | None,
+    model_config: Path | None,
+    as_json: bool,
+) -> None:
+    """Estimate the memory that SPEC takes on each device; exit status 1 if it does not fit, with the keys that make it fit.
+
+    With --gpus also the split of GPUs between learner and engines, what a step takes, its cost, and what limits the run. For
+    GPUs that are not here say their size otherwise: cluster.gpu_gb=80. Only the model's config.json is read.
+    """
+    from paceline.models.auto_settings import planned
+    from paceline.models.memory_plan import plan as plan_of
+    from paceline.models.memory_remedies import refusal
+    from paceline.models.shape import read_shape
+    from paceline.services.local.room import cluster_here, room_here
+    from paceline.spec.reading import load_spec
+
+    wanted = load_spec(spec, overrides)
+    shape = read_shape(wanted.policy.model_name) if model_config is None else _shape_in(model_config)
+    if shape is None:
+        raise NotFound(
+            f"policy.model_name {wanted.policy.model_name!r}: no config.json with the usual keys is on this machine; name a "
+            "local folder, download the model's config.json first (`hf download NAME config.json`), or name it with --model-config"
+        )
+    if gpus is not None:
+        _plan_for(wanted, shape, gpus, _price_in(prices, gpus), prompt_tokens, completion_tokens, as_json)
+        return
+    wanted, division = cluster_here(wanted)
+    room = room_here()
+    wanted, chosen = planned(wanted, shape, room)
+    made = plan_of(wanted, shape, room)
+    why_not = refusal(wanted, shape, room)
+    if as_json:
+        print_json(_as_json(wanted, made, chosen, why_not))
+    else:
+        for line in (division, *chosen):
+            if line:
+                click.echo(line)
+        click.echo(f"model of {shape.parameters / 1e6:,.0f} M parameters, {shape.layers} layers")
+        click.echo(
+            f"learner of {wanted.cluster.learner_ranks} rank{'s' * (wanted.cluster.learner_ranks > 1)}: {made.mesh.replicate} × {made.mesh.shard} (replicate × shard), "
+            f"micro-batches of {made.estimate.micro_batch_tokens:,} tokens, checkpointing "
+            f"{wanted.policy.activation_checkpointing}"
+        )
+        _print_loads(made)
+        if made.cached_tokens is not None:
+            longest = wanted.policy.max_total_sequence_length
+            click.echo(
+                f"each engine's cache holds {made.cached_tokens:,} tokens: {made.cached_tokens / longest:,.1f} sequences of "
+                f"{longest:,}"
+            )
+        unknown = [load.device for load in made.loads if load.room_bytes is None]
+        if why_not:
+            click.echo(f"does not fit: {why_not}")
+        elif unknown:
+            click.echo(f"not compared: the memory of {unknown[0]} is not known; set cluster.gpu_gb")
+        else:
+            click.echo('fits, by an estimate (docs/performance.md, "Memory plan")')
+    if why_not:
+        raise click.exceptions.Exit(1)
+
+
+def _print_loads(made: Plan) -> None:
+    from paceline.models.memory_estimate import gigabytes
+
+    for load in made.loads:
+        room_text = "" if load.room_bytes is None else f" of {gigabytes(load.room_bytes)}"
+        click.echo(f"{load.device}: {gigabytes(load.bytes)}{room_text}")
+        for name, size in load.parts.items():
+            click.echo(f"  {size / 1e9:9.2f} GB  {name}")
+
+
+def _plan_for(
+    spec: RunSpec,
+    shape: ModelShape,
+    gpus: str,
+    price: float | None,
+    prompt_tokens: float | None,
+    completion_tokens: float | None,
+    as_json: bool,
+) -> None:
+    """Print the plan for GPUs that need not be here. Raises SpecError when the run does not fit on them."""
+    from paceline.apps.planning.capacity import plan_capacity
+    from paceline.apps.planning.processors import read_gpus
+
+    processor, number = read_gpus(gpus)
+    made = plan_capacity(
+        spec,
+        shape,
+        processor,
+        number,
+        price=price,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+    )
+    if as_json:
+        print_json(capacity_facts(made))
+        return
+    work, what = made.work, "GPUs" if processor.is_gpu else "cores"
+    shared = ", which take turns on it" if made.is_shared else ""
+    engines = f", {made.engines} engines of {made.gpus_per_engine}" if made.engines else ""
+    lines = [
+        f"{number} {processor.name} {what}: {made.ranks} learner ranks{engines}{shared}",
+        f"a step: {work.sequences:,} sequences of {work.prompt_tokens:,.0f} + {work.completion_tokens:,.0f} tokens (means)",
+    ]
+    if made.engines:
+        lines.append(
+            f"generation {made.generation_s:,.2f} s ({made.sampled_tokens_per_s:,.0f} tokens/s; an engine has room for "
+            f"{made.sequences_per_engine:,.0f} sequences)"
+        )
+    lines += [
+        f"training {made.training_s:,.2f} s",
+        f"step {made.step_s:,.2f} s, {made.trained_tokens_per_s:,.0f} trained tokens/s, age {made.age:.1f}",
+    ]
+    if made.engines:
+        lines.append(
+            f"coordinator {made.groups_per_s:,.2f} groups/s, {made.coordinator_mb_per_s:,.2f} MB/s: {made.coordinator_load:.1%} of "
+            "what one was measured to commit"
+        )
+    if made.cost_per_million_tokens is not None:
+        lines.append(
+            f"cost {made.cost_per_million_tokens:,.4g} for a million trained tokens ({made.cost_per_hour:,.2f} an hour)"
+        )
+    lines += [f"limited by {made.limit}", f"rates: {processor.measured}"]
+    for line in lines:
+        click.echo(line)
+    _print_loads(made.memory)
+
+
+def capacity_facts(made: Capacity) -> dict[str, object]:
+    """Return the table of a plan as JSON."""
+    return {
+        "processor": made.processor.name,
+        "number": made.number,
+        "rates": made.processor.measured,
+        "learner_ranks": made.ranks,
+        "engines": made.engines,
+        "gpus_per_engine": made.gpus_per_engine,
+        "take_turns": made.is_shared,
+        "sequences": made.work.sequences,
+        "prompt_tokens": made.work.prompt_tokens,
+        "completion_tokens": made.work.completion_tokens,
+        "sequences_per_engine": made.sequences_per_engine,
+        "generation_s": made.generation_s,
+        "sampled_tokens_per_s": made.sampled_tokens_per_s,
+        "training_s": made.training_s,
+        "step_s": made.step_s,
+        "trained_tokens_per_s": made.trained_tokens_per_s,
+        "age": made.age,
+        "coordinator_groups_per_s": made.groups_per_s,
+        "coordinator_mb_per_s": made.coordinator_mb_per_s,
+        "coordinator_load": made.coordinator_load,
+        "cost_per_hour": made.cost_per_hour,
+        "cost_per_million_tokens": made.cost_per_million_tokens,
+        "limit": made.limit,
+        "devices": _devices(made.memory),
+    }
+
+
+def _shape_in(path: Path) -> ModelShape:
+    """Return the sizes in a config.json. Raises NotFound, InvalidInput."""
+    import json
+
+    from paceline.models.shape import shape_of
+
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise NotFound(f"--model-config {path} cannot be read as JSON: {error}") from None
+    shape = shape_of(config) if isinstance(config, dict) else None
+    if shape is None:
+        raise InvalidInput(f"--model-config {path} has not the usual keys of a transformer's config.json")
+    return shape
+
+
+def _price_in(path: Path | None, gpus: str) -> float | None:
+    """Return the price of a GPU for an hour. Raises NotFound, InvalidInput."""
+    import yaml
+
+    if path is None:
+        return None
+    try:
+        prices = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise NotFound(f"--prices {path} cannot be read as YAML: {error}") from None
+    name = gpus.partition(":")[0].lower()
+    price = prices.get(name) if isinstance(prices, dict) else None
+    if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < 1e6:
+        raise InvalidInput(
+            f"--prices {path}: the price of {name} is {price!r}; it has to be a number, as in {{{name}: 2.5}}"
+        )
+    return float(price)
+
+
+def _devices(made: Plan) -> list[dict[str, object]]:
+    return [
+        {"device": load.device, "room_bytes": load.room_bytes, "bytes": load.bytes, "parts": dict(load.parts)}
+        for load in made.loads
+    ]
+
+
+def _as_json(spec: RunSpec, made: Plan, chosen: list[str], why_not: str) -> dict[str, object]:
+    return {
+        "fits": made.fits,
+        "why_not": why_not,
+        "chosen": chosen,
+        "parameters": made.estimate.shape.parameters,
+        "replicate": made.mesh.replicate,
+        "shard": made.mesh.shard,
+        "micro_batch_tokens": made.estimate.micro_batch_tokens,
+        "activation_checkpointing": spec.policy.activation_checkpointing,
+        "cached_tokens": made.cached_tokens,
+        "devices": _devices(made),
+    }

@@ -1,0 +1,151 @@
+"""`paceline models fetch` and `paceline models push`: a version's files, verified, here or on the hub."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.apps.registry.facts import model_facts, stage_fault
+from paceline.apps.registry.source import models_of
+from paceline.errors import Conflict, DataError, PacelineError
+from paceline.files.storage import Folder, unavailable
+from paceline.models.references import read_reference
+from paceline.services.cli.recorded.source import source_options
+from paceline.services.common.options import json_option, print_json
+
+if TYPE_CHECKING:
+    from paceline.v1.registry_pb2 import RegisteredModel
+
+MODEL = "NAME[:VERSION|@ALIAS]"
+public_key_option = click.option(
+    "--public-key",
+    envvar="PACELINE_PUBLIC_KEY",
+    show_envvar=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Public key (PEM) of whoever signs.",
+)
+
+
+@click.command()
+@click.argument("model", metavar=MODEL)
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option(
+    "--stage",
+    type=click.Choice(["passed", "promoted"]),
+    help="Refuse a version that has not reached this stage. passed: its gates have passed it; promoted: it was promoted. A version "
+    "that was rolled back has neither.",
+)
+@click.option("--verify", is_flag=True, help="Check the signature too, with --public-key.")
+@public_key_option
+@source_options
+@json_option
+def fetch(
+    model: str,
+    destination: Path,
+    stage: str | None,
+    verify: bool,
+    public_key: Path | None,
+    directory: Path,
+    coordinator: str | None,
+    as_json: bool,
+) -> None:
+    """Copy the files of a registered model to the new folder DESTINATION, which appears whole or not at all.
+
+    The digest of every file, of its evaluations and of its verdicts is compared with the record; a file that differs is refused
+    by its name.
+    """
+    from paceline.learner.checkpoints.export_folder import written_beside
+
+    if verify and public_key is None:
+        raise click.UsageError("--verify needs the key of whoever signs; name it with --public-key")
+    found = found_model(model, stage, directory, coordinator)
+    with written_beside(destination) as folder:
+        checked_copy(found, folder, public_key if verify else None)
+    if as_json:
+        print_json(model_facts(found) | {"folder": str(destination), "verified": verify})
+    else:
+        how = "its signature fits" if verify else "its signature was not checked (--verify)"
+        click.echo(
+            f"{destination}: {found.name}:{found.version}, {found.stage}; every file is as registered, {how}"
+        )
+
+
+@click.command()
+@click.argument("model", metavar=MODEL)
+@click.argument("repository", metavar="OWNER/NAME")
+@click.option("--public", is_flag=True, help="Make a new repository public; default private.")
+@click.option("--stage", type=click.Choice(["passed", "promoted"]), help="As of `paceline models fetch`.")
+@source_options
+@json_option
+def push(
+    model: str,
+    repository: str,
+    public: bool,
+    stage: str | None,
+    directory: Path,
+    coordinator: str | None,
+    as_json: bool,
+) -> None:
+    """Upload a registered model to a repository of the Hugging Face hub, in one commit. The token is huggingface_hub's (HF_TOKEN),
+    the address HF_ENDPOINT."""
+    from huggingface_hub import HfApi
+
+    found = found_model(model, stage, directory, coordinator)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        checked_copy(found, folder, None)
+        api = HfApi(library_name="paceline")
+        try:
+            api.create_repo(repository, private=not public, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repository, folder_path=folder, commit_message=f"{found.name} version {found.version}"
+            )
+        except Exception as error:  # the hub's client and its transport raise errors without a common base
+            raise unavailable(f"{repository} cannot be written at {api.endpoint}", error) from None
+    if as_json:
+        print_json({"repository": repository, "commit": commit.oid, "url": commit.commit_url})
+    else:
+        click.echo(f"{repository}: {found.name}:{found.version} in commit {commit.oid}")
+
+
+def found_model(model: str, stage: str | None, directory: Path, coordinator: str | None) -> RegisteredModel:
+    """Return the version that a text names. Raises NotFound, InvalidInput; Conflict where it has not reached the stage."""
+    with models_of(directory, coordinator) as models:
+        found: RegisteredModel = models.show(read_reference(model)).model
+    if stage and (why := stage_fault(found, stage)):
+        raise Conflict(
+            f"{found.name}:{found.version} is not {stage}, because {why}; name another version or alias"
+        )
+    return found
+
+
+def checked_copy(model: RegisteredModel, folder: Path, public_key: Path | None) -> None:
+    """Copy the files of a version into an empty folder and verify them. Raises DataError, which names the file; NotFound."""
+    from paceline.apps.registry.folder import copy_folder
+
+    source = Folder(model.path)
+    try:
+        copy_folder(source, folder)
+    except PacelineError as error:
+        raise type(error)(f"{source}: {error}") from None
+    check_files(model, folder, public_key)
+
+
+def check_files(model: RegisteredModel, folder: Path, public_key: Path | None) -> None:
+    """Verify the files of a version, in its own folder or in a copy. Raises DataError, which names the file; NotFound."""
+    from paceline.apps.registry.folder import verify_folder
+    from paceline.apps.registry.statement import STATEMENT
+
+    source = Folder(model.path)
+    try:
+        contents = verify_folder(folder, public_key)
+    except PacelineError as error:
+        raise type(error)(f"{source}: {error}") from None
+    if contents.statement_sha256 != model.statement_sha256:
+        raise DataError(
+            f"{source}: {STATEMENT} has the SHA-256 {contents.statement_sha256}, and on record is {model.statement_sha256}; its "
+            "files were registered anew without a record, or changed. Register the model again"
+        )

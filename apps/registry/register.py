@@ -1,0 +1,177 @@
+"""`paceline models register`: make the folder of a version, sign it, put it in its place, and record it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paceline.apps.registry.facts import model_facts
+from paceline.apps.registry.lineage import lineage_of
+from paceline.apps.registry.source import changing_models_of, models_of
+from paceline.apps.registry.statement import Lineage
+from paceline.errors import AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted
+from paceline.files.storage import Folder
+from paceline.models.export_origin import Origin, origin_of
+from paceline.models.references import check_name
+from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.common.options import json_option, print_json
+
+if TYPE_CHECKING:
+    from paceline.apps.registry.folder import Contents
+    from paceline.v1.registry_pb2 import RegisteredModel
+
+NOT_RECORDED = (AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted)
+"""Errors after which the version is certainly not on record. After others it may be, so its files stay."""
+NAMELESS = (
+    "these files name no run, because they were converted since, or come from elsewhere; only --run and --step say where they "
+    "come from"
+)
+
+
+@click.command()
+@click.argument("name")
+@click.argument("export", metavar="FOLDER|URL")
+@click.option(
+    "--signing-key",
+    required=True,
+    envvar="PACELINE_SIGNING_KEY",
+    show_envvar=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Private key (PEM); `paceline models key` makes one.",
+)
+@click.option(
+    "--run", help="Run that trained the model, its id or its folder. Default: a model from elsewhere."
+)
+@click.option(
+    "--step",
+    type=click.IntRange(1),
+    help="Steps that were trained; default those that the files or the folder's name say, else all.",
+)
+@click.option("--parent", default="", metavar="NAME:VERSION", help="Version that this one was made of.")
+@click.option(
+    "--evaluation",
+    "evaluations",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="Folder that `paceline eval` has written for this model; may be given several times.",
+)
+@click.option(
+    "--verdict",
+    "verdicts",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="File that `paceline gate --output` has written for one of the evaluations; may be given several times.",
+)
+@click.option(
+    "--store", metavar="FOLDER|URL", help="Root of registered models; default `models` in --directory."
+)
+@source_options
+@json_option
+def register(
+    name: str,
+    export: str,
+    signing_key: Path,
+    run: str | None,
+    step: int | None,
+    parent: str,
+    evaluations: tuple[Path, ...],
+    verdicts: tuple[Path, ...],
+    store: str | None,
+    directory: Path,
+    coordinator: str | None,
+    as_json: bool,
+) -> None:
+    """Register the exported model in a folder or at a URL as the next version of NAME.
+
+    The folder is copied to the store with a model card, evaluations, verdicts, an in-toto statement on every file, and a
+    signature. The version is `passed` when all of its verdicts are, else `registered`.
+    """
+    from paceline.apps.registry.folder import Sources, make_folder
+    from paceline.learner.checkpoints.export_folder import written_beside
+    from paceline.spec.reading import spec_from_yaml
+
+    check_name(name)
+    if step is not None and run is None:
+        raise click.UsageError("--step is that of a run; name it with --run")
+    if store is None and coordinator:
+        raise click.UsageError(
+            "--coordinator may be on another host; name the --store that its readers reach"
+        )
+    origin = origin_of(Folder(export))
+    lineage, spec_yaml = _lineage(run, step, export, origin, directory, coordinator)
+    if note := _note(run, origin):
+        click.echo(note, err=True)
+    with models_of(directory, coordinator) as models:
+        version = max((each.version for each in models.list(name)), default=0) + 1
+    base_model = spec_from_yaml(spec_yaml).policy.model_name if spec_yaml else ""
+    sources = Sources(Folder(export), evaluations, verdicts, spec_yaml, base_model)
+    root = store or str((directory / "models").resolve())
+    # A name that no other registration has, because two may be under way for one version.
+    place = Folder(f"{root.rstrip('/')}/{name}/{version}-{uuid.uuid4().hex[:8]}")
+    with written_beside(place) as folder:
+        contents = make_folder(folder, sources, name, version, lineage, parent, signing_key)
+    try:
+        with changing_models_of(directory, coordinator) as models:
+            model = models.register(_message(name, version, lineage, parent, str(place), contents))
+    except NOT_RECORDED:
+        place.remove()
+        raise
+    if as_json:
+        print_json(model_facts(model))
+    else:
+        click.echo(f"{name}:{version} is {model.stage}; its files are in {place}")
+
+
+def _lineage(
+    run: str | None,
+    step: int | None,
+    export: str,
+    origin: Origin | None,
+    directory: Path,
+    coordinator: str | None,
+) -> tuple[Lineage, str]:
+    """Return the lineage and the resolved spec of a model's run, both empty without a run."""
+    if run is None:
+        return Lineage(), ""
+    with records_of_run(run, directory, coordinator) as (source, run_id):
+        return lineage_of(source, run_id, step, export, origin)
+
+
+def _note(run: str | None, origin: Origin | None) -> str:
+    """Return what to tell about the files' own word on their run; empty where they agree with --run."""
+    if origin is None:
+        return f"warning: {NAMELESS}" if run is not None else ""
+    if run is None:
+        return (
+            f"warning: these files say that run {origin.run_id} exported them after {origin.step} steps, and they are registered "
+            f"without a lineage; --run {origin.run_id} records it"
+        )
+    return ""
+
+
+def _message(
+    name: str, version: int, lineage: Lineage, parent: str, path: str, contents: Contents
+) -> RegisteredModel:
+    from paceline.v1.common_pb2 import PolicyVersion
+    from paceline.v1.registry_pb2 import RegisteredModel
+
+    return RegisteredModel(
+        name=name,
+        version=version,
+        run_id=lineage.run_id,
+        policy=PolicyVersion(session=lineage.session, step=lineage.step),
+        chain=lineage.chain,
+        path=path,
+        export_sha256=contents.export_sha256,
+        statement_sha256=contents.statement_sha256,
+        spec_sha256=lineage.spec_sha256,
+        data=lineage.data,
+        code=lineage.code,
+        parent=parent,
+        evaluations_json=[json.dumps(each) for each in contents.evaluations],
+        verdicts_json=[json.dumps(each) for each in contents.verdicts],
+    )

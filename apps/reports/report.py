@@ -1,0 +1,162 @@
+"""`paceline report RUN`: one self-contained HTML file about a run, to send to a colleague. It needs no coordinator, and takes one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paceline import __version__
+from paceline.apps.reports.plot import REPORT_NAME, check_page_file, curves_of
+from paceline.apps.reports.report_page import Block, curve_blocks, page
+from paceline.errors import NotFound
+from paceline.services.cli import render
+from paceline.services.cli.recorded.source import Source, records_of_run, source_options
+from paceline.services.common.options import json_option, print_json
+
+if TYPE_CHECKING:
+    from paceline.records import Records
+
+SHOWN = 6
+"""Best and worst completions that are shown of the last step."""
+
+MAX_TEXT = 20_000
+"""Characters of a completion that are shown."""
+WARNINGS = 200
+
+
+@click.command()
+@click.argument("run")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help=f"File to write; default {REPORT_NAME} in the run's folder, or here with --coordinator.",
+)
+@click.option("--verify", "verifies", is_flag=True, help="Compare all records first, and say what was found.")
+@source_options
+@json_option
+def report(
+    run: str, out: Path | None, verifies: bool, directory: Path, coordinator: str | None, as_json: bool
+) -> None:
+    """Write one HTML file about RUN (its id or its folder): outcome, curves, samples, books, checkpoints and spec.
+
+    The file needs no network, and no script runs in it but its own: what models wrote is text in it.
+    """
+    from paceline.files.whole_file import write_whole
+
+    with records_of_run(run, directory, coordinator) as (source, run_id):
+        facts = render.run_facts(source.get(run_id))
+        destination = out or (Path.cwd() if coordinator else Path(facts["directory"])) / REPORT_NAME
+        check_page_file(destination)
+        records = source.records
+        blocks = [*_outcome(facts), *_books(records, run_id)]
+        blocks += _verified(records.verify(run_id).problems) if verifies else []
+        blocks += curve_blocks([curves_of(source, run_id, facts["state"])])
+        blocks += [*_completions(_samples(source, run_id)), *_warnings(records, run_id)]
+        blocks += [*_checkpoints(records, run_id), *_spec(records, run_id)]
+    write_whole(destination, page(run_id, blocks))
+    if as_json:
+        print_json({"path": str(destination), "run_id": run_id})
+    else:
+        click.echo(f"{destination}: {run_id}")
+
+
+def _outcome(facts: dict[str, Any]) -> list[Block]:
+    steps = f"{facts['state']} after {facts['step']:,} of {facts['max_num_steps']:,} steps."
+    message = [["text", facts["message"], "message"]] if facts["message"] else []
+    return [
+        ["heading", 1, facts["run_id"]],
+        ["text", f"{steps} Report by Paceline {__version__}.", ""],
+        *message,
+    ]
+
+
+def _books(records: Records, run_id: str) -> list[Block]:
+    books = records.books(run_id)
+    balance = (
+        f"{books.generated:,} tokens generated = {books.trained:,} trained + {books.dropped:,} dropped + {books.live:,} live "
+        f"({'balanced' if books.balanced else 'not balanced'}); {books.wasted:,} wasted."
+    )
+    dropped = [list(each) for each in sorted(books.dropped_by_reason.items())]
+    table = ["table", "Dropped tokens by reason", ["dropped because", "tokens"], dropped]
+    return [["text", balance, "good" if books.balanced else "message"], *([table] if dropped else [])]
+
+
+def _verified(problems: Sequence[str]) -> list[Block]:
+    if not problems:
+        return [["text", "All records agree (paceline ledger verify).", "good"]]
+    found = f"{len(problems)} problems (paceline ledger verify):"
+    return [["text", found, "message"], ["list", [str(problem) for problem in problems]]]
+
+
+def _completions(samples: Sequence[dict[str, Any]]) -> list[Block]:
+    shown = [block for group in samples for block in _sample(group)]
+    return [["heading", 2, "Best and worst completions of the last step"], *shown] if shown else []
+
+
+def _sample(group: dict[str, Any]) -> list[Block]:
+    completion, prompt = group["completion"], group["prompt"]
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"[{message.get('role')}] {message.get('content')}" for message in prompt)
+    text = completion["text"]
+    if "messages" in completion:
+        text = json.dumps(completion["messages"], indent=1, ensure_ascii=False)
+    rewards = ", ".join(f"{name} {_number(value)}" for name, value in completion["rewards"].items())
+    title = (
+        f"reward {_number(completion['reward'])} ({rewards}), {len(completion['token_ids'])} tokens, "
+        f"{completion['finish_reason']}; group {group['group_id']} of step {group['step']}"
+    )
+    return [["heading", 3, title], ["long", "prompt", _cut(prompt)], ["long", "completion", _cut(text)]]
+
+
+def _warnings(records: Records, run_id: str) -> list[Block]:
+    warnings = [event.content.get("message", "") for event in records.events(run_id, kinds=["warning"])]
+    return [["heading", 2, "Warnings"], ["list", warnings[-WARNINGS:]]] if warnings else []
+
+
+def _checkpoints(records: Records, run_id: str) -> list[Block]:
+    rows = [
+        [str(each.step), str(each.session), each.path, each.sha256] for each in records.checkpoints(run_id)
+    ]
+    columns = ["steps", "session", "folder", "SHA-256 of the manifest"]
+    return [["heading", 2, "Checkpoints"], ["table", "Checkpoints", columns, rows]] if rows else []
+
+
+def _spec(records: Records, run_id: str) -> list[Block]:
+    title, columns = "Spec: what differs from the defaults", ["key", "value", "default", "meaning"]
+    keys = [key for key in records.spec(run_id) if key.differs]
+    rows = [[key.path, key.value_json, key.default, key.description] for key in keys]
+    differing: list[Block] = [["heading", 2, title], ["table", title, columns, rows]] if rows else []
+    return [*differing, ["heading", 2, "Spec"], ["folded", "as YAML", records.spec_yaml(run_id)]]
+
+
+def _samples(source: Source, run_id: str) -> list[dict[str, Any]]:
+    """Return the best and the worst completions of the newest trained step, each as a group of its own; none for a run without
+    samples."""
+    try:
+        step = source.records.newest_trained_step(run_id)
+        groups = list(source.records.sample_groups(run_id, full=True, from_step=step, to_step=step))
+    except NotFound:
+        return []
+    found = [
+        json.loads(group.json) | {"completion": completion}
+        for group in groups
+        if group.json
+        for completion in json.loads(group.json)["completions"]
+        if completion["reward"] is not None
+    ]
+    found.sort(key=lambda each: -each["completion"]["reward"])
+    return found if len(found) <= 2 * SHOWN else found[:SHOWN] + found[-SHOWN:]
+
+
+def _cut(text: str) -> str:
+    left_out = f"\n… {len(text) - MAX_TEXT:,} characters more" if len(text) > MAX_TEXT else ""
+    return text[:MAX_TEXT] + left_out
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

@@ -1,0 +1,219 @@
+"""The study of a sweep: Optuna's ask and tell, with everything on record in one journal file.
+
+Promise: what was told is never lost, also when the process is killed at any point. A trial is on record before its run is
+submitted, and its run's name follows from the study and the trial's number; so a process that goes on finds the run of an open
+trial, or knows that there is none. Optuna is imported here and in `pictures` alone.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.apps.sweeps.sweep_file import Range, Sweep, Value
+from paceline.errors import Conflict, NotFound, PacelineError
+
+if TYPE_CHECKING:
+    import optuna
+
+JOURNAL = "journal.log"
+TOKEN, SPACE, RUN, MESSAGE = "token", "space", "run_id", "message"
+"""Attributes of a study, and of a trial."""
+ENDED = ("COMPLETE", "PRUNED", "FAIL")
+
+
+class SweepStudy:
+    """The trials of one sweep, in the file `journal.log` of a folder. One process at a time writes; the caller sees to that."""
+
+    def __init__(self, folder: Path, sweep: Sweep, *, read_only: bool = False):
+        """Open the study of `folder`, or begin it; `read_only`, beside a process that writes, only open it. Raises Conflict
+        where it searches something else, NotFound where a study that is to be read is none, PacelineError without Optuna."""
+        _check_optuna()
+        import optuna
+
+        self.sweep = sweep
+        if read_only and not (folder / JOURNAL).is_file():
+            raise NotFound(f"there is no study in {folder}; `paceline sweep` without --report begins one")
+        folder.mkdir(parents=True, exist_ok=True)
+        if not read_only:
+            _remove_torn_line(folder / JOURNAL)
+        journal = optuna.storages.journal.JournalFileBackend(
+            str(folder / JOURNAL), lock_obj=_no_lock(folder / JOURNAL)
+        )
+        self.study: optuna.Study = optuna.create_study(
+            study_name=sweep.name,
+            storage=optuna.storages.JournalStorage(journal),
+            direction=sweep.direction,
+            load_if_exists=True,
+            pruner=self._pruner(),
+        )
+        attributes = self.study.user_attrs
+        if attributes.get(SPACE, sweep.space) != sweep.space:
+            raise Conflict(
+                f"the study in {folder} searches something else; give this sweep another `name`, or remove that folder"
+            )
+        if TOKEN not in attributes and not read_only:
+            self._begin()
+        self.study.sampler = self._sampler()
+        self._distributions = {key: self._distribution(part) for key, part in sweep.search.items()}
+
+    def run_name(self, number: int) -> str:
+        """Return the name of the run of a trial, which no other trial of this coordinator has."""
+        return f"{self.sweep.name}-{self.study.user_attrs[TOKEN]}-t{number}"
+
+    def open_trials(self) -> list[Trial]:
+        """Return the trials that were asked for and not told, oldest first."""
+        import optuna
+
+        running = optuna.trial.TrialState.RUNNING
+        return [
+            self._trial(each._trial_id) for each in self.study.get_trials(deepcopy=False, states=(running,))
+        ]
+
+    def num_ended(self) -> int:
+        """Return the number of trials whose outcome is on record."""
+        return len([each for each in self.study.get_trials(deepcopy=False) if each.state.name in ENDED])
+
+    def ask(self) -> Trial:
+        """Begin a trial."""
+        # Each process draws from the sampler's first number on; the number of trials keeps it from drawing the same ones.
+        self.study.sampler = self._sampler()
+        return self._trial(self.study.ask()._trial_id)
+
+    def best(self) -> optuna.trial.FrozenTrial | None:
+        """Return the best trial that ran to its end; None while there is none."""
+        import optuna
+
+        complete = optuna.trial.TrialState.COMPLETE
+        return self.study.best_trial if self.study.get_trials(deepcopy=False, states=(complete,)) else None
+
+    def _trial(self, trial_id: int) -> Trial:
+        """Return a trial with a value for each key, drawn now where its process was killed before."""
+        import optuna
+
+        trial = optuna.trial.Trial(self.study, trial_id)
+        values = {key: trial._suggest(key, distribution) for key, distribution in self._distributions.items()}
+        return Trial(self, trial, values)
+
+    def _begin(self) -> None:
+        self.study.set_user_attr(SPACE, self.sweep.space)
+        for values in self.sweep.start:
+            self.study.enqueue_trial(dict(values))
+        self.study.set_user_attr(TOKEN, secrets.token_hex(2))  # last: a study without it begins again
+
+    def _sampler(self) -> optuna.samplers.BaseSampler:
+        import optuna
+
+        seed = self.sweep.seed + len(self.study.get_trials(deepcopy=False))
+        if self.sweep.sampler == "random":
+            return optuna.samplers.RandomSampler(seed=seed)
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=min(10, max(1, self.sweep.trials // 3)))
+
+    def _pruner(self) -> optuna.pruners.BasePruner:
+        import optuna
+
+        pruning = self.sweep.pruning
+        if pruning is None:
+            return optuna.pruners.NopPruner()
+        return optuna.pruners.MedianPruner(pruning.startup_trials, pruning.warmup_steps)
+
+    def _distribution(self, part: Any) -> optuna.distributions.BaseDistribution:
+        import optuna
+
+        if not isinstance(part, Range):
+            return optuna.distributions.CategoricalDistribution(part.choices)
+        if part.is_whole:
+            return optuna.distributions.IntDistribution(
+                int(part.low), int(part.high), log=part.log, step=int(part.step or 1)
+            )
+        return optuna.distributions.FloatDistribution(
+            float(part.low), float(part.high), log=part.log, step=part.step
+        )
+
+
+class Trial:
+    """One trial that has no outcome yet."""
+
+    def __init__(self, study: SweepStudy, trial: optuna.Trial, values: Mapping[str, Value]):
+        """Made by SweepStudy."""
+        self._study, self._trial = study, trial
+        self.values = dict(values)
+        """Value of each key."""
+
+    @property
+    def number(self) -> int:
+        """From 0."""
+        return self._trial.number
+
+    @property
+    def run_id(self) -> str:
+        """Its run; empty while none is on record."""
+        return str(self._trial.user_attrs.get(RUN, ""))
+
+    def set_run(self, run_id: str) -> None:
+        """Record its run."""
+        self._trial.set_user_attr(RUN, run_id)
+
+    def report(self, step: int, value: float) -> bool:
+        """Record a value on the way, once for each step; return whether to end the trial early."""
+        if not math.isfinite(value):
+            return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a step that a process before had reported
+            self._trial.report(value, step)
+        return self._trial.should_prune()
+
+    def complete(self, value: float) -> None:
+        """Record the outcome."""
+        self._study.study.tell(self.number, value)
+
+    def prune(self) -> None:
+        """Record that it ended early."""
+        import optuna
+
+        self._study.study.tell(self.number, state=optuna.trial.TrialState.PRUNED)
+
+    def fail(self, message: str) -> None:
+        """Record that it has no value, and why."""
+        import optuna
+
+        self._trial.set_user_attr(MESSAGE, message[:500])
+        self._study.study.tell(self.number, state=optuna.trial.TrialState.FAIL)
+
+
+def _no_lock(path: Path) -> Any:
+    """Return a lock of the journal that locks nothing. Optuna's is a file that stays when its process is killed, and the next
+    one would wait for it; here the caller's lock on the folder keeps other processes off."""
+    from optuna.storages.journal import JournalFileOpenLock
+
+    class NoLock(JournalFileOpenLock):
+        def acquire(self) -> bool:
+            return True
+
+        def release(self) -> None:
+            pass
+
+    return NoLock(str(path))
+
+
+def _remove_torn_line(path: Path) -> None:
+    """Cut off what a process or a machine that died left of its last line: the next one would be appended to it."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        text = file.read()
+        if text and not text.endswith(b"\n"):
+            file.truncate(text.rfind(b"\n") + 1)
+
+
+def _check_optuna() -> None:
+    try:
+        import optuna
+        import optuna.storages.journal
+    except ImportError:
+        raise PacelineError("`paceline sweep` needs Optuna: pip install 'paceline[sweep]'") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)

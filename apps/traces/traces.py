@@ -1,0 +1,168 @@
+"""`paceline traces`: a run's completions as a file to train on again, and preference pairs from files of traces."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from paceline.apps.traces.trace_comparison import compare
+from paceline.errors import DataError
+from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.common.options import json_option, print_json
+
+
+@click.group()
+def traces() -> None:
+    """Write what a run has sampled as traces (traces export RUN FILE), convert other records, make preference pairs of traces, or
+    compare those of two models."""
+
+
+traces.add_command(compare)
+
+
+@traces.command()
+@click.argument("run")
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@source_options
+@json_option
+def export(run: str, destination: Path, directory: Path, coordinator: str | None, as_json: bool) -> None:
+    """Write every completion that RUN trained on to DESTINATION, .jsonl or .parquet, with its tokens, their
+    log-probabilities and versions, and its rewards. `paceline offline_grpo` trains on the file."""
+    from paceline.services.coordinator.audit.sample_files import export_samples
+
+    if destination.suffix not in (".jsonl", ".parquet"):
+        raise click.UsageError(
+            f"{destination.name}: traces have lists, which .jsonl and .parquet keep; name such a file"
+        )
+    with records_of_run(run, directory, coordinator) as (source, run_id):
+        source.get(run_id)  # raises NotFound with the runs that exist
+        rows = export_samples(source.records, run_id, destination)
+    if as_json:
+        print_json({"path": str(destination), "rows": rows})
+    else:
+        click.echo(f"{destination}: {rows:,} traces of {run_id}")
+
+
+@traces.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--scores-from",
+    "score_files",
+    multiple=True,
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Further file with evaluations, such as the log records of the same service.",
+)
+@click.option(
+    "--score",
+    "scores",
+    multiple=True,
+    help="Name of an evaluation that is the reward; several are added up. Default: the only one that there is.",
+)
+@json_option
+def convert(
+    file: Path, destination: Path, score_files: tuple[Path, ...], scores: tuple[str, ...], as_json: bool
+) -> None:
+    """Write the model calls in FILE to DESTINATION, a JSONL file of traces. FILE has OpenTelemetry spans (OTLP JSON lines, or
+    one span a line) by the conventions for generative AI, or rollouts of the library verifiers.
+
+    The reward is the score of the call's evaluation (event gen_ai.evaluation.result), or the rollout's.
+    """
+    from paceline.apps.traces.conversion import ConversionReport, convert
+    from paceline.files.whole_file import written_whole
+
+    report = ConversionReport()
+    with written_whole(destination) as partial, partial.open("w", encoding="utf-8") as out:
+        for row in convert((file, *score_files), scores, report):
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if not report.rows:
+            reasons = ", ".join(f"{number:,} ({why})" for why, number in report.left_out.most_common())
+            raise DataError(
+                f"{file} has no call of a model that can be read; left out: {reasons or 'nothing'}"
+            )
+    if as_json:
+        print_json(report.facts())
+        return
+    click.echo(f"{destination}: {report.rows:,} traces, {report.with_reward:,} with a reward")
+    for reason, number in report.left_out.most_common():
+        click.echo(f"left out: {number:,} records ({reason})")
+
+
+@traces.command()
+@click.argument("file")
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--prompt-key", default="prompt", show_default=True, help="Column of the prompt.")
+@click.option("--completion-key", default="completion", show_default=True, help="Column of the completion.")
+@click.option(
+    "--reward-key",
+    "reward_keys",
+    multiple=True,
+    help="Column of the reward; several are added up. Default final_reward, or TRL's reward functions.",
+)
+@click.option("--chosen", default=0.7, show_default=True, help="Least reward of a chosen completion.")
+@click.option(
+    "--rejected", default=0.5, show_default=True, help="A rejected completion has a reward below this."
+)
+@click.option("--max-pairs-per-prompt", type=click.IntRange(min=1), help="Those of the largest margin stay.")
+@click.option(
+    "--held-out",
+    type=(click.FloatRange(0, 1, min_open=True, max_open=True), click.Path(path_type=Path, dir_okay=False)),
+    metavar="SHARE FILE",
+    help="Write the pairs of this share of the prompts to FILE instead.",
+)
+@json_option
+def pairs(
+    file: str,
+    destination: Path,
+    prompt_key: str,
+    completion_key: str,
+    reward_keys: tuple[str, ...],
+    chosen: float,
+    rejected: float,
+    max_pairs_per_prompt: int | None,
+    held_out: tuple[float, Path] | None,
+    as_json: bool,
+) -> None:
+    """Write preference pairs of the traces in FILE (.jsonl, .parquet, .csv, a glob or a URL) to DESTINATION, a JSONL file:
+    prompt, chosen, rejected, margin, and both rewards. `paceline dpo` and `paceline rm` train on it."""
+    from paceline.apps.traces.pairs import PairReport, PairRules, pairs_of_traces
+    from paceline.data.rows import open_rows
+    from paceline.data.traces.rows import TraceKeys, read_trace
+    from paceline.files.whole_file import written_whole
+
+    if rejected > chosen:
+        raise click.UsageError(f"--rejected {rejected:g} is above --chosen {chosen:g}; a trace would be both")
+    keys = TraceKeys(prompt_key, completion_key, reward_keys)
+    rules = PairRules(chosen, rejected, max_pairs_per_prompt, held_out[0] if held_out else 0.0)
+    rows, report = open_rows(file, "train", "FILE", lambda row: _check(read_trace(row, keys))), PairReport()
+    with ExitStack() as files:
+        paths = [destination, *([held_out[1]] if held_out else [])]
+        opened = [
+            files.enter_context(files.enter_context(written_whole(path)).open("w", encoding="utf-8"))
+            for path in paths
+        ]
+        for row, is_held_out in pairs_of_traces(rows, keys, rules, report):
+            opened[is_held_out].write(json.dumps(row, ensure_ascii=False) + "\n")
+        if not report.pairs:
+            reasons = ", ".join(f"{number:,} ({why})" for why, number in report.left_out.most_common())
+            raise DataError(
+                f"{file} has no pair: no prompt has both a trace with a reward of at least {chosen:g} and one below {rejected:g}; "
+                f"left out: {reasons or 'nothing'}. A model that answers each prompt once gives no pairs; name the traces of "
+                "several models together, or ask for several answers to a prompt"
+            )
+    if as_json:
+        print_json(report.facts())
+        return
+    held = f", of which {report.pairs_held_out:,} are held out" if held_out else ""
+    click.echo(f"{report.pairs:,} pairs of {report.prompts_used:,} of {report.prompts:,} prompts{held}")
+    click.echo(f"{report.traces_used:,} of {report.traces:,} traces are used")
+    for what, counts in (("traces", report.left_out), ("pairs", report.pairs_left_out)):
+        for reason, number in counts.most_common():
+            click.echo(f"left out: {number:,} {what} ({reason})")
+
+
+def _check(_: object) -> None:
+    """Take a trace that could be read."""

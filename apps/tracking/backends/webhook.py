@@ -1,0 +1,129 @@
+"""A webhook: the end of a run, its stalls and its broken rules as signed HTTP POST requests.
+
+As with a tracker nothing waits for it and the ledger is its queue: what could not be delivered is sent later, in order. Only a death
+between the answer and the cursor repeats a delivery; its id, which is the same then, tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from paceline.apps.tracking.tracker import TITLES, AlertKind, Refused, Row, Step, TrackedRun
+from paceline.errors import InvalidInput
+from paceline.run_states import ENDED_STATES
+from paceline.spec.sections.alerts import WebhookSection
+
+TIMEOUT_S = 10.0
+SECRET = "PACELINE_WEBHOOK_SECRET"
+SIGNATURE, DELIVERY = "X-Paceline-Signature", "X-Paceline-Delivery"
+TRIED_AGAIN = {408, 425, 429}
+"""Statuses below 500 that may pass."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect, which could lead a signed message to another host."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+        newurl: str,
+    ) -> None:
+        return None
+
+
+class Webhook:
+    """See apps/tracking/tracker.py."""
+
+    url = ""
+
+    def __init__(self, setting: WebhookSection, run: TrackedRun):
+        """Raises InvalidInput without an address in the variable that the spec names."""
+        self._setting, self._run = setting, run
+        self._address = setting.url or os.environ.get(setting.url_variable, "")
+        if not self._address.startswith(("http://", "https://")):
+            raise InvalidInput(
+                f"{setting.url_variable} holds no http(s) address; set it where the webhook is sent from"
+            )
+        self._secret = os.environ.get(SECRET, "").encode()
+        self._opener = urllib.request.build_opener(_NoRedirects)
+
+    def position(self) -> int | None:
+        """Return None: the caller's cursor counts."""
+        return None
+
+    def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
+        """Do nothing: metrics are not for webhooks."""
+
+    def alert(self, step: Step, kind: AlertKind, text: str) -> None:
+        """Send a warning of a kind that the spec names."""
+        self._send(step, kind, f"{TITLES[kind]}: {text}", "")
+
+    def change_state(self, step: Step, state: str, message: str) -> None:
+        """Send the end of the run."""
+        if state in ENDED_STATES:
+            because = f": {message}" if message else ""
+            self._send(
+                step,
+                "failed" if state == "failed" else "ended",
+                f"The run has {_past(state)}{because}",
+                state,
+            )
+
+    def close(self) -> None:
+        """Do nothing: each request has its own connection."""
+
+    def _send(self, step: Step, event: str, text: str, state: str) -> None:
+        if event not in self._setting.events:
+            return
+        body = json.dumps(
+            {
+                "text": f"Paceline {self._run.run_id}: {text}",  # what Slack shows
+                "event": event,
+                "run_id": self._run.run_id,
+                "state": state,
+                "step": step.number,
+                "time": step.time_s,
+                "delivery": self._delivery(step),
+                "links": self._run.links,
+            }
+        ).encode()
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": "paceline",
+            DELIVERY: self._delivery(step),
+        }
+        if self._secret:
+            headers[SIGNATURE] = signature(self._secret, body)
+        request = urllib.request.Request(self._address, body, headers, method="POST")
+        try:
+            with self._opener.open(request, timeout=TIMEOUT_S):
+                return
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code < 500 and error.code not in TRIED_AGAIN:
+                    raise Refused(f"the webhook answers {error.code} to {event!r}") from None
+                raise ConnectionError(f"the webhook answers {error.code}") from None
+
+    def _delivery(self, step: Step) -> str:
+        return f"{self._run.identity}-{step.sequence}"
+
+
+def signature(secret: bytes, body: bytes) -> str:
+    """Return the value of the header that proves who sent a body: HMAC with SHA-256, in hexadecimal."""
+    return "sha256=" + hmac.new(secret, body, hashlib.sha256).hexdigest()
+
+
+def _past(state: str) -> str:
+    return {"cancelled": "been cancelled"}.get(state, state)

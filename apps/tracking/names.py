@@ -1,0 +1,98 @@
+"""Names of metrics as users of TRL and of NeMo RL know them, and the table of docs/trackers.md.
+
+A metric that the other library does not have keeps Paceline's name. Where a meaning differs, docs/trackers.md says so.
+
+    python -m paceline.apps.tracking.names [--check]
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "trackers.md"
+BEGIN, END = "[//]: # (names: made by `python -m paceline.apps.tracking.names`)", "[//]: # (end of names)"
+Style = Literal["paceline", "trl", "nemo_rl"]
+PREFIXES = {"step": "train", "evaluation": "eval"}
+
+
+class Name(NamedTuple):
+    """One metric under its names; `<x>` stands for the same text in all of them. An empty name: the library has none."""
+
+    kind: str
+    ours: str
+    trl: str
+    nemo_rl: str
+    remark: str = ""
+
+
+NAMES = (
+    Name("step", "reward", "train/reward", "train/reward"),
+    Name("step", "reward_group_std", "train/reward_std", "", "TRL's is the mean over groups too"),
+    Name("step", "reward/<function>", "train/rewards/<function>/mean", ""),
+    Name("step", "reward_std/<function>", "train/rewards/<function>/std", ""),
+    Name("step", "zero_variance_fraction", "train/frac_reward_zero_std", ""),
+    Name("step", "completion_length", "train/completions/mean_length", "train/mean_gen_tokens_per_sample"),
+    Name("step", "completion_length/min", "train/completions/min_length", "train/gen_tokens_per_sample/min"),
+    Name("step", "completion_length/max", "train/completions/max_length", "train/gen_tokens_per_sample/max"),
+    Name("step", "truncated_fraction", "train/completions/clipped_ratio", "train/truncation_rate"),
+    Name("step", "loss", "train/loss", "train/loss"),
+    Name("step", "grad_norm", "train/grad_norm", "train/grad_norm"),
+    Name("step", "lr", "train/learning_rate", "train/lr"),
+    Name("step", "entropy", "train/entropy", "train/approx_entropy", "NeMo RL's is an estimate from the sampled tokens"),
+    Name("step", "kl_reference", "train/kl", "train/kl_penalty", "NeMo RL's is multiplied by its coefficient"),
+    Name("step", "kl_behaviour", "", "train/gen_kl_error"),
+    Name("step", "ratio_behaviour", "train/sampling/importance_sampling_ratio/mean", "train/sampling_importance_ratio",
+         "theirs compare the learner before the step with the sampler"),
+    Name("step", "clip_fraction", "train/clip_ratio/region_mean", ""),
+    Name("step", "step_s", "train/step_time", "timing/train/total_step_time", "the learner's step, without waiting"),
+    Name("step", "learner_wait_s", "", "timing/train/exposed_generation"),
+    Name("step", "learner/tokens_per_s", "", "performance/tokens_per_sec_per_gpu", "sum over ranks"),
+    Name("step", "epochs", "train/epoch", ""),
+    Name("evaluation", "reward", "eval/reward", "validation/accuracy", "equal where rewards are 0 or 1"),
+    Name("evaluation", "reward/<function>", "eval/rewards/<function>/mean", ""),
+    Name("evaluation", "completion_length", "eval/completions/mean_length", "validation/avg_length"),
+)  # fmt: skip
+
+
+def renamed(kind: str, name: str, style: Style) -> str:
+    """Return the name of a metric of a `step` or an `evaluation` in a tracker: `train/<name>` or `eval/<name>`, as in TensorBoard,
+    or that of another library."""
+    usual = f"{PREFIXES[kind]}/{name}"
+    if style == "paceline":
+        return usual
+    for each in NAMES:
+        theirs = each.trl if style == "trl" else each.nemo_rl
+        found = re.fullmatch(re.escape(each.ours).replace("<function>", "(?P<function>.+)"), name)
+        if theirs and found and each.kind == kind:
+            return theirs.replace("<function>", found.groupdict().get("function", ""))
+    return usual
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    lines = ["| Paceline | TRL (`names: trl`) | NeMo RL (`names: nemo_rl`) | remark |", "|---|---|---|---|"]
+    for each in NAMES:
+        cells = [f"{PREFIXES[each.kind]}/{each.ours}", each.trl, each.nemo_rl]
+        lines.append(
+            "| " + " | ".join([*(f"`{cell}`" if cell else "" for cell in cells), each.remark]) + " |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the table into its page; with --check, exit with status 1 if that changes anything."""
+    before = PAGE.read_text()
+    head, _, rest = before.partition(BEGIN)
+    after = f"{head}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+    if "--check" in sys.argv[1:]:
+        if after != before:
+            sys.exit(f"{PAGE} is not current; run `make pages`")
+    else:
+        PAGE.write_text(after)
+
+
+if __name__ == "__main__":
+    main()

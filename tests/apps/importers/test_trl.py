@@ -1,0 +1,99 @@
+"""TRL's settings in our units, by numbers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.apps.importers.trl import convert
+
+BASE = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["f"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "batch"),
+    [
+        # completions of a generation ÷ group, and updates = generation ÷ (each × processes × accumulated)
+        ({"per_device_train_batch_size": 8, "num_generations": 8}, 1, (1, 1, 8)),
+        (
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 8},
+            2,
+            (4, 1, 8),
+        ),
+        (
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 8},
+            1,
+            (4, 4, 8),
+        ),
+        (
+            {"per_device_train_batch_size": 2, "generation_batch_size": 64, "num_generations": 4},
+            1,
+            (16, 16, 4),
+        ),
+    ],
+)
+def test_a_batch_counts_prompts(
+    settings: dict[str, Any], processes: int, batch: tuple[int, int, int]
+) -> None:
+    tree = convert(BASE | settings, processes=processes).tree
+    prompts, updates = tree["grpo"]["num_prompts_per_step"], tree["policy"]["num_updates_per_step"]
+    assert (prompts, updates, tree["grpo"]["num_generations_per_prompt"]) == batch
+
+
+def test_steps_are_batches() -> None:
+    settings = {"per_device_train_batch_size": 8, "steps_per_generation": 4, "max_steps": 100}
+    assert convert(BASE | settings).tree["grpo"]["max_num_steps"] == 25
+    assert convert(BASE | {"num_train_epochs": 2}).tree["grpo"]["max_num_epochs"] == 2.0
+
+
+def test_defaults_that_differ_are_written() -> None:
+    tree = convert(BASE).tree
+    assert tree["policy"]["optimizer"]["weight_decay"] == 0.0
+    assert tree["policy"]["scheduler"]["name"] == "linear"
+    assert tree["checkpointing"]["save_period"] == 500
+
+
+@pytest.mark.parametrize(
+    ("settings", "section", "expected"),
+    [
+        ({"epsilon": 0.1}, "loss_fn", {"ratio_clip_min": 0.1, "ratio_clip_max": 0.1}),
+        ({"epsilon": 0.1, "epsilon_high": 0.3}, "loss_fn", {"ratio_clip_min": 0.1, "ratio_clip_max": 0.3}),
+        ({"loss_type": "bnpo"}, "loss_fn", {"reduction": "bnpo"}),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "loss_fn", {"preset": "cispo", "ratio_clip_max": 4.0}),
+        ({"epsilon_high": 0.28}, "loss_fn", {"ratio_clip_max": 0.28}),
+        (
+            {"scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"},
+            "grpo",
+            {"advantage": "dr_grpo"},
+        ),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "grpo", {"advantage": "gdpo"}),
+        ({"scale_rewards": False}, "grpo", {"advantage": "dr_grpo"}),
+        ({"scale_rewards": "batch"}, "grpo", {"advantage": "trl_batch"}),
+        (
+            {"vllm_importance_sampling_correction": False},
+            "loss_fn",
+            {"truncated_importance_sampling_ratio": None},
+        ),
+        (
+            {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 64},
+            "loss_fn",
+            {"reference_policy_sync_steps": 64, "reference_policy_sync_mix": 0.6},
+        ),
+    ],
+)
+def test_the_objective(settings: dict[str, Any], section: str, expected: dict[str, Any]) -> None:
+    tree = convert(BASE | settings).tree[section]
+    assert {name: tree[name] for name in expected} == expected
+
+
+def test_rewards_have_their_weights_and_trls_own_functions_have_ours() -> None:
+    done = convert(BASE | {"reward_funcs": ["accuracy_reward", "f.py:g"], "reward_weights": [1.0, 0.5]})
+    assert done.tree["rewards"] == [
+        {"function": "math_accuracy", "kwargs": {"answer_column": "solution"}, "weight": 1.0},
+        {"function": "f.py:g", "weight": 0.5},
+    ]
+
+
+def test_an_unknown_setting_is_left_out_with_its_value() -> None:
+    assert "frobnicate (3): no such name is known" in convert(BASE | {"frobnicate": 3}).left_out

@@ -1,0 +1,68 @@
+"""verl's settings in our units, and the adapter for its reward functions, which is run."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.apps.importers.verl import ADAPTER, convert
+
+COMPUTE_SCORE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "acc": 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "section", "expected"),
+    [
+        ({"algorithm.adv_estimator": "grpo"}, "grpo", {"advantage": "trl"}),
+        (
+            {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": False},
+            "grpo",
+            {"advantage": "dr_grpo"},
+        ),
+        (
+            {"actor_rollout_ref.actor.clip_ratio": 0.1},
+            "loss_fn",
+            {"ratio_clip_min": 0.1, "ratio_clip_max": 0.1},
+        ),
+        (
+            {
+                "algorithm.use_kl_in_reward": True,
+                "algorithm.kl_ctrl.kl_coef": 0.02,
+                "algorithm.kl_penalty": "kl",
+            },
+            "loss_fn",
+            {"reference_policy_kl_penalty": 0.02, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"},
+        ),
+        ({"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean"}, "loss_fn", {"reduction": "grpo"}),
+        ({"critic.optim.lr": "1e-5"}, "value", {"optimizer": {"lr": 1e-5}}),
+    ],
+)
+def test_a_setting_by_our_name(settings: dict[str, Any], section: str, expected: dict[str, Any]) -> None:
+    tree = convert(settings).tree[section]
+    assert {name: tree[name] for name in expected} == expected
+
+
+def test_the_adapter_calls_the_function_with_verls_arguments(tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text(COMPUTE_SCORE)
+    done = convert({"custom_reward_function.path": "score.py"})
+    (tmp_path / ADAPTER).write_text(done.files[ADAPTER])
+    reward = runpy.run_path(str(tmp_path / ADAPTER))["reward"]
+    truth = [{"style": "rule", "ground_truth": "4"}] * 2
+    chat = [[{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]]
+    assert reward(completions=chat, reward_model=truth, data_source=["a", "a"]) == [1.0, 0.0]
+    assert reward(completions=["5", "4"], reward_model=truth) == [0.0, 1.0]
+
+
+def test_the_adapter_without_a_function_compares_the_final_answer(tmp_path: Path) -> None:
+    (tmp_path / ADAPTER).write_text(convert({}).files[ADAPTER])
+    reward = runpy.run_path(str(tmp_path / ADAPTER))["reward"]
+    scores = reward(
+        ["q"] * 2, ["so \\boxed{4}", "\\boxed{5}"], [{"ground_truth": 4}] * 2, data_source=["x"] * 2
+    )
+    assert scores == [1.0, 0.0]
