@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.apps.dashboard.methods import methods
-from paceline.services.cli.main import COMMANDS
+from paceline.services.cli.main import main
 from paceline.services.cli.reference import generated
 from paceline.services.coordinator.reporting import metric_table
 from paceline.spec.keys import keys
@@ -58,7 +58,7 @@ def test_every_key_rpc_command_and_metric_that_exists_is_in_the_reference(site: 
     spec, commands = text_of(site / "docs/configuration.html"), text_of(site / "docs/commands.html")
     protos, metrics = text_of(site / "docs/protos.html"), text_of(site / "docs/metrics.html")
     lacking = [path for path, key in keys().items() if key.section is None and f"{path} (" not in spec]
-    lacking += [name for name in COMMANDS if f"paceline {name}" not in commands]
+    lacking += [name for name in main.entries if f"paceline {name}" not in commands]
     lacking += [
         call
         for call in methods()

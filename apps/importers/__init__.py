@@ -1,1 +1,11 @@
-"""Specs from the configurations of other libraries: TRL, NeMo RL and verl."""
+"""Specs from configurations of TRL, NeMo RL, verl and prime-rl."""
+
+COMMANDS = {
+    "Before a run": {
+        "import": (
+            "paceline.apps.importers.import_spec:import_spec",
+            "Write a spec from a configuration of TRL, NeMo RL, verl or prime-rl.",
+        ),
+    },
+}
+"""Commands of the app, by the heading of `paceline --help`."""

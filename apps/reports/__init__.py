@@ -1,0 +1,12 @@
+"""Pages about runs: outcome, curves and samples in one HTML file."""
+
+COMMANDS = {
+    "What is on record": {
+        "plot": ("paceline.apps.reports.plot:plot", "Write the curves of runs as an HTML page."),
+        "report": (
+            "paceline.apps.reports.report:report",
+            "Write one HTML file about a run: outcome, curves, samples, books, spec.",
+        ),
+    },
+}
+"""Commands of the app, by the heading of `paceline --help`."""

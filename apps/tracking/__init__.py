@@ -1,1 +1,11 @@
-"""Sending a run's metrics, samples and warnings to experiment trackers, from a process that nothing waits for."""
+"""Runs sent to Weights & Biases, MLflow and TensorBoard."""
+
+COMMANDS = {
+    "What is on record": {
+        "track": (
+            "paceline.apps.tracking.track:track",
+            "Send runs to Weights & Biases, MLflow or TensorBoard.",
+        ),
+    },
+}
+"""Commands of the app, by the heading of `paceline --help`."""

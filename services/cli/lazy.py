@@ -1,39 +1,82 @@
-"""A click group that imports a command's module when the command runs, and lists its commands without imports."""
+"""A click group that imports a command's module when the command runs, and lists its commands without imports.
+
+Commands of apps are found by entry points (GROUP). An entry point names a table like `sections` below, in a module that imports
+nothing heavy; its headings are those of `paceline --help`, or SERVE for roles of `paceline serve`.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 import click
 
 from paceline.errors import PacelineError
 
+GROUP = "paceline.commands"
+SERVE = "paceline serve"
+Sections = Mapping[str, Mapping[str, tuple[str, str]]]
+
+
+@functools.cache
+def sections_of_apps() -> Sections:
+    """Return the commands of installed apps by heading. One whose table cannot be read is left out with a line on stderr."""
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+        try:
+            for heading, commands in entry.load().items():
+                found.setdefault(heading, {}).update(commands)
+        except Exception as error:  # of another project's module: every other command works
+            click.echo(f"the app {entry.name} ({entry.value}) is left out: {error}", err=True)
+    return found
+
 
 class LazyGroup(click.Group):
-    """`sections` has the commands under their headings: of each name "module:attribute" and its one line of help.
+    """`sections` has the commands under their headings: of each name "module:attribute" and its one line of help. Apps add commands, and
+    replace none.
 
     The attribute is a click command, or a plain function without parameters. A PacelineError of any command becomes
     "Error: …" on stderr with exit status 1.
     """
 
-    def __init__(
-        self, *args: Any, sections: Mapping[str, Mapping[str, tuple[str, str]]], **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, sections: Sections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sections = sections
-        self._entries = {name: entry for section in sections.values() for name, entry in section.items()}
+        self._own_sections = sections
+
+    @functools.cached_property
+    def sections(self) -> Sections:
+        """The commands under their headings, those of apps last."""
+        of_apps = sections_of_apps()
+        if self.name == "serve":
+            of_apps = {heading: of_apps.get(SERVE, {}) for heading in self._own_sections}
+        own = {name for section in self._own_sections.values() for name in section}
+        headings = [
+            *self._own_sections,
+            *(each for each in of_apps if each not in (SERVE, *self._own_sections)),
+        ]
+        return {
+            heading: dict(self._own_sections.get(heading, {}))
+            | {name: entry for name, entry in of_apps.get(heading, {}).items() if name not in own}
+            for heading in headings
+        }
+
+    @functools.cached_property
+    def entries(self) -> Mapping[str, tuple[str, str]]:
+        """Module and line of help of each command."""
+        return {name: entry for section in self.sections.values() for name, entry in section.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, in the order of the table."""
-        return list(self._entries)
+        return list(self.entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command."""
-        if cmd_name not in self._entries:
+        if cmd_name not in self.entries:
             return None
-        target, summary = self._entries[cmd_name]
+        target, summary = self.entries[cmd_name]
         module, _, attribute = target.partition(":")
         found = getattr(importlib.import_module(module), attribute)
         return (
@@ -46,15 +89,15 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command; name the one that an unknown word stands for."""
-        if args and not args[0].startswith("-") and args[0] not in self._entries:
+        if args and not args[0].startswith("-") and args[0] not in self.entries:
             from paceline.services.cli.unknown_commands import remedy
 
-            ctx.fail(f"No such command {args[0][:80]!r}; {remedy(args[0], self._entries)}")
+            ctx.fail(f"No such command {args[0][:80]!r}; {remedy(args[0], self.entries)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands from the table, without importing them."""
-        for heading, entries in self._sections.items():
+        for heading, entries in self.sections.items():
             with formatter.section(heading):
                 formatter.write_dl([(name, summary) for name, (_, summary) in entries.items()])
 

@@ -45,21 +45,9 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "paceline.services.cli.spec:spec",
             "Check a spec and print it resolved, or explain its keys.",
         ),
-        "plan": (
-            "paceline.apps.planning.plan:plan",
-            "Estimate the memory that a spec takes, and say whether it fits.",
-        ),
-        "import": (
-            "paceline.apps.importers.import_spec:import_spec",
-            "Write a spec from a configuration of TRL, NeMo RL, verl or prime-rl.",
-        ),
         "data": (
             "paceline.services.cli.data:data",
             "Show the data of a spec (counts, lengths, samples, overlap), or prepare them.",
-        ),
-        "sweep": (
-            "paceline.apps.sweeps.sweep:sweep",
-            "Search over keys of a spec, by runs one after the other.",
         ),
     },
     "Runs and workers": {
@@ -93,20 +81,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "paceline.services.cli.recorded.samples:samples",
             "Show the completions of a step or an evaluation with their rewards, or export all.",
         ),
-        "traces": (
-            "paceline.apps.traces.traces:traces",
-            "Write what a run has sampled as traces, make preference pairs of traces, or compare two models.",
-        ),
         "metrics": ("paceline.services.cli.recorded.metrics:metrics", "Show or export the metrics of a run."),
-        "plot": ("paceline.apps.reports.plot:plot", "Write the curves of runs as an HTML page."),
-        "report": (
-            "paceline.apps.reports.report:report",
-            "Write one HTML file about a run: outcome, curves, samples, books, spec.",
-        ),
-        "track": (
-            "paceline.apps.tracking.track:track",
-            "Send runs to Weights & Biases, MLflow or TensorBoard.",
-        ),
         "ledger": (
             "paceline.services.cli.recorded.records:ledger",
             "Verify, back up or encrypt the record of every group.",
@@ -129,18 +104,6 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "paceline.services.cli.chat:chat",
             "Talk to a trained model in this process, without services.",
         ),
-        "eval": (
-            "paceline.apps.evaluation.evaluate:evaluate",
-            "Measure a model on the validation set of a file, without a run.",
-        ),
-        "gate": (
-            "paceline.apps.evaluation.gate_command:gate",
-            "Say whether a model may take the place of another, by two evaluations.",
-        ),
-        "models": (
-            "paceline.apps.registry.models:models",
-            "Register, promote, roll back and fetch models with their lineage and signature.",
-        ),
     },
     "Services, and who may use them": {
         "serve": (
@@ -158,9 +121,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
 }
-"""The commands under the headings of `paceline --help`: module and attribute, and one line of help."""
-
-COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
+"""The core's commands under the headings of `paceline --help`: module and attribute, and one line of help."""
 
 
 @click.group(

@@ -22,14 +22,6 @@ SERVICES = {
         "paceline.services.host_agent.main:main",
         "The agent that brings weights to a host's workers; they start one by themselves.",
     ),
-    "model": (
-        "paceline.apps.model_server.serve_model:main",
-        "One model behind the OpenAI-compatible endpoint, without a run.",
-    ),
-    "dashboard": (
-        "paceline.apps.dashboard.main:main",
-        "A page that shows runs, and their records as JSON over HTTP.",
-    ),
 }
 
 

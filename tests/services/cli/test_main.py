@@ -17,7 +17,7 @@ from command_line import paceline
 from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.services.cli import render
-from paceline.services.cli.main import COMMANDS
+from paceline.services.cli.main import main
 from paceline.services.cli.serve import SERVICES
 from paceline.services.local.cluster import LocalCluster
 from paceline.services.local.machine_checks import Finding, examine
@@ -83,11 +83,11 @@ def test_commands_that_need_no_coordinator_import_no_grpc() -> None:
 
 def test_help_lists_every_command() -> None:
     output = paceline("--help").output
-    for name in COMMANDS:
+    for name in main.entries:
         assert f"\n  {name} " in output
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"demo", "serve"}))
+@pytest.mark.parametrize("name", sorted(main.entries.keys() - {"demo", "serve"}))
 def test_every_command_can_be_imported_and_says_what_it_does(name: str) -> None:
     result = paceline(name, "--help")
     assert result.exit_code == 0, result.output

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from paceline.services.cli.main import COMMANDS
+from paceline.services.cli.main import main
 from paceline.services.cli.reference import DOCS, generated
 from paceline.spec.foreign.names import TABLES, key_for, look_up, shown_names, table
 from paceline.spec.keys import keys
@@ -36,7 +36,7 @@ def test_every_key_has_its_line() -> None:
 
 def test_every_command_and_every_foreign_name_has_its_line() -> None:
     pages = generated()
-    assert [name for name in COMMANDS if f"## paceline {name}" not in pages["commands.md"]] == []
+    assert [name for name in main.entries if f"## paceline {name}" not in pages["commands.md"]] == []
     names = [name for library in TABLES for name in table(library)]
     assert [name for name in names if f"- `{name}`:" not in pages["foreign_names.md"]] == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from command_line import paceline
 
-from paceline.services.cli.main import COMMANDS
+from paceline.services.cli.main import main
 from paceline.services.cli.unknown_commands import MEANT, remedy, setting_for
 
 
@@ -29,11 +29,11 @@ from paceline.services.cli.unknown_commands import MEANT, remedy, setting_for
     ],
 )
 def test_an_unknown_command_says_what_was_meant(word: str, answer: str) -> None:
-    assert remedy(word, COMMANDS).startswith(answer)
+    assert remedy(word, main.entries).startswith(answer)
 
 
 def test_every_command_that_is_named_exists() -> None:
-    assert {meant.partition(" ")[0] for meant in MEANT.values()} <= COMMANDS.keys()
+    assert {meant.partition(" ")[0] for meant in MEANT.values()} <= main.entries.keys()
 
 
 def test_the_command_line_answers_in_one_line() -> None:

@@ -1,1 +1,0 @@
-"""Commands that measure models outside of runs and compare the results."""
