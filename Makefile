@@ -124,7 +124,7 @@ lint-python: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m paceline.services.cli.reference --check
-	$(BIN)/python -m paceline.services.coordinator.reporting.metric_table --check
+	$(BIN)/python -m paceline.services.common.reporting.metric_table --check
 	$(BIN)/python -m paceline.apps.tracking.names --check
 
 # The contract is compared with main: the remote's where there is one, else the local branch. CI has npx and
@@ -175,7 +175,7 @@ audit: ## Look all locked packages up in the databases of known vulnerabilities;
 
 pages: $(STAMP) ## Generate the pages of keys, commands, interfaces, foreign names, metrics and models in docs/
 	$(BIN)/python -m paceline.services.cli.reference
-	$(BIN)/python -m paceline.services.coordinator.reporting.metric_table
+	$(BIN)/python -m paceline.services.common.reporting.metric_table
 	$(BIN)/python tests/support/models/models_page.py
 	$(BIN)/python -m paceline.apps.tracking.names
 	$(BIN)/python docs/site/licences.py

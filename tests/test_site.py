@@ -16,7 +16,7 @@ import pytest
 from paceline.apps.dashboard.methods import methods
 from paceline.services.cli.main import main
 from paceline.services.cli.reference import generated
-from paceline.services.coordinator.reporting import metric_table
+from paceline.services.common.reporting import metric_table
 from paceline.spec.keys import keys
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.apps.registry.facts import model_facts, stage_fault
-from paceline.apps.registry.source import models_of
+from paceline.services.cli.registered_models import models_of
 from paceline.errors import Conflict, DataError, PacelineError
 from paceline.files.storage import Folder, unavailable
 from paceline.models.references import read_reference

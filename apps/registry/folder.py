@@ -25,9 +25,6 @@ from paceline.apps.evaluation.results import RESULT, SAMPLES, read_result
 from paceline.apps.registry import signing
 from paceline.apps.registry.card import card_text
 from paceline.apps.registry.statement import (
-    CARD,
-    SIGNATURE,
-    STATEMENT,
     Lineage,
     files_digest,
     make_statement,
@@ -35,13 +32,12 @@ from paceline.apps.registry.statement import (
     subjects,
 )
 from paceline.errors import Conflict, DataError, NotFound
+from paceline.files.names import CARD, EVALUATIONS, SIGNATURE, SPEC, STATEMENT, VERDICTS
 from paceline.files.storage import CHUNK_BYTES, Folder
 from paceline.files.whole_file import write_whole
 from paceline.models.evidence import check_evidence
 from paceline.regular_file import read_regular
 
-SPEC = "paceline_spec.yaml"
-EVALUATIONS, VERDICTS = "evaluations", "verdicts"
 CONFIGS = ("config.json", "adapter_config.json")
 """A model folder has one of these files."""
 

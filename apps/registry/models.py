@@ -9,7 +9,7 @@ import click
 from paceline.apps.registry.facts import change_facts, change_line, model_facts, model_lines
 from paceline.apps.registry.fetch import MODEL, fetch, push
 from paceline.apps.registry.register import register
-from paceline.apps.registry.source import changing_models_of, models_of
+from paceline.services.cli.registered_models import changing_models_of, models_of
 from paceline.errors import Conflict
 from paceline.models.references import CHAMPION, Reference, read_reference
 from paceline.services.cli.recorded.source import source_options

@@ -11,7 +11,7 @@ import click
 
 from paceline.apps.registry.facts import model_facts
 from paceline.apps.registry.lineage import lineage_of
-from paceline.apps.registry.source import changing_models_of, models_of
+from paceline.services.cli.registered_models import changing_models_of, models_of
 from paceline.apps.registry.statement import Lineage
 from paceline.errors import AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted
 from paceline.files.storage import Folder

@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import DataError
-
-STATEMENT = "paceline.json"
-"""In every registered folder: the statement."""
-SIGNATURE = "model.sig"
-"""In every registered folder: the signature over all other files."""
-CARD = "README.md"
-"""The model card; it replaces the card of the export, if that has one."""
+from paceline.files.names import STATEMENT
 
 TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:paceline:registered-model:v1"

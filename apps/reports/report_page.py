@@ -16,7 +16,7 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from paceline.services.coordinator.reporting.metric_table import PARTS, metric_of
+from paceline.services.common.reporting.metric_table import PARTS, metric_of
 
 NO_METRICS = ("step", "time")
 MAX_POINTS = 300

@@ -31,7 +31,7 @@ traces.add_command(compare)
 def export(run: str, destination: Path, directory: Path, coordinator: str | None, as_json: bool) -> None:
     """Write every completion that RUN trained on to DESTINATION, .jsonl or .parquet, with its tokens, their
     log-probabilities and versions, and its rewards. `paceline offline_grpo` trains on the file."""
-    from paceline.services.coordinator.audit.sample_files import export_samples
+    from paceline.services.cli.recorded.sample_files import export_samples
 
     if destination.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(

@@ -59,7 +59,7 @@ def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSp
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         return _spec_of_folder(str(folder.resolve()))
-    from paceline.apps.registry.source import registered_model
+    from paceline.services.cli.registered_models import registered_model
 
     if registered := registered_model(model, directory):
         return _spec_of_folder(registered.path)

@@ -76,7 +76,7 @@ def export_all(
     function, final_reward. With --pairs it has prompt, chosen, rejected and both rewards. `data.train: DESTINATION`
     trains on the file.
     """
-    from paceline.services.coordinator.audit.sample_files import export_samples
+    from paceline.services.cli.recorded.sample_files import export_samples
 
     if not pairs and (at_least is not None or at_most is not None):
         raise click.UsageError("--best and --worst are bounds of --pairs; add --pairs")

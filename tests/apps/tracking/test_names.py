@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.apps.tracking.names import BEGIN, END, NAMES, PAGE, Style, renamed, table
-from paceline.services.coordinator.reporting.metric_table import PARTS
+from paceline.services.common.reporting.metric_table import PARTS
 
 
 @pytest.mark.parametrize(

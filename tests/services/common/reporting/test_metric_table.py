@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.coordinator.reporting.metric_table import PAGE, PARTS, STATE, metric_of, page
+from paceline.services.common.reporting.metric_table import PAGE, PARTS, STATE, metric_of, page
 from paceline.services.coordinator.reporting.state_otel import GAUGES as GAUGE_NAMES
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -101,7 +101,7 @@ def test_every_metric_that_is_made_is_explained(kind: str, path: str) -> None:
     names = names_in(path, PRODUCERS[kind][path])
     assert names
     foreign = {name for name in names if metric_of(kind, name) is None and not is_no_metric(name)}
-    assert not foreign, f"give {sorted(foreign)} an entry in services/coordinator/reporting/metric_table.py"
+    assert not foreign, f"give {sorted(foreign)} an entry in services/common/reporting/metric_table.py"
 
 
 def is_no_metric(name: str) -> bool:
@@ -149,7 +149,7 @@ def test_the_coordinators_gauges_are_explained() -> None:
 
 
 def test_the_page_is_made_from_the_table() -> None:
-    assert PAGE.read_text() == page(), "run `python -m paceline.services.coordinator.reporting.metric_table`"
+    assert PAGE.read_text() == page(), "run `python -m paceline.services.common.reporting.metric_table`"
 
 
 def test_a_name_with_a_parameter_is_found_by_its_values() -> None:

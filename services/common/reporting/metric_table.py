@@ -1,6 +1,6 @@
 """Table of all metrics of a run, and docs/metrics.md, which is made from it.
 
-    python -m paceline.services.coordinator.reporting.metric_table [--check]
+    python -m paceline.services.common.reporting.metric_table [--check]
 
 A name may have parameters in angle brackets, as `reward/<function>`.
 """
@@ -314,7 +314,7 @@ PARTS = (
 
 HEAD = """# Metrics
 
-[//]: # (Made by `python -m paceline.services.coordinator.reporting.metric_table`; edit the table in that module.)
+[//]: # (Made by `python -m paceline.services.common.reporting.metric_table`; edit the table in that module.)
 
 Every step of a run writes one line to `metrics.jsonl` in the run's directory, with `kind`, `step`, `time` (seconds since
 1970) and the metrics below. The same scalars are TensorBoard events (`logger.tensorboard`), named `<kind>/<name>`:
@@ -373,7 +373,7 @@ def main() -> None:
         PAGE.write_text(page())
     elif PAGE.read_text() != page():
         raise SystemExit(
-            f"{PAGE} is not current; run `python -m paceline.services.coordinator.reporting.metric_table`"
+            f"{PAGE} is not current; run `python -m paceline.services.common.reporting.metric_table`"
         )
 
 
