@@ -15,7 +15,7 @@ import pytest
 import paceline
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("paceline", "services", "rollout", "reward", "learner", "environment", "protos")
+PACKAGES = ("paceline", "apps", "services", "rollout", "reward", "learner", "environment", "protos")
 """Folders of the repository. Those but `paceline` are its subpackages, by links within it; that of protos is `paceline.v1`."""
 MAY_IMPORT = {
     "protos": {"protos"},
@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "reward": {"reward", "paceline", "protos"},
     "learner": {"learner", "paceline", "protos"},
     "environment": {"environment", "paceline", "protos"},
-    "services": set(PACKAGES),
+    "services": set(PACKAGES) - {"apps"},
+    "apps": set(PACKAGES),
 }
 HEAVY = {"torch", "transformers", "vllm", "datasets", "grpc"}
 READS_PICKLE = "paceline.learner.checkpoints.listed_pickle"

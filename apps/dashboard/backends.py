@@ -1,26 +1,18 @@
-"""Where the dashboard's answers come from: a coordinator, or a ledger that is read in this process."""
+"""Where the dashboard's answers come from: a coordinator, or a ledger (`paceline.services.local.ledger_calls`)."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.apps.dashboard.methods import Method
-from paceline.errors import Unavailable
 from paceline.services.common.grpc_server import CHANNEL_OPTIONS
-from paceline.services.coordinator.audit.reading.reader import RecordsReader
-from paceline.services.coordinator.audit.reading.verify_process import verify_apart
-from paceline.services.coordinator.reporting.run_messages import page, run_message
 from paceline.tls.channels import RenewedChannel, open_aio_channel
 from paceline.token import metadata, read_token
-from paceline.v1 import records_pb2, run_pb2
 
 CALL_S, LONG_CALL_S = 60.0, 3600.0
 LONG_CALLS = ("paceline.v1.RecordsService/VerifyRun", "paceline.v1.RunService/Submit")
-EVENTS_AT_ONCE = 500
 
 
 class Backend(Protocol):
@@ -61,72 +53,6 @@ class CoordinatorBackend:
 
     def _metadata(self, token: str) -> Any:
         return metadata(token or read_token(self._token_file))
-
-
-class LedgerBackend:
-    """A ledger, read-only, beside its coordinator or without one. One thread reads."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._thread = ThreadPoolExecutor(1, "records")
-        self._reader: RecordsReader | None = None
-
-    async def call(self, method: Method, request: Any, token: str = "") -> Any:
-        """Return the response. Raises Unavailable for a call that needs a coordinator."""
-        if isinstance(request, records_pb2.VerifyRunRequest):
-            await self._on_thread(lambda: self._opened().ledger.run(request.run_id))  # raises NotFound
-            return await verify_apart(self._path, request)
-        return await self._on_thread(self._answer, method, request)
-
-    async def stream(self, method: Method, request: Any, token: str = "") -> AsyncIterator[Any]:
-        """Yield the events on record; only Watch is answered."""
-        if not isinstance(request, run_pb2.WatchRequest):
-            raise _needs_coordinator(method)
-        wanted = records_pb2.ListEventsRequest(
-            run_id=request.run_id, after=request.after, page_size=EVENTS_AT_ONCE
-        )
-        while True:
-            found = await self._on_thread(lambda: self._opened().ListEvents(wanted))
-            for event in found.events:
-                yield run_pb2.WatchResponse(sequence=event.sequence, kind=event.kind, json=event.json)
-            wanted.after = found.next_after
-            if not found.more:
-                return
-
-    async def close(self) -> None:
-        """Close the ledger."""
-        if self._reader is not None:
-            await self._on_thread(self._reader.close)
-        self._thread.shutdown()
-
-    async def _on_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
-
-    def _opened(self) -> RecordsReader:
-        if self._reader is None:
-            self._reader = RecordsReader.opened(self._path)
-        return self._reader
-
-    def _answer(self, method: Method, request: Any) -> Any:
-        service, _, name = method.path.rpartition("/")
-        reader = self._opened()
-        if service == "paceline.v1.RecordsService":
-            return getattr(reader, name)(request)
-        match request:
-            case run_pb2.ListRequest():
-                return page(reader.ledger, request)
-            case run_pb2.GetRequest():
-                row = reader.ledger.run(request.run_id)
-                run = run_message(reader.ledger, row)
-                run.spec_yaml = row["spec_yaml"]
-                return run_pb2.GetResponse(run=run)
-        raise _needs_coordinator(method)
-
-
-def _needs_coordinator(method: Method) -> Unavailable:
-    return Unavailable(
-        f"{method.path} needs a coordinator, and this dashboard reads files; start it with --coordinator"
-    )
 
 
 def _to_bytes(message: Any) -> bytes:

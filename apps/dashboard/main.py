@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from paceline.apps.dashboard.app import Dashboard
-from paceline.apps.dashboard.backends import Backend, CoordinatorBackend, LedgerBackend
+from paceline.apps.dashboard.backends import Backend, CoordinatorBackend
 from paceline.apps.dashboard.gateway import Gateway
 from paceline.apps.dashboard.links import say_links
 from paceline.apps.dashboard.pieces import Pieces
@@ -24,6 +24,7 @@ from paceline.services.common.processes.ready_file import announce
 from paceline.services.common.reminder import remind
 from paceline.services.common.scrape import metrics_endpoint
 from paceline.services.common.zmq_keepalive import in_brackets
+from paceline.services.local.ledger_calls import LedgerCalls
 from paceline.token import TOKEN_NAME, token_path
 
 USUAL_PORT = 7080
@@ -78,7 +79,7 @@ def main(
         backend: Backend = (
             CoordinatorBackend(coordinator, token_path(directory / TOKEN_NAME))
             if coordinator
-            else LedgerBackend(ledger)
+            else LedgerCalls(ledger)
         )
         dashboard = Dashboard(Gateway(backend, access), Pieces(backend))
         try:

@@ -124,8 +124,8 @@ def evaluate(
 
     With --with there is no FILE: paceline eval --with lm-eval --model FOLDER --output results/lm -- --tasks gsm8k
     """
-    from paceline.apps.evaluation.results import write_result
     from paceline.data.preparation.prepared import prepared_data
+    from paceline.models.evaluation_results import write_result
 
     quiet_libraries()
     if harness is not None:

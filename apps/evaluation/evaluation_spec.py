@@ -86,7 +86,7 @@ def _from_here(name: str) -> str:
 
 def digests(spec: RunSpec) -> dict[str, str]:
     """Return the digests of what decides an evaluation: the spec, and the model's files where they are on this machine."""
-    from paceline.apps.evaluation.results import digest_of, folder_digest
+    from paceline.models.evaluation_results import digest_of, folder_digest
 
     found = {"spec": digest_of(spec.model_dump(mode="json", exclude={"folder"}))}
     folder = Path(spec.policy.model_name)

@@ -68,7 +68,7 @@ def gate(
     Both are folders or files that `paceline eval` has written; a file that was changed since is refused.
     """
     from paceline.apps.evaluation.gate import Bounds, judge
-    from paceline.apps.evaluation.results import digest_of, read_result
+    from paceline.models.evaluation_results import digest_of, read_result
 
     bounds = Bounds(max_drop, margin, minima, maxima)
     verdict = judge(*read_result(result), *read_result(baseline), bounds, metric=metric, seed=seed)

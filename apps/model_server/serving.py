@@ -47,8 +47,9 @@ def model_label(model: str) -> str:
 
 def registered_name(model: str) -> str:
     """Return NAME:VERSION of a model folder that was registered; empty for any other model."""
-    from paceline.apps.registry.statement import STATEMENT, read_statement
+    from paceline.apps.registry.statement import read_statement
     from paceline.errors import DataError
+    from paceline.files.names import STATEMENT
     from paceline.files.storage import Folder
 
     try:

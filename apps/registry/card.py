@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.apps.registry.statement import STATEMENT, Lineage
+from paceline.apps.registry.statement import Lineage
+from paceline.files.names import STATEMENT
 from paceline.models.evidence import outcome_of
 
 Json = Mapping[str, Any]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.apps.registry.facts import model_facts, stage_fault
-from paceline.services.cli.registered_models import models_of
 from paceline.errors import Conflict, DataError, PacelineError
 from paceline.files.storage import Folder, unavailable
 from paceline.models.references import read_reference
 from paceline.services.cli.recorded.source import source_options
+from paceline.services.cli.registered_models import models_of
 from paceline.services.common.options import json_option, print_json
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def checked_copy(model: RegisteredModel, folder: Path, public_key: Path | None) 
 def check_files(model: RegisteredModel, folder: Path, public_key: Path | None) -> None:
     """Verify the files of a version, in its own folder or in a copy. Raises DataError, which names the file; NotFound."""
     from paceline.apps.registry.folder import verify_folder
-    from paceline.apps.registry.statement import STATEMENT
+    from paceline.files.names import STATEMENT
 
     source = Folder(model.path)
     try:

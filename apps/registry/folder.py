@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.evaluation.results import RESULT, SAMPLES, read_result
 from paceline.apps.registry import signing
 from paceline.apps.registry.card import card_text
 from paceline.apps.registry.statement import (
@@ -35,6 +34,7 @@ from paceline.errors import Conflict, DataError, NotFound
 from paceline.files.names import CARD, EVALUATIONS, SIGNATURE, SPEC, STATEMENT, VERDICTS
 from paceline.files.storage import CHUNK_BYTES, Folder
 from paceline.files.whole_file import write_whole
+from paceline.models.evaluation_results import RESULT, SAMPLES, read_result
 from paceline.models.evidence import check_evidence
 from paceline.regular_file import read_regular
 

@@ -9,10 +9,10 @@ import click
 from paceline.apps.registry.facts import change_facts, change_line, model_facts, model_lines
 from paceline.apps.registry.fetch import MODEL, fetch, push
 from paceline.apps.registry.register import register
-from paceline.services.cli.registered_models import changing_models_of, models_of
 from paceline.errors import Conflict
 from paceline.models.references import CHAMPION, Reference, read_reference
 from paceline.services.cli.recorded.source import source_options
+from paceline.services.cli.registered_models import changing_models_of, models_of
 from paceline.services.common.options import json_option, print_json
 
 alias_option = click.option("--alias", default=CHAMPION, show_default=True, help="Alias that moves.")

@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.registry.statement import SIGNATURE
 from paceline.errors import Conflict, DataError, InvalidInput, NotFound
+from paceline.files.names import SIGNATURE
 
 MISMATCH = re.compile(r"Hash mismatch for \\?'(.+?)\\?':")
 """Name of a file in model-signing's message, whose quotes depend on the digests beside it."""

@@ -45,7 +45,7 @@ class Lineage:
 
 def files_digest(files: Mapping[str, str]) -> str:
     """Return the SHA-256 over names and SHA-256 of files, in the order of their names; of a folder's files it is that of
-    `paceline.apps.evaluation.results.folder_digest`."""
+    `paceline.models.evaluation_results.folder_digest`."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\0{files[name]}\n".encode())

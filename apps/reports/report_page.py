@@ -41,7 +41,7 @@ class RunCurves(NamedTuple):
 
 def page(title: str, blocks: Sequence[Block]) -> str:
     """Return a whole document."""
-    template = (files("paceline.services.cli.recorded") / "page.html").read_text("utf-8")
+    template = (files("paceline.apps.reports") / "page.html").read_text("utf-8")
     begin, _, rest = template.partition("{{modules}}")
     own, closing, end = rest.partition("</script>")
     script = _modules() + own

@@ -17,6 +17,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
 COPY paceline paceline
 COPY services services
+COPY apps apps
 COPY rollout rollout
 COPY reward reward
 COPY learner learner

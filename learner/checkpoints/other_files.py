@@ -12,11 +12,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.registry.folder import EVALUATIONS, SPEC, VERDICTS
-from paceline.apps.registry.statement import CARD, SIGNATURE, STATEMENT
 from paceline.errors import InvalidInput
 from paceline.files.model_source import WEIGHT_SUFFIXES, model_source, tokenizer_source
-from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
+from paceline.files.names import (
+    CARD,
+    CHECKPOINT_MANIFEST,
+    EVALUATIONS,
+    EXPORT_MANIFEST,
+    SIGNATURE,
+    SPEC,
+    STATEMENT,
+    VERDICTS,
+)
 from paceline.learner.checkpoints.metadata import METADATA
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.apps.evaluation.results import FORMAT, digest_if_any
 from paceline.errors import DataError
+from paceline.models.evaluation_results import FORMAT, digest_if_any
 
 Json = Mapping[str, Any]
 

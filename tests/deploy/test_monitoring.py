@@ -15,11 +15,11 @@ from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest
 
+from paceline.services.common.reporting.metric_table import PARTS
 from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.reporting import state_otel
-from paceline.services.common.reporting.metric_table import PARTS
 from paceline.services.coordinator.reporting.state_otel import StateMeters
 from paceline.services.coordinator.reporting.step_otel import StepMeters
 from paceline.services.coordinator.reporting.weight_otel import WeightMeters

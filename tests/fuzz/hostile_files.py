@@ -31,9 +31,9 @@ import click
 import yaml
 from click.testing import CliRunner
 
-from paceline.apps.evaluation.results import RESULT, SAMPLES, write_result
 from paceline.bundle.manifest import Manifest
 from paceline.errors import PacelineError
+from paceline.models.evaluation_results import RESULT, SAMPLES, write_result
 from paceline.services.cli.main import main as paceline
 from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.token_table import FILE_NAME as TOKENS

@@ -11,7 +11,7 @@ from tiny_chat import save_tiny_chat
 from trained_ledger import RUN_ID, Writer
 
 from paceline.apps.evaluation.gate import Bounds, judge
-from paceline.apps.evaluation.results import digest_of, folder_digest, read_result, write_result
+from paceline.models.evaluation_results import digest_of, folder_digest, read_result, write_result
 from paceline.services.cli.main import main
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.apps.evaluation.results import problem_id
 from paceline.apps.evaluation.statistics import estimate
 from paceline.errors import InvalidInput
+from paceline.models.evaluation_results import problem_id
 
 Json = dict[str, Any]
 

@@ -17,11 +17,12 @@ from trained_ledger import RUN_ID, Writer
 
 from paceline.apps.dashboard import backends
 from paceline.apps.dashboard.app import HEADERS, Dashboard
-from paceline.apps.dashboard.backends import Backend, CoordinatorBackend, LedgerBackend
+from paceline.apps.dashboard.backends import Backend, CoordinatorBackend
 from paceline.apps.dashboard.gateway import Gateway
 from paceline.apps.dashboard.methods import methods
 from paceline.apps.dashboard.pieces import Pieces
 from paceline.services.common.access.page_keys import Access, Role
+from paceline.services.local.ledger_calls import LedgerCalls
 
 RUNS, RECORDS = "paceline.v1.RunService", "paceline.v1.RecordsService"
 
@@ -116,14 +117,14 @@ async def test_runs_are_submitted_watched_and_cancelled(plane: Plane, tmp_path: 
 async def test_errors_have_a_code_and_a_message(
     ledger_path: Path, tmp_path: Path, path: str, body: Any, status: int, code: str, text: str
 ) -> None:
-    async with asking(LedgerBackend(ledger_path), tmp_path) as asked:
+    async with asking(LedgerCalls(ledger_path), tmp_path) as asked:
         found, answer = await asked.call(path, body)
     assert (found, answer["code"]) == (status, code)
     assert text in answer["message"]
 
 
 async def test_a_ledger_answers_every_call_that_reads_runs(ledger_path: Path, tmp_path: Path) -> None:
-    async with asking(LedgerBackend(ledger_path), tmp_path) as asked:
+    async with asking(LedgerCalls(ledger_path), tmp_path) as asked:
         for method in methods().values():
             if not method.only_reads or method.streams or not method.path.startswith((RUNS, RECORDS)):
                 continue
@@ -144,7 +145,7 @@ async def test_a_ledger_answers_every_call_that_reads_runs(ledger_path: Path, tm
 
 
 async def test_strangers_get_files_and_nothing_else(ledger_path: Path, tmp_path: Path) -> None:
-    async with asking(LedgerBackend(ledger_path), tmp_path) as asked:
+    async with asking(LedgerCalls(ledger_path), tmp_path) as asked:
         status, answer = await asked.call(f"{RUNS}/List", {}, Role.NOBODY)
         assert (status, answer["code"]) == (401, "unauthenticated")
         assert (await asked.get("/session")).status == 401
@@ -164,7 +165,7 @@ async def test_strangers_get_files_and_nothing_else(ledger_path: Path, tmp_path:
 
 
 async def test_tokens_without_a_tokenizer_here_have_no_text(ledger_path: Path, tmp_path: Path) -> None:
-    async with asking(LedgerBackend(ledger_path), tmp_path) as asked:
+    async with asking(LedgerCalls(ledger_path), tmp_path) as asked:
         status, answer = await asked.call("tokens", {"runId": RUN_ID, "ids": [1, 2]}, Role.READER)
         assert (status, answer["texts"]) == (200, None)
         assert "is not in a folder of this machine" in answer["message"]
@@ -181,7 +182,7 @@ async def test_an_absent_coordinator_is_named(tmp_path: Path) -> None:
 
 
 async def test_the_document_is_valid_and_whole(ledger_path: Path, tmp_path: Path) -> None:
-    async with asking(LedgerBackend(ledger_path), tmp_path) as asked:
+    async with asking(LedgerCalls(ledger_path), tmp_path) as asked:
         response = await asyncio.wait_for(asked.get("/openapi.json"), 20)
         document = json.loads(await response.text())
     validate(document)
@@ -220,7 +221,7 @@ async def test_records_are_compared_while_others_are_read(
         return await compare(*arguments)
 
     monkeypatch.setattr(backends, "verify_apart", late)
-    async with asking(LedgerBackend(ledger_path), tmp_path) as dashboard:
+    async with asking(LedgerCalls(ledger_path), tmp_path) as dashboard:
         comparing = asyncio.create_task(
             dashboard.call(f"{RECORDS}/VerifyRun", {"runId": RUN_ID}, Role.READER)
         )

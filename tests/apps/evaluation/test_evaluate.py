@@ -16,7 +16,7 @@ from judge_server import JudgeServer
 from safetensors.torch import load_file, save_file
 from tiny_chat import save_tiny_chat
 
-from paceline.apps.evaluation.results import read_result
+from paceline.models.evaluation_results import read_result
 from paceline.services.cli.main import main
 
 EVALUATION = """

@@ -16,7 +16,7 @@ from hub_server import OID, hub_server
 from registry_place import Workplace
 from trained_ledger import RUN_ID
 
-from paceline.apps.evaluation.results import digest_of
+from paceline.models.evaluation_results import digest_of
 from paceline.services.cli.main import main
 
 

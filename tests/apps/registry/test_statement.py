@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.apps.evaluation.results import folder_digest
 from paceline.apps.registry.statement import Lineage, files_digest, make_statement, read_statement, subjects
 from paceline.errors import DataError
+from paceline.models.evaluation_results import folder_digest
 
 BATCHES = ({"step": 0, "digest": "d", "chain": "c"},)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.apps.evaluation.results import FORMAT, digest_of
 from paceline.errors import DataError
+from paceline.models.evaluation_results import FORMAT, digest_of
 from paceline.models.evidence import check_evidence, has_passed, outcome_of
 
 EXPORT = "e" * 64

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from paceline.apps.evaluation.results import FORMAT, digest_of
 from paceline.client import Client
 from paceline.errors import Conflict, InvalidInput, NotFound, NotPermitted
+from paceline.models.evaluation_results import FORMAT, digest_of
 from paceline.models.references import Reference
 from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.callers import TokenCallers

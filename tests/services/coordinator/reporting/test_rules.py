@@ -9,8 +9,8 @@ from typing import Any
 
 from exchange_drivers import World
 
-from paceline.services.coordinator.members.registry import Members
 from paceline.services.common.reporting.metric_table import PARTS
+from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.reporting.rules import Rules, rules_of
 from paceline.services.coordinator.reporting.run_log import RunLog
 from paceline.spec.sections.alerts import DEFAULT_RULES, parsed_rule

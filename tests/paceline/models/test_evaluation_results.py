@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.apps.evaluation.results import (
+from paceline.errors import DataError, NotFound
+from paceline.models.evaluation_results import (
     RESULT,
     SAMPLES,
     digest_of,
@@ -17,7 +18,6 @@ from paceline.apps.evaluation.results import (
     read_result,
     write_result,
 )
-from paceline.errors import DataError, NotFound
 
 SAMPLE = {"problem": problem_id("1+1="), "reward": 1.0, "rewards": {"exact_match": 1.0}, "completion": "2 €"}
 
