@@ -12,7 +12,17 @@ from python_path import python_path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "extending.md"
-COPIED = ("paceline", "protos", "rollout", "reward", "learner", "environment", "services", "apps", "pyproject.toml")
+COPIED = (
+    "paceline",
+    "protos",
+    "rollout",
+    "reward",
+    "learner",
+    "environment",
+    "services",
+    "apps",
+    "pyproject.toml",
+)
 DEADLINE_S = 300
 BLOCK = r"^```{}\n(.*?)^```$"
 

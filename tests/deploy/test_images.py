@@ -23,7 +23,7 @@ import yaml
 
 from paceline.apps.dashboard.main import main as dashboard_main
 from paceline.errors import InvalidInput
-from paceline.services.cli.serve import SERVICES as SERVED
+from paceline.services.cli.serve import serve
 from paceline.services.common.advertise import advertised_host
 from paceline.services.coordinator.main import main as coordinator_main
 from paceline.services.environment.main import main as environment_main
@@ -112,10 +112,11 @@ def test_the_list_has_every_service_of_the_project() -> None:
 def test_what_the_list_says_is_what_the_service_does(role: str) -> None:
     about = ROLES[role]
     script, *words = about["command"].split()
-    started = SERVED[words[-1]][0] if words else SCRIPTS[script]
-    assert started.startswith(f"paceline.services.{role}")
+    started = serve.entries[words[-1]][0] if words else SCRIPTS[script]
+    folder = started.rpartition(".")[0].removeprefix("paceline.").replace(".", "/")
+    assert folder in (f"services/{role}", f"apps/{role}")
     assert parsed(role, []).get("grace_s", 0) == about["grace_s"]
-    source = "\n".join(path.read_text() for path in (ROOT / "services" / role).glob("*.py"))
+    source = "\n".join(path.read_text() for path in (ROOT / folder).glob("*.py"))
     names = {
         node.value
         for node in ast.walk(ast.parse(source.replace("from __future__ import annotations", "")))

@@ -18,7 +18,7 @@ from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.services.cli import render
 from paceline.services.cli.main import main
-from paceline.services.cli.serve import SERVICES
+from paceline.services.cli.serve import serve
 from paceline.services.local.cluster import LocalCluster
 from paceline.services.local.machine_checks import Finding, examine
 from paceline.services.local.sandbox_checks import examine_sandbox
@@ -94,7 +94,7 @@ def test_every_command_can_be_imported_and_says_what_it_does(name: str) -> None:
     assert f"Usage: main {name}" in result.output
 
 
-@pytest.mark.parametrize("role", sorted(SERVICES))
+@pytest.mark.parametrize("role", sorted(serve.entries))
 def test_serve_hands_over_to_the_service(role: str) -> None:
     result = paceline("serve", role, "--help")
     assert result.exit_code == 0, result.output
