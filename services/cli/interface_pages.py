@@ -23,8 +23,8 @@ PROTOS_PAGE = """\
 # gRPC interface
 
 Every service, call, message and field of `protos/paceline/v1`, with the comment of its file. Made by
-`python -m paceline.services.cli.reference`. Every server has reflection and `grpc.health.v1`. [python.md](python.md) has calls
-with `grpcurl`, [dashboard.md](dashboard.md#rest) the same calls with `curl`.
+`python -m paceline.services.cli.reference`. Every server has reflection and `grpc.health.v1`. [python.md](python.md)
+has calls with `grpcurl`, [dashboard.md](dashboard.md#rest) the same calls with `curl`.
 """
 CLIENT_PAGE = """\
 # Python client

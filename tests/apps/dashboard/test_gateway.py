@@ -15,13 +15,13 @@ from control_plane import Plane
 from openapi_spec_validator import validate
 from trained_ledger import RUN_ID, Writer
 
-from paceline.apps.dashboard import backends
 from paceline.apps.dashboard.app import HEADERS, Dashboard
 from paceline.apps.dashboard.backends import Backend, CoordinatorBackend
 from paceline.apps.dashboard.gateway import Gateway
 from paceline.apps.dashboard.methods import methods
 from paceline.apps.dashboard.pieces import Pieces
 from paceline.services.common.access.page_keys import Access, Role
+from paceline.services.local import ledger_calls
 from paceline.services.local.ledger_calls import LedgerCalls
 
 RUNS, RECORDS = "paceline.v1.RunService", "paceline.v1.RecordsService"
@@ -214,13 +214,13 @@ async def test_records_are_compared_while_others_are_read(
     ledger_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison takes minutes for a large run, so it is not on the thread that reads."""
-    may_begin, compare = asyncio.Event(), backends.verify_apart
+    may_begin, compare = asyncio.Event(), ledger_calls.verify_apart
 
     async def late(*arguments: Any) -> Any:
         await may_begin.wait()
         return await compare(*arguments)
 
-    monkeypatch.setattr(backends, "verify_apart", late)
+    monkeypatch.setattr(ledger_calls, "verify_apart", late)
     async with asking(LedgerCalls(ledger_path), tmp_path) as dashboard:
         comparing = asyncio.create_task(
             dashboard.call(f"{RECORDS}/VerifyRun", {"runId": RUN_ID}, Role.READER)

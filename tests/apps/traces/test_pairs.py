@@ -12,7 +12,7 @@ from paceline.apps.traces.pairs import PairReport, PairRules, pairs_of_traces
 from paceline.data.rows import open_rows
 from paceline.data.traces.rows import TraceKeys
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 RECORDED = ROOT.parent / "shared" / "data" / "gsm8k" / "example_model_solutions.jsonl"
 
 
