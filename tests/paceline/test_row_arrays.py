@@ -87,10 +87,3 @@ def test_a_completion_that_was_cut_off_arrives_so() -> None:
     assert [c.finish_reason for c in decode_group(7, frame_of(cut), [1.0, 0.0]).completions] == [
         "length", "stop", "stop",
     ]  # fmt: skip
-
-
-def test_a_frame_of_an_older_worker_has_no_completion_that_was_cut_off() -> None:
-    arrays = safetensors.numpy.load(frame_of(episode_group()))
-    del arrays["truncated"]
-    got = decode_group(7, safetensors.numpy.save(arrays), [1.0, 0.0])
-    assert {c.finish_reason for c in got.completions} == {"stop"}

@@ -212,7 +212,7 @@ async def test_a_member_that_missed_a_deadline_is_expelled_told_so_and_named_aga
         report.version.session = 1
         return report
 
-    for failure in (worker_pb2.PUBLISH_FAILURE_REFUSED, worker_pb2.PUBLISH_FAILURE_INTERRUPTED):
+    for failure in (worker_pb2.PUBLISH_FAILURE_REFUSED, worker_pb2.PUBLISH_FAILURE_UNSPECIFIED):
         trainer.say(publish=failed(named_in, failure))  # no deadline was missed
     trainer.say(publish=failed(named_in, worker_pb2.PUBLISH_FAILURE_LINK))
     told = await worker.hear("expelled")
