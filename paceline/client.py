@@ -202,7 +202,7 @@ class Client(WorkerCalls):
         """Send the files of a run's bundle as they are here now; return the digest, empty for a run that keeps its bundle."""
         from paceline.bundle.collecting import collect_again
         from paceline.bundle_transfer import fetch_manifest
-        from paceline.spec.reading import spec_from_yaml
+        from paceline.spec.reading import spec_of_run
 
         if not run.bundle:
             return ""
@@ -210,7 +210,7 @@ class Client(WorkerCalls):
             before = fetch_manifest(self._channel, run.bundle)
         except NotFound:  # the coordinator has lost it
             before = None
-        bundle = collect_again(spec_from_yaml(run.spec_yaml), before)
+        bundle = collect_again(spec_of_run(run.run_id, run.spec_yaml)[0], before)
         return self._send_bundle(bundle) if bundle is not None else ""
 
     def checkpoint(self, run_id: str, timeout_s: float = 600.0) -> str:

@@ -21,7 +21,7 @@ from paceline.groups import BoolArray, Completion, FloatArray, Group, IntArray, 
 from paceline.row_arrays import RowArrays, check_spans_of_row, encode_rows
 from paceline.v1 import exchange_pb2 as pb
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the exchange's messages and of the worker stream."""
 
 MAX_MESSAGE_BYTES = 256 << 20

@@ -92,7 +92,7 @@ def register(
     """
     from paceline.apps.registry.folder import Sources, make_folder
     from paceline.learner.checkpoints.export_folder import written_beside
-    from paceline.spec.reading import spec_from_yaml
+    from paceline.spec.reading import spec_from_ledger
 
     check_name(name)
     if step is not None and run is None:
@@ -107,7 +107,7 @@ def register(
         click.echo(note, err=True)
     with models_of(directory, coordinator) as models:
         version = max((each.version for each in models.list(name)), default=0) + 1
-    base_model = spec_from_yaml(spec_yaml).policy.model_name if spec_yaml else ""
+    base_model = spec_from_ledger(spec_yaml)[0].policy.model_name if spec_yaml else ""
     sources = Sources(Folder(export), evaluations, verdicts, spec_yaml, base_model)
     root = store or str((directory / "models").resolve())
     # A name that no other registration has, because two may be under way for one version.

@@ -25,7 +25,10 @@ from paceline.user_code.surroundings import ROOT, Surroundings
 COLUMN = re.compile(r"\{(\w+)\}")
 KEPT_BYTES = 64 << 10
 """End of an output that is kept."""
-BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from paceline.environment.hosting.launching import main; main()"
+BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); import paceline; sys.path.pop(0); "
+    "from paceline.environment.hosting.launching import main; main()"
+)
 
 
 async def run_command(

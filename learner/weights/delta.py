@@ -21,8 +21,17 @@ from paceline.weights.manifest import TensorPlan
 class DeltaChannel(WithoutMembers):
     """A `WeightChannel` on the ranks beside rank 0, which only write their slices."""
 
-    def __init__(self, writer: StoreWriter, dtype: torch.dtype, tiles: ColumnTiles = NO_TILES) -> None:
+    def __init__(
+        self,
+        writer: StoreWriter,
+        dtype: torch.dtype,
+        tiles: ColumnTiles = NO_TILES,
+        *,
+        on_device: bool = True,
+    ) -> None:
+        """`on_device`: keep a copy on the GPU where one fits now, to compare the next version with."""
         self._writer = writer
+        self._on_device = on_device
         self._dtype = dtype
         self._tiles = tiles
         self._tensors: tuple[TensorPlan, ...] = ()
@@ -38,8 +47,8 @@ class DeltaChannel(WithoutMembers):
         """See `WeightChannel.publish`: the time is that of copying this rank's slices, or of comparing them on its GPU."""
         if not self._tensors:
             self._tensors = plan_tensors(model, self._dtype)
-            on_device = DeviceSnapshot(model, self._dtype, self._tiles)
-            self._snapshot = on_device if on_device.fits() else None
+            snapshot_here = DeviceSnapshot(model, self._dtype, self._tiles)
+            self._snapshot = snapshot_here if self._on_device and snapshot_here.fits() else None
         snapshot = self._snapshot
 
         def take(replaced: VersionSource | None) -> VersionSource:
@@ -75,8 +84,10 @@ class Rank0DeltaChannel(DeltaChannel):
         dtype: torch.dtype,
         announce: Callable[[Version, float], None],
         tiles: ColumnTiles = NO_TILES,
+        *,
+        on_device: bool = True,
     ) -> None:
-        super().__init__(writer, dtype, tiles)
+        super().__init__(writer, dtype, tiles, on_device=on_device)
         self._offers = offers
         self._announce = announce
 

@@ -146,8 +146,8 @@ def _mapping(tree: Any) -> dict[str, Any]:
 
 
 def spec_from_ledger(text: str) -> tuple[RunSpec, list[str]]:
-    """Return the spec of a run that was accepted, perhaps by another version, and a warning for each key that this
-    version does not know. The ledger keeps those keys. Raises SpecError for a spec that cannot be read without them."""
+    """Return the spec of a run that was accepted, perhaps by another version, and a warning for the keys, and the kinds of trackers,
+    that this version does not know. The ledger keeps them. Raises SpecError for a spec that cannot be read without them."""
     try:
         return spec_from_yaml(text), []
     except SpecError:
@@ -172,12 +172,15 @@ def spec_of_run(run_id: str, text: str) -> tuple[RunSpec, list[str]]:
 
 
 def _remove_unknown(tree: dict[str, Any]) -> list[str]:
-    """Remove from `tree` the keys that no field has; return them, dotted."""
+    """Remove from `tree` the keys that no field has, and trackers of a kind that there is not; return them, dotted."""
     try:
         RunSpec.model_validate(tree)
     except ValidationError as error:
         removed = []
-        for item in error.errors():
+        # From the last to the first, so that positions in lists stay.
+        for item in reversed(error.errors()):
+            if item["loc"][:2] == ("logger", "trackers") and item["loc"][3:] == ("kind",):
+                item = {"type": "extra_forbidden", "loc": item["loc"][:3]}
             if item["type"] == "extra_forbidden":
                 with contextlib.suppress(
                     KeyError, IndexError, TypeError
@@ -187,7 +190,7 @@ def _remove_unknown(tree: dict[str, Any]) -> list[str]:
                         node = node[part]
                     del node[item["loc"][-1]]
                     removed.append(".".join(str(part) for part in item["loc"]))
-        return removed
+        return removed[::-1]
     return []
 
 

@@ -11,7 +11,10 @@ from asyncio.subprocess import DEVNULL, Process
 from paceline.user_code.ends import ProcessNotStarted
 from paceline.user_code.surroundings import ROOT, Place, Surroundings
 
-BOOT = "import sys, importlib; sys.path.insert(0, sys.argv[1]); importlib.import_module(sys.argv[4]).main()"
+BOOT = (
+    "import sys, importlib; sys.path.insert(0, sys.argv[1]); import paceline; sys.path.pop(0); "
+    "importlib.import_module(sys.argv[4]).main()"
+)
 """Code of the child. It has to import the same code as this process."""
 
 

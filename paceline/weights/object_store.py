@@ -87,8 +87,10 @@ class WeightStore:
                     self._fs.rmdir(f"{self._root}/{folder}")
 
     def names(self) -> list[str]:
-        """Return the names of all objects where the file system can list them, else none."""
+        """Return the names of all objects where the file system can list them, else none. Raises Unavailable."""
         try:
             return [path.removeprefix(f"{self._root}/") for path in self._fs.find(self._root)]
         except (FileNotFoundError, NotImplementedError):
             return []
+        except Exception as error:
+            raise unavailable(f"{self.url} cannot be listed", error) from error

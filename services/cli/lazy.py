@@ -25,10 +25,16 @@ Sections = Mapping[str, Mapping[str, tuple[str, str]]]
 def sections_of_apps() -> Sections:
     """Return the commands of installed apps by heading. One whose table cannot be read is left out with a line on stderr."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
-    for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+    for entry in sorted(
+        entry_points(group=GROUP), key=lambda e: (not e.value.startswith("paceline."), e.name)
+    ):
         try:
-            for heading, commands in entry.load().items():
-                found.setdefault(heading, {}).update(commands)
+            table = {
+                heading: {name: (str(target), str(summary)) for name, (target, summary) in commands.items()}
+                for heading, commands in entry.load().items()
+            }
+            for heading, commands in table.items():
+                found[heading] = commands | found.get(heading, {})
         except Exception as error:  # of another project's module: every other command works
             click.echo(f"the app {entry.name} ({entry.value}) is left out: {error}", err=True)
     return found
@@ -98,6 +104,8 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands from the table, without importing them."""
         for heading, entries in self.sections.items():
+            if not entries:
+                continue
             with formatter.section(heading):
                 formatter.write_dl([(name, summary) for name, (_, summary) in entries.items()])
 

@@ -6,21 +6,24 @@ import logging
 
 from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
 from paceline.spec import RunSpec
-from paceline.spec.reading import spec_from_yaml
+from paceline.spec.reading import spec_from_ledger
 from paceline.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
 
 def spec_of(assignment: worker_pb2.RunAssignment) -> RunSpec:
-    """Return the spec of an assignment. Raises Unavailable if this version cannot read it: the coordinator has another
-    version."""
+    """Return the spec of an assignment, without keys of another version, which are logged. Raises Unavailable if this version cannot
+    read it."""
     try:
-        return spec_from_yaml(assignment.spec_yaml)
+        spec, warnings = spec_from_ledger(assignment.spec_yaml)
     except SpecError as error:
         raise Unavailable(
             f"this worker does not understand the run's spec: {error}. Bring worker and coordinator to one version"
         ) from None
+    for warning in warnings:
+        log.warning("%s", warning)
+    return spec
 
 
 def fault_of(error: BaseException) -> worker_pb2.Fault.ValueType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from paceline.errors import InvalidInput
 from paceline.reward.builtin import BUILTIN_FUNCTIONS
 from paceline.reward.loading import load_function
 from paceline.user_code.loading import NeighbourFinder, describe_error
+from paceline.user_code.spawning import BOOT
+from paceline.user_code.surroundings import ROOT
 
 
 def write(path: Path, text: str) -> Path:
@@ -124,3 +127,16 @@ def test_an_exception_of_several_lines_keeps_its_type_and_first_line() -> None:
         described = describe_error(error, Path(__file__))
     assert described.startswith("ValueError: error … (test_loading.py:")
     assert "second line" not in described
+
+
+def test_a_users_package_of_the_name_of_a_folder_of_ours_is_theirs(tmp_path: Path) -> None:
+    """In a child of user code too, which imports `paceline` from the folder of all our packages."""
+    write(tmp_path / "services" / "__init__.py", "WANTED = 4\n")
+    file = write(
+        tmp_path / "mine.py", "from services import WANTED\ndef f(completions): return [float(WANTED)]\n"
+    )
+    found, _, _ = BOOT.partition("importlib.import_module")
+    script = f"from paceline.reward.loading import load_function; print(load_function('{file}:f')(completions=['']))"
+    command = [sys.executable, "-P", "-c", found + script, ROOT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[4.0]\n", done.stderr

@@ -164,6 +164,7 @@ class Rank0HostChannel(HostChannel):
         """Set when waiting for the other hosts' digests is pointless."""
         self._notes: dict[str, dict[str, list[str]]] = {}
         """Notes of the other hosts about the newest version, by key."""
+        self._dividing = threading.Lock()
         super().__init__(client, hosts, board, writer)
         self._threads = [
             threading.Thread(target=run, name=f"weights{run.__name__}", daemon=True)
@@ -231,16 +232,17 @@ class Rank0HostChannel(HostChannel):
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the roster among hosts' agents and the object store."""
-        with self._changed:
-            epoch, member_ids, by_host = self._roster
-            hosted = [m for m in member_ids if m in by_host and not self._members.failed_often(m)]
-            stored = [m for m in member_ids if m not in hosted]
-            self._needs_store = bool(stored)
-            self._changed.notify_all()
-            newest = self._newest
-        self._members.set_members(epoch, hosted)
-        self._offers.set_members(epoch, stored)
+        """Divide the roster among hosts' agents and the object store. One thread at a time, so that the newest roster is applied last."""
+        with self._dividing:
+            with self._changed:
+                epoch, member_ids, by_host = self._roster
+                hosted = [m for m in member_ids if m in by_host and not self._members.failed_often(m)]
+                stored = [m for m in member_ids if m not in hosted]
+                self._needs_store = bool(stored)
+                self._changed.notify_all()
+                newest = self._newest
+            self._members.set_members(epoch, hosted)
+            self._offers.set_members(epoch, stored)
         if stored and newest is not None:
             self._follow(newest[1])
 

@@ -62,6 +62,13 @@ class SampleChoice:
                 break
         if not (self.filters or self.of_evaluation or any(group["completions"] for group in found)):
             raise missing_samples(source.records, run_id, request["from_step"])
+        if not self.filters:
+            for content in found:
+                if not content["completions"]:
+                    click.echo(
+                        f"group {content['group_id']} cannot be read; `paceline ledger verify {run_id}` says why",
+                        err=True,
+                    )
         if not found:
             raise NotFound(
                 f"run {run_id} has no sample that passes; `paceline runs` says how many steps it has"

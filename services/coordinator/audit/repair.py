@@ -17,7 +17,7 @@ from paceline.services.coordinator.audit import artifacts
 from paceline.services.coordinator.exchange.batches import damaged_groups
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.group_queries import OPEN_SQL
-from paceline.services.coordinator.ledger.integrity.file_check import check_pages
+from paceline.services.coordinator.ledger.integrity.file_check import check_file
 from paceline.services.coordinator.ledger.integrity.file_damage import sentence
 from paceline.services.coordinator.ledger.integrity.report import UNREADABLE, VerifyReport
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
@@ -31,16 +31,19 @@ Say = Callable[[str], None]
 def repair(path: Path, say: Say) -> None:
     """Repair the runs of the ledger at `path`; `say` is called with a line for each change.
 
-    Raises NotFound, Conflict when a coordinator has it, LedgerFault when SQLite finds its file damaged, InvalidInput for
+    Raises NotFound, Conflict when a coordinator has it, LedgerFault for a damaged SQLite file or row, InvalidInput for
     another storage key.
     """
     if not path.is_file():
         raise NotFound(f"no ledger at {path}")
-    with contextlib.closing(Ledger(path)) as ledger:
+    with contextlib.closing(Ledger(path, read_only=True)) as ledger:
         report = VerifyReport()
-        check_pages(ledger.db, report)
-        if report.found:  # to write to it would destroy more
+        check_file(ledger.db, report)
+        if (
+            report.found
+        ):  # to write to it would destroy more, and seal rows anew that are not as they were written
             raise LedgerFault(sentence(path, report.problems[0]))
+    with contextlib.closing(Ledger(path)) as ledger:
         for run in ledger.runs():
             try:
                 _repair_run(ledger, run["run_id"], say)

@@ -92,11 +92,16 @@ class _WeightChannelFactory:
         if hosts is not None:
             return self._by_host(hosts, model)
         if self._rank.rank == 0:
+            several = self._store.is_local and not is_loopback(self._rank.weights_host)
             self._warn(
                 "a host of the learner has no agent for weights, its log says why; every worker reads them in "
                 f"{self._store.url}, as with weights.channel: delta"
+                + (
+                    ". Where ranks or workers do not share that folder, set weights.store to a place that all reach"
+                    * several
+                )
             )
-        return self.delta()
+        return self.delta(on_device=False)
 
     def _by_host(self, hosts: Hosts, model: nn.Module) -> HostChannel:
         client, board = self._rank.agent.client(), self._board()
@@ -144,14 +149,14 @@ class _WeightChannelFactory:
             return make_board("127.0.0.1", "127.0.0.1")
         return make_board(self._rank.weights_bind, self._rank.weights_host)
 
-    def delta(self) -> DeltaChannel:
-        """Return the delta channel: every rank writes, rank 0 makes the offers."""
+    def delta(self, *, on_device: bool = True) -> DeltaChannel:
+        """Return the delta channel: every rank writes, rank 0 makes the offers. A copy `on_device` has to be planned for."""
         board, rank, world_size = self._board(), self._rank.rank, self._rank.world_size
         if rank != 0:
-            return DeltaChannel(self._writer(board, rank, world_size, None), self._dtype)
+            return DeltaChannel(self._writer(board, rank, world_size, None), self._dtype, on_device=on_device)
         offers = self._offers()
         writer = self._writer(board, rank, world_size, offers)
-        return Rank0DeltaChannel(writer, offers, self._dtype, self._reports.staged)
+        return Rank0DeltaChannel(writer, offers, self._dtype, self._reports.staged, on_device=on_device)
 
     def _offers(self) -> StoreOffers:
         return StoreOffers(

@@ -13,6 +13,7 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import (
     load_spec,
     parse_spec,
+    spec_from_ledger,
     spec_from_yaml,
     spec_of_run,
     spec_to_yaml,
@@ -361,3 +362,11 @@ def test_a_schedule_that_does_not_fit_the_epochs_is_refused_with_their_steps(spe
     spec = load_spec(spec_path, ["grpo.max_num_epochs=1", "grpo.num_prompts_per_step=4", *wsd])
     with pytest.raises(SpecError, match=r"max_num_epochs 1 over 16 rows are 4 steps: .*would have no peak"):
         spec.with_steps_of_epochs(16)
+
+
+def test_a_recorded_spec_opens_without_trackers_of_a_kind_that_is_gone() -> None:
+    text = spec_to_yaml(parse_spec(TREE | {"logger": {"trackers": [{"kind": "wandb", "project": "p"}]}}))
+    text = text.replace("  trackers:\n", "  trackers:\n  - kind: trackio\n")
+    spec, (warning,) = spec_from_ledger(text)
+    assert [tracker.kind for tracker in spec.logger.trackers] == ["wandb"]
+    assert "logger.trackers.0" in warning

@@ -19,7 +19,14 @@ from paceline.user_code.frames import encode
 from paceline.user_code.shared_process import SharedProcess
 from paceline.user_code.surroundings import Surroundings
 
-MODULE = "tests.support.processes.echo_process"
+MODULE = "echo_process"
+FOLDER = Path(__file__).resolve().parents[2] / "support" / "processes"
+
+
+@pytest.fixture(autouse=True)
+def found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child imports `paceline` from where this process does, and everything else from its path."""
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
 
 
 @pytest.fixture

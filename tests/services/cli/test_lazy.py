@@ -78,3 +78,18 @@ def test_a_role_of_serve_is_no_command_of_its_own(install: Install) -> None:
     install(serving_app=APP.format(heading=lazy.SERVE, name="greeter", module="serving_app"))
     assert list(command_line().entries) == ["up"]
     assert list(command_line("serve").entries) == ["up", "greeter"]
+
+
+def test_a_table_that_only_takes_names_leaves_no_empty_heading(install: Install) -> None:
+    install(empty_app=APP.format(heading="Greetings", name="up", module="empty_app"))
+    done = CliRunner().invoke(command_line(), ["--help"])
+    assert done.exit_code == 0
+    assert "Greetings" not in done.output
+
+
+def test_the_first_app_of_a_name_keeps_it(install: Install) -> None:
+    install(
+        a_app=APP.format(heading="Greetings", name="greet", module="a_app"),
+        b_app=APP.format(heading="Greetings", name="greet", module="b_app"),
+    )
+    assert command_line().entries["greet"][0] == "a_app:greet"

@@ -170,8 +170,14 @@ def test_what_another_spec_alone_would_change(error: Exception, fault: Any) -> N
 
 
 def test_a_spec_of_another_version_is_no_fault_of_the_spec() -> None:
-    with pytest.raises(Unavailable, match=r"(?s)telepathy: unknown key.*one version"):
+    with pytest.raises(Unavailable, match=r"(?s)policy: missing.*one version"):
         spec_of(worker_pb2.RunAssignment(run_id="run-1", spec_yaml="telepathy: 1"))
+
+
+def test_a_key_of_another_version_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    text = "policy: {model_name: m}\ndata: {train: d}\nrewards: [{function: length}]\ntelepathy: 1\n"
+    assert spec_of(worker_pb2.RunAssignment(run_id="run-1", spec_yaml=text)).policy.model_name == "m"
+    assert "does not know telepathy" in caplog.text
 
 
 @pytest.mark.parametrize(

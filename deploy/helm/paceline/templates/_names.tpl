@@ -126,7 +126,7 @@ authorization:
 {{/* "true" if KEDA scales a pool. */}}
 {{- define "paceline.isScaler" -}}
 {{- $found := "" -}}
-{{- range (include "paceline.workloads" . | fromYaml).workloads -}}{{- if .settings.autoscaling.enabled -}}{{- $found = "true" -}}{{- end -}}{{- end -}}
+{{- range (include "paceline.workloads" . | fromYaml).workloads -}}{{- if and (eq .kind "pool") .settings.autoscaling.enabled -}}{{- $found = "true" -}}{{- end -}}{{- end -}}
 {{ $found }}
 {{- end }}
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, World, fill
 from ledger_files import both_forms
 
-from paceline.errors import Conflict, NotFound
+from paceline.errors import Conflict, LedgerFault, NotFound
 from paceline.services.coordinator.audit.repair import repair
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.ledger.ledger import Ledger
@@ -104,3 +105,16 @@ def test_a_coordinator_keeps_repair_away(closed: World, tmp_path: Path) -> None:
         repair(closed.path, lambda line: None)
     with pytest.raises(NotFound, match="no ledger"):
         repair(tmp_path / "other.sqlite", lambda line: None)
+
+
+def test_a_row_that_was_changed_is_left_to_a_backup(closed: World) -> None:
+    """Written to, it would be sealed anew, and a checkpoint that is whole would be given up."""
+    with contextlib.closing(sqlite3.connect(closed.path)) as db:
+        (digest,) = db.execute("SELECT sha256 FROM checkpoints").fetchone()
+    other = digest[:-1] + ("0" if digest[-1] != "0" else "1")
+    damaged = closed.path.read_bytes().replace(digest.encode(), other.encode())
+    closed.path.write_bytes(damaged)
+    with pytest.raises(LedgerFault, match="table checkpoints"):
+        repair(closed.path, lambda line: None)
+    assert closed.path.read_bytes() == damaged
+    assert any("table checkpoints" in problem for problem in problems(closed))
