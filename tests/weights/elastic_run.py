@@ -175,7 +175,6 @@ class ElasticRun:
         steps: int,
         max_wait_s: float = 10.0,
         step_s: float = STEP_S,
-        backend: str = "auto",
     ):
         self.directory = directory
         self.workers: dict[str, Worker] = {}
@@ -185,7 +184,7 @@ class ElasticRun:
         self._number = 0
         self._metrics: list[dict[str, Any]] = []
         self._metrics_read = 0
-        self._spec = make_spec(directory, steps, max_wait_s, step_s, backend)
+        self._spec = make_spec(directory, steps, max_wait_s, step_s)
 
     def __enter__(self) -> ElasticRun:
         try:
