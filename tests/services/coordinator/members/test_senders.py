@@ -14,6 +14,7 @@ from paceline.services.coordinator.members import senders
 from paceline.services.coordinator.members.registry import Member
 from paceline.services.coordinator.members.senders import Senders, Standing
 from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import PROTOCOL
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_stranger_is_refused_and_changes_nothing(world: World, kind: str, memb
     request, frames = every_request(world)[kind]
     request.member_id = request.member_id if member_id is None else member_id
     request.secret = b"0" * 16
-    request.protocol, request.term, request.run_id = 3, world.ledger.term, world.run_id
+    request.protocol, request.term, request.run_id = PROTOCOL, world.ledger.term, world.run_id
     before = world.dump()
     outcome = world.send(request, frames)
     assert outcome.reply.status == INVALID
