@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.error_texts import first_line
 from paceline.errors import InvalidInput
 from paceline.spec import LoraSection
 from paceline.weights.lora_names import FINGERPRINT, fingerprint, merged, wire_names
@@ -164,8 +165,3 @@ def _refuse_targets(model: nn.Module, lora: LoraSection, unfit: Callable[[nn.Mod
                 f"policy.lora_cfg.target_modules would adapt {name!r}, a {type(module).__name__}; only linear layers "
                 "below the LM head can be"
             )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return str(error).strip().splitlines()[0]

@@ -45,7 +45,6 @@ MAX_MANIFEST_BYTES = 64 << 20
 """A million tensors; a manifest is read between two messages of the control plane."""
 MAX_BUCKETS = 1 << 20
 MAX_DIMENSIONS = 16
-MAX_NAME_CHARACTERS = 512
 
 Algorithm = Literal["xxh3_64", "sha256"]
 Phase = Literal["receiving", "received", "loading"]

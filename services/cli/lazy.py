@@ -35,7 +35,7 @@ def sections_of_apps() -> Sections:
             }
             for heading, commands in table.items():
                 found[heading] = commands | found.get(heading, {})
-        except Exception as error:  # of another project's module: every other command works
+        except (Exception, SystemExit) as error:  # of another project's module: every other command works
             click.echo(f"the app {entry.name} ({entry.value}) is left out: {error}", err=True)
     return found
 
@@ -51,6 +51,8 @@ class LazyGroup(click.Group):
     def __init__(self, *args: Any, sections: Sections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._own_sections = sections
+        self._own = {name: entry for section in sections.values() for name, entry in section.items()}
+        """The core's commands, for which no app is loaded."""
 
     @functools.cached_property
     def sections(self) -> Sections:
@@ -58,14 +60,13 @@ class LazyGroup(click.Group):
         of_apps = sections_of_apps()
         if self.name == "serve":
             of_apps = {heading: of_apps.get(SERVE, {}) for heading in self._own_sections}
-        own = {name for section in self._own_sections.values() for name in section}
         headings = [
             *self._own_sections,
             *(each for each in of_apps if each not in (SERVE, *self._own_sections)),
         ]
         return {
             heading: dict(self._own_sections.get(heading, {}))
-            | {name: entry for name, entry in of_apps.get(heading, {}).items() if name not in own}
+            | {name: entry for name, entry in of_apps.get(heading, {}).items() if name not in self._own}
             for heading in headings
         }
 
@@ -80,9 +81,9 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command."""
-        if cmd_name not in self.entries:
+        if cmd_name not in self._own and cmd_name not in self.entries:
             return None
-        target, summary = self.entries[cmd_name]
+        target, summary = self._own.get(cmd_name) or self.entries[cmd_name]
         module, _, attribute = target.partition(":")
         found = getattr(importlib.import_module(module), attribute)
         return (
@@ -95,7 +96,7 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command; name the one that an unknown word stands for."""
-        if args and not args[0].startswith("-") and args[0] not in self.entries:
+        if args and not args[0].startswith("-") and args[0] not in self._own and args[0] not in self.entries:
             from paceline.services.cli.unknown_commands import remedy
 
             ctx.fail(f"No such command {args[0][:80]!r}; {remedy(args[0], self.entries)}")

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-from paceline.address import is_loopback
 from paceline.errors import PacelineError, Unavailable
 from paceline.weights.hosts.accepting import next_connection, seldom
 
@@ -165,8 +164,3 @@ class TcpChannel:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-
-def is_trusted(addresses: Sequence[str]) -> bool:
-    """Return whether nobody beyond this machine can have changed what comes from these addresses."""
-    return all(is_loopback(address.rpartition(":")[0]) for address in addresses)

@@ -62,7 +62,6 @@ class HostPlans:
     def __init__(self, members: Members, exchange: Exchange, learner: Callable[[], Member | None]):
         self._members, self._exchange, self._learner = members, exchange, learner
         self._version: worker_pb2.HostVersion | None = None
-        self._max_wait_s = 0.0
         self.speeds = HopSpeeds()
 
     def take(self, version: worker_pb2.HostVersion, epoch: int, member_ids: Sequence[str]) -> None:

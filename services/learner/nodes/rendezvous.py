@@ -15,10 +15,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.error_texts import first_line
 from paceline.errors import Conflict, InvalidInput, Unavailable
 from paceline.services.learner.nodes.assembly import REVISION, Assembly, SessionEnd
 from paceline.services.learner.nodes.settings import NodeSettings
-from paceline.services.learner.nodes.store import FAULTS, NodeStore, connect, one_line, serve
+from paceline.services.learner.nodes.store import FAULTS, NodeStore, connect, serve
 
 BEAT_S = 1.0
 POLL_S = 0.2
@@ -80,7 +81,9 @@ class Rendezvous:
                     return place
             except FAULTS as fault:
                 if self._is_first:
-                    raise Unavailable(f"the rendezvous of this node has failed: {one_line(fault)}") from None
+                    raise Unavailable(
+                        f"the rendezvous of this node has failed: {first_line(fault)}"
+                    ) from None
                 self._store, self._number, present = None, 0, ""
             if time.monotonic() - began_s > self._wait_s:
                 raise Unavailable(self._too_late(present))
@@ -117,7 +120,7 @@ class Rendezvous:
                     over = store.read(f"over/{place.session}")
                     end = None if over is None else _end_of(over)
             except FAULTS as fault:
-                end = SessionEnd(f"node 0, which hosts the rendezvous, does not answer ({one_line(fault)})")
+                end = SessionEnd(f"node 0, which hosts the rendezvous, does not answer ({first_line(fault)})")
             if end is not None:
                 if not ended.is_set():
                     take(end)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from paceline.error_texts import first_line
 from paceline.errors import InvalidInput
 
 PREFIX = "paceline/"
@@ -131,13 +132,8 @@ def serve(host: str, port: int) -> NodeStore:
     except FAULTS as error:
         listening.close()
         raise InvalidInput(
-            f"node 0 cannot host the rendezvous on {host}, port {port}: {one_line(error)}; give an address of this host as "
+            f"node 0 cannot host the rendezvous on {host}, port {port}: {first_line(error)}; give an address of this host as "
             "--host, and a free port in --rendezvous"
         ) from None
     listening.detach()  # the store closes it
     return NodeStore(store)
-
-
-def one_line(error: BaseException) -> str:
-    """Return the first line of an error's text: torch adds its C++ frames to it."""
-    return str(error).partition("\n")[0].strip() or type(error).__name__

@@ -93,3 +93,11 @@ def test_the_first_app_of_a_name_keeps_it(install: Install) -> None:
         b_app=APP.format(heading="Greetings", name="greet", module="b_app"),
     )
     assert command_line().entries["greet"][0] == "a_app:greet"
+
+
+def test_a_command_of_the_core_loads_no_app(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install(ending_app="raise SystemExit('it ends the process')")
+    assert command_line().get_command(click.Context(command_line()), "up") is not None
+    assert capsys.readouterr().err == ""
+    assert list(command_line().entries) == ["up"]
+    assert "ending_app" in capsys.readouterr().err
