@@ -145,6 +145,11 @@ class HostSegment:
         """Return all bytes of weights, to receive into or to send from; the view keeps the mapping."""
         return memoryview(self._memory)[: self.size_bytes]
 
+    def bytes_of(self, bucket: int) -> memoryview:
+        """Return the bytes of a bucket, to receive into or to send from; the caller releases the view."""
+        start = bucket * self.bucket_bytes
+        return memoryview(self._memory)[start : min(start + self.bucket_bytes, self.size_bytes)]
+
     def page_lock(self, ranges: Iterable[tuple[int, int]] | None = None) -> int:
         """Lock the pages of byte ranges [start, end) of the weights (default: all), so that this process's GPU copies them at
         the speed of its bus. Return the bytes that are locked; what is locked stays so until `close`."""
