@@ -46,7 +46,7 @@ def fill(
     _make_empty_parts(model, device)
     tied = _tied_places(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    missing = set(read_state(model, files.tensors, device, view=_BaseNames(model)).missing_keys)
+    missing = set(read_state(model, files.tensors, device, view=_BaseNames(model, device)).missing_keys)
     for places in tied:
         loaded = [place for place in places if _name(place) not in missing]
         if loaded:
@@ -82,8 +82,8 @@ def _tied_places(model: nn.Module) -> list[list[Place]]:
 class _BaseNames:
     """The model as its files name it: without the adapter's own parameters, and with adapted layers under their own names."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model, self._device = model, device
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -95,10 +95,26 @@ class _BaseNames:
             if tensor.is_meta or (isinstance(tensor, DTensor) and tensor.to_local().is_meta)
         }
 
-    def get_submodule(self, path: str) -> nn.Module:
+    def get_submodule(self, path: str) -> Any:
         module: nn.Module = self._model.get_submodule(path)
         base = getattr(module, "base_layer", None)
-        return base if isinstance(base, nn.Module) else module
+        return _Placing(base if isinstance(base, nn.Module) else module, self._device)
+
+
+class _Placing:
+    """A module whose new parameters go to `device`: a divided one comes on the device of its mesh, a GPU, also where the host
+    shall keep it (policy.cpu_offload), because `DTensor.from_local` moves it there."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        vars(self).update(_module=module, _device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter) and value.device.type != self._device.type:
+            value = nn.Parameter(value.detach().to(self._device), requires_grad=value.requires_grad)
+        setattr(self._module, name, value)
 
 
 def _make_empty_parts(model: nn.Module, device: torch.device) -> None:
@@ -115,11 +131,12 @@ def _make_empty_parts(model: nn.Module, device: torch.device) -> None:
                 setattr(module, name, made[id(parameter)])
 
 
-def _with_part(like: DTensor, part: Tensor) -> DTensor:
+def _with_part(like: DTensor, part: Tensor) -> Tensor:
     """Return a tensor that is divided as `like`, of which this rank has `part`."""
-    return DTensor.from_local(
+    divided = DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+    return divided.to(part.device)
 
 
 def _draw_score(model: Any, device: torch.device) -> None:

@@ -13,9 +13,11 @@ import torch
 from loaded_models import differing, save_model
 from safetensors.torch import load_file, save_file
 from tiny_policy import CPU, make_spec, save_tiny_policy
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from paceline.errors import InvalidInput
+from paceline.learner.model.loading import _Placing
 from paceline.learner.model.policy import load_policy, load_reference, load_reward_model
 
 LORA = {"enabled": True, "dim": 2, "alpha": 4}
@@ -117,3 +119,19 @@ def test_a_model_at_a_url_is_read_by_ranges(tmp_path: Path, monkeypatch: pytest.
     loaded = load_policy(make_spec(tmp_path).policy.model_copy(update={"model_name": url}), CPU)
     assert differing(loaded, folder, torch.float32) == []
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_a_divided_parameter_goes_where_it_shall_stay(tmp_path: Path) -> None:
+    """`DTensor.from_local` makes it on the device of its mesh; policy.cpu_offload keeps it in the host's memory."""
+    save_tiny_policy(tmp_path)
+    model = load_policy(make_spec(tmp_path, precision="bfloat16").policy, CPU)
+    name, divided = next(iter(model.named_parameters()))
+    path, _, own = name.rpartition(".")
+    assert isinstance(divided, DTensor)
+    placing = _Placing(model.get_submodule(path), torch.device("meta"))
+    setattr(placing, own, torch.nn.Parameter(divided.detach(), requires_grad=False))
+    placed = model.get_parameter(name)
+    assert isinstance(placed, DTensor)
+    assert placed.device.type == "meta"
+    assert placed.device_mesh == divided.device_mesh
+    assert not placed.requires_grad

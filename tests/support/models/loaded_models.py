@@ -67,6 +67,6 @@ def differing(loaded: torch.nn.Module, folder: Path, dtype: torch.dtype) -> list
                 here.shape, here.device_mesh, here.placements
             )
             whole, here = whole[offset[0] : offset[0] + shape[0]], here.to_local()
-        if here.dtype != whole.dtype or not torch.equal(here, whole):
+        if here.dtype != whole.dtype or not torch.equal(here.cpu(), whole):
             names.append(name)
     return names
