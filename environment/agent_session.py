@@ -6,6 +6,8 @@ recorded before the next turn is sampled.
 
 Promises: a marked retry of the same body gets the same answer; what the program did not get does not train; a request whose
 tokens do not extend a row exactly begins a row of its own, and so does one that could extend two.
+
+What a session keeps of its turns: each with the request that asked for it, and which of them are no part of the sample.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,14 +24,13 @@ import numpy as np
 from paceline.chat.messages import Json
 from paceline.data.messages import api_message
 from paceline.environment.agent_history import Asked, History, read_messages
-from paceline.environment.agent_record import TakenTurn, digest_of, left_out_of, recorded_turns
 from paceline.environment.hosting.faults import EnvironmentFailed
 from paceline.environment.life import FinishedSample, Life
 from paceline.environment.limits import Stopwatch
-from paceline.environment.notes import clean, json_text, sample_text
+from paceline.environment.notes import clean, digest, json_text, sample_text
 from paceline.environment.protocols import AgentAnswer, AgentRequest, LeaseLost, SampledTurn, TurnRequest
 from paceline.environment.rendering.protocol import Conversation, Rendering
-from paceline.environment.rows import Place
+from paceline.environment.rows import Place, RowTokens
 from paceline.environment.setting import GroupContext
 from paceline.errors import Conflict, PromptTooLong
 from paceline.groups import IntArray
@@ -284,3 +286,50 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
     """Take the exception of a task whose client may be gone."""
     if not task.cancelled():
         task.exception()
+
+
+@dataclass(eq=False)
+class TakenTurn:
+    """A sampled or recorded turn with its request; `asked` is None while no program has asked for a recorded one."""
+
+    asked: Asked | None
+    note: pb.TurnNote
+    prompt_ids: IntArray
+    turn: SampledTurn
+
+    @property
+    def counts(self) -> bool:
+        """Return whether the turn trains: its program got the answer, and it is none that `train_call` keeps out."""
+        return self.asked is not None and self.asked.trains and self.asked.delivered
+
+
+def recorded_turns(life: Life) -> list[TakenTurn]:
+    """Return the recorded turns of a life with their prompts."""
+    rows, taken = RowTokens(), []
+    for arrays, note in life.turns:
+        prompt_ids = rows.prompt_of(arrays)
+        rows.add(arrays)
+        turn = SampledTurn(arrays.token_ids, arrays.logprobs, arrays.spans, note.finish_reason, note.text)
+        taken.append(TakenTurn(None, note, prompt_ids, turn))
+    return taken
+
+
+def left_out_of(taken: Sequence[TakenTurn], rows: Sequence[int]) -> list[int]:
+    """Return the turns that are no part of the sample's rows: those that do not count, unless a later turn of their row does,
+    because what a model has read is in its row."""
+    left_out: list[int] = []
+    kept: set[int] = set()
+    for index in range(len(taken) - 1, -1, -1):
+        if taken[index].counts:
+            kept.add(rows[index])
+        elif rows[index] not in kept:
+            left_out.append(index)
+    return sorted(left_out)
+
+
+def digest_of(request: AgentRequest) -> str:
+    """Return the digest by which a recorded turn finds the request that asks for it again."""
+    ids = None if request.prompt_ids is None else request.prompt_ids.tolist()
+    said: list[Any] = [list(request.messages), list(request.tools), dict(request.template_kwargs), ids]
+    stops = [list(request.stop_token_ids)] if request.stop_token_ids else []
+    return digest([*said, request.max_new_tokens, *stops])

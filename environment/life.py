@@ -1,16 +1,18 @@
 """One life of a sample: the turns that it has recorded, its rows, and the record of further turns.
 
 Promise: a turn is a part of the life only once it is committed, so what the life has is what the ledger has.
+
+Seeds of turns: the same whenever a turn is asked for again, another one in each life of a sample.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 from paceline.environment.counts import EpisodeCounts
 from paceline.environment.protocols import Journal, SampledTurn, SampleJournal
 from paceline.environment.rows import Place, RowTokens, turn_arrays
-from paceline.environment.seeds import turn_seed
 from paceline.episodes import TurnArrays
 from paceline.v1 import exchange_pb2 as pb
 
@@ -51,3 +53,9 @@ class Life:
         """Return the sample, whose last turn is recorded."""
         _, note = self.turns[-1]
         return FinishedSample(self.turns, frozenset(note.left_out), note.sample)
+
+
+def turn_seed(group_seed: int, sample: int, life: int, turn: int) -> int:
+    """Return the seed, of 63 bits, of a turn of a sample's life."""
+    digest = hashlib.sha256(f"{group_seed}/{sample}/{life}/{turn}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

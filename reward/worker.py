@@ -1,6 +1,6 @@
 """The process in which reward functions run: it loads them once, then answers one call after another.
 
-`paceline.reward.process` starts it with one end of a socket pair, and names the messages. The promises of `paceline.user_code.child`
+`paceline.reward.runner` starts it with one end of a socket pair, and names the messages. The promises of `paceline.user_code.child`
 hold. The runner enforces time limits by killing the process. This module never imports torch or transformers.
 """
 

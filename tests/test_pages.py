@@ -13,7 +13,7 @@ import click
 import pytest
 import yaml
 
-from paceline.apps.importers.writing import import_config
+from paceline.apps.importers.import_spec import import_config
 from paceline.services.cli.main import main as paceline
 from paceline.spec.foreign.names import table
 from paceline.spec.keys import ITEM, keys

@@ -1,14 +1,29 @@
 """`paceline import trl|nemo|verl|prime-rl FILE`: write a spec from another library's configuration, and name what was left
-out."""
+out.
+
+The spec that an import writes: YAML that loads, with what was left out above it as comments.
+
+Configurations as their libraries write them: YAML with `defaults` and `${…}`, TOML with `toml_files`, and overrides in a
+shell script.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
+import yaml
 
+from paceline.apps.importers import nemo_rl, prime_rl, python_script, trl, verl
+from paceline.apps.importers.conversion import Conversion, flattened, listed
 from paceline.errors import SpecError
 from paceline.services.common.options import json_option, print_json
+from paceline.spec.reading import apply_override, parse_spec, read_tree
 
 
 @click.command("import")
@@ -38,7 +53,6 @@ def import_spec(
 
     A Python script is read, never run. Overrides are Paceline's keys; they complete or change the spec.
     """
-    from paceline.apps.importers.writing import import_config, spec_text
 
     done = import_config(library, file, overrides, processes=processes)
     destination = output or file.with_name(f"{file.stem}.paceline.yaml")
@@ -62,3 +76,202 @@ def import_spec(
         for line in lines:
             click.echo(f"{title}: {line}", err=True)
     click.echo(f"{destination}: a spec for `paceline up`; {len(done.left_out)} settings were left out")
+
+
+LIBRARIES = ("trl", "nemo", "verl", "prime-rl")
+MAX_LINE = 200
+"""Characters of a comment."""
+REQUIRED = {
+    "policy.model_name": "policy.model_name=…",
+    "data.train": "data.train=…",
+    "rewards": "'rewards=[{function: …}]'",
+}
+"""Keys that a configuration may lack, and the override that gives them."""
+
+
+def import_config(
+    library: str, path: Path, overrides: tuple[str, ...] = (), *, processes: int = 1
+) -> Conversion:
+    """Return the conversion of the file at `path`, one of LIBRARIES, with overrides of our keys on top; it loads.
+
+    Raises SpecError: the file cannot be read, lacks a key that every spec needs, or has values that contradict each other.
+    """
+    if not path.is_file():
+        raise SpecError(f"no file {str(path)!r}; name a configuration of {library}")
+    done = _converted(library, path, processes)
+    done.close()
+    for override in overrides:
+        apply_override(done.tree, override)
+    _check_complete(done, path)
+    try:
+        parse_spec(done.tree, base=path.resolve().parent)
+    except SpecError as error:
+        raise SpecError(
+            f"{path} gives a spec that does not load; repeat with overrides, such as section.key=value, for\n{error}"
+        ) from None
+    return done
+
+
+def spec_text(done: Conversion, source: Path) -> str:
+    """Return the spec as YAML below comments: its source, notes, and what was left out."""
+    lines = [f"# From {source.name}, by `paceline import`."]
+    lines += [f"# Note: {note}" for note in done.notes]
+    lines += [f"# Left out: {line}" for line in done.left_out]
+    comments = "\n".join(_one_line(line) for line in lines)
+    body = yaml.safe_dump(
+        _ordered(done.tree), sort_keys=False, allow_unicode=True, width=110, default_flow_style=None
+    )
+    return f"{comments}\n{body}"
+
+
+def _converted(library: str, path: Path, processes: int) -> Conversion:
+    try:
+        if library == "trl" and path.suffix == ".py":
+            script = python_script.read_script(path)
+            done = trl.convert(script.settings, processes=processes, algorithm=script.algorithm)
+            done.notes = [*script.notes, *done.notes]
+            done.files |= script.files
+            return done
+        if library == "trl":
+            return trl.convert(read_yaml(path, "trl"), processes=processes)
+        if library == "nemo":
+            return nemo_rl.convert(read_yaml(path, "nemo_rl"))
+        if library == "prime-rl":
+            return prime_rl.convert(read_toml(path, "prime_rl"))
+        is_yaml = path.suffix in (".yaml", ".yml")
+        return verl.convert(read_yaml(path, "verl") if is_yaml else read_overrides(path))
+    except UnicodeError:
+        raise SpecError(f"{path} is not text in UTF-8; name a configuration of {library}") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError, RecursionError) as error:
+        raise SpecError(f"{path} has a value of another type than {library} reads: {error}") from None
+
+
+def _check_complete(done: Conversion, path: Path) -> None:
+    """Raise SpecError with the overrides to add for keys that the configuration lacks."""
+    needs = [key for key in REQUIRED if key != "rewards" or done.algorithm == "grpo"]
+    lacking = [key for key in needs if not _value(done.tree, key)]
+    if lacking:
+        raise SpecError(
+            f"{path} does not say {' and '.join(lacking)}; add {' '.join(REQUIRED[key] for key in lacking)} to the command"
+        )
+
+
+def _value(tree: dict[str, Any], key: str) -> Any:
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def _ordered(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections in the order of the spec."""
+    from paceline.spec.keys import keys_of
+
+    return {name: tree[name] for name in keys_of("") if name in tree}
+
+
+def _one_line(text: str) -> str:
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 1]}…"
+
+
+MAX_DEFAULTS = 8
+"""Files that `defaults` may chain."""
+MAX_BYTES = 1 << 20
+_REFERENCE = re.compile(r"\$\{([A-Za-z_.][\w.]*)\}")
+_PRODUCT = re.compile(r"\$\{mul:\s*(\d+)\s*,\s*(\d+)\s*\}")
+_OVERRIDE = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.]*)=(.*)$", re.S)
+
+
+def read_yaml(path: Path, library: str) -> dict[str, Any]:
+    """Return the settings of a YAML file by dotted name. Raises SpecError."""
+    settings = flattened(_with_defaults(path, MAX_DEFAULTS), library)
+    return {name: _resolved(value, name, settings) for name, value in settings.items()}
+
+
+def read_overrides(path: Path) -> dict[str, Any]:
+    """Return the `section.key=value` words of a shell script, with its own variables filled in. Raises SpecError."""
+    text = path.read_text(encoding="utf-8")[:MAX_BYTES].replace("\\\n", " ")
+    variables = dict(re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$", text, re.M))
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise SpecError(f"{path} cannot be read as a shell script: {error}") from None
+    found: dict[str, Any] = {}
+    for word in words:
+        match = _OVERRIDE.match(word)
+        if match and "." in match[1]:
+            filled = re.sub(r"\$\{?(\w+)\}?", lambda each: variables.get(each[1], each[0]), match[2])
+            found[match[1]] = _scalar(filled)
+    if not found:
+        raise SpecError(
+            f"{path} has no override such as data.train_files=train.parquet; name the YAML or the script"
+        )
+    return found
+
+
+def read_toml(path: Path, library: str) -> dict[str, Any]:
+    """Return the settings of a TOML file by dotted name, over those of the files that its `toml_files` names. Raises
+    SpecError."""
+    return flattened(_with_toml_files(path, MAX_DEFAULTS), library)
+
+
+def _with_toml_files(path: Path, files_left: int) -> dict[str, Any]:
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8")[:MAX_BYTES])
+    except OSError as error:
+        raise SpecError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise SpecError(f"{path} is not TOML: {error}") from None
+    below: dict[str, Any] = {}
+    for name in listed(tree.pop("toml_files", None)):
+        if files_left == 0:
+            raise SpecError(
+                f"{path}: toml_files chain more than {MAX_DEFAULTS} files; write the settings into one"
+            )
+        below = _merged(below, _with_toml_files(path.parent / str(name), files_left - 1))
+    return _merged(below, tree)
+
+
+def _with_defaults(path: Path, files_left: int) -> dict[str, Any]:
+    """Return the sections of a file over those of the file that its `defaults` names."""
+    tree = read_tree(path)
+    above = tree.pop("defaults", None)
+    if isinstance(above, str):
+        if files_left == 0:
+            raise SpecError(
+                f"{path}: defaults chain more than {MAX_DEFAULTS} files; write the settings into one"
+            )
+        return _merged(_with_defaults(path.parent / above, files_left - 1), tree)
+    return tree
+
+
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def _resolved(value: Any, name: str, settings: Mapping[str, Any], levels: int = 8) -> Any:
+    """Return a value with its references filled in; None for one that refers to nothing that is known."""
+    if isinstance(value, list):
+        return [_resolved(each, name, settings, levels) for each in value]
+    if not isinstance(value, str) or "${" not in value or levels == 0:
+        return value
+
+    def fill(match: re.Match[str]) -> str:
+        target = match[1] if not match[1].startswith(".") else f"{name.rpartition('.')[0]}{match[1]}"
+        found = _resolved(settings.get(target), target, settings, levels - 1)
+        return "null" if found is None else str(found)
+
+    filled = _PRODUCT.sub(lambda match: str(int(match[1]) * int(match[2])), _REFERENCE.sub(fill, value))
+    return None if "${" in filled else _scalar(filled)
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text

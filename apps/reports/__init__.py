@@ -2,7 +2,7 @@
 
 COMMANDS = {
     "What is on record": {
-        "plot": ("paceline.apps.reports.plot:plot", "Write the curves of runs as an HTML page."),
+        "plot": ("paceline.apps.reports.report:plot", "Write the curves of runs as an HTML page."),
         "report": (
             "paceline.apps.reports.report:report",
             "Write one HTML file about a run: outcome, curves, samples, books, spec.",

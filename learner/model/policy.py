@@ -7,16 +7,30 @@ where FSDP has gathered it, and never holds the full logits.
 FSDP2 wraps each decoder layer and the root (final norm, LM head and, where they are tied or on CPUs, the embedding). One
 rank in float32 is left unwrapped: there is nothing to shard or to cast, no process group is needed, and the hooks cost about
 3 ms an update and 2 ms a further micro-batch (2 layers, CPU), a quarter of a step on 32 short sequences.
+
+Linear layers that train through oneDNN's float32 products where those are faster (`paceline.host.onednn`).
+
+Promise: the same values and gradients as `nn.Linear`'s, forward and backward by the same kernel. Where oneDNN does not
+help this module does nothing.
+
+Activation checkpointing of decoder layers: what the backward pass computes again in place of keeping it (Chen et al. 2016,
+arXiv 1604.06174).
+
+Promise: losses and gradients do not change. `full` keeps the input of a layer and computes all of it again. `selective`
+keeps the results of matrix products and attention besides, so that only norms, rotations and activation functions are
+computed again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,13 +39,12 @@ from transformers import (
 )
 
 from paceline.errors import InvalidInput
+from paceline.host.onednn import is_faster, product
 from paceline.learner.batch.samples import PackedBatch
 from paceline.learner.collectives import world_size
-from paceline.learner.model.activation_checkpointing import recompute_activations
 from paceline.learner.model.adapter import add_adapter
 from paceline.learner.model.attention import IMPLEMENTATION, prefer_flash_attention_3
 from paceline.learner.model.compiled_layers import compile_layers, padded_row
-from paceline.learner.model.cpu_linear import use_onednn_linear
 from paceline.learner.model.loading import fill
 from paceline.learner.model.logprobs import chunked_logprobs
 from paceline.learner.model.mesh import mesh_of
@@ -264,3 +277,86 @@ def _needs_sharding(policy: PolicySection, device: torch.device) -> bool:
 def _offloads(policy: PolicySection, device: torch.device) -> bool:
     """Return whether to offload: on a CPU the parameters are in host memory anyway."""
     return policy.cpu_offload and device.type == "cuda"
+
+
+def use_onednn_linear(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give every float32 `nn.Linear` of the model a forward through oneDNN, if this machine gains by it."""
+    if not is_faster(device, dtype):
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = partial(_linear, module)  # type: ignore[method-assign]
+
+
+def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
+    if (
+        not inputs.dtype == module.weight.dtype == torch.float32
+    ):  # cast after loading: few CPUs have such a kernel in oneDNN
+        return nn.functional.linear(inputs, module.weight, module.bias)
+    out: Tensor = _OneDnnProduct.apply(inputs, module.weight)  # type: ignore[no-untyped-call]
+    return out if module.bias is None else out + module.bias
+
+
+class _OneDnnProduct(torch.autograd.Function):
+    """y = x·Wᵀ; ∂x = g·W, ∂W = gᵀ·x, each by the same kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight_OI)
+        return product(inputs, weight_OI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        inputs, weight_OI = ctx.saved_tensors
+        (grad,) = grads
+        grad_inputs = product(grad, weight_OI.T) if ctx.needs_input_grad[0] else None
+        grad_weight_OI = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_OI = _outer(grad.flatten(0, -2), inputs.flatten(0, -2))
+        return grad_inputs, grad_weight_OI
+
+
+def _outer(left_NO: Tensor, right_NI: Tensor) -> Tensor:
+    """Return [O, I] leftᵀ·right. The kernel copies a transposed first operand but not a second, so the narrower one is first."""
+    if left_NO.shape[1] > right_NI.shape[1]:
+        return product(right_NI.T, left_NO.T).T
+    return product(left_NO.T, right_NI.T)
+
+
+KEPT_OPERATIONS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::_grouped_mm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "mkldnn::_linear_pointwise",
+        "torch_attn::_varlen_attn",
+    }
+)
+"""Operations whose results `selective` keeps, by their names in the dispatcher."""
+
+
+def recompute_activations(layers: Iterable[torch.nn.Module], how: str) -> None:
+    """Give the layers a forward that keeps less for the backward pass.
+
+    `how` is `policy.activation_checkpointing`; `auto`, which is replaced when a run is submitted, is `full` here.
+    """
+    if how == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if how == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+    for layer in layers:
+        # Around the layer's forward, so that FSDP's hooks stay outside and do not run again in the recomputation.
+        layer.forward = partial(checkpoint, layer.forward, **options)
+
+
+def _keep_or_recompute(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    schema = getattr(operation, "_schema", None)
+    if schema is not None and schema.name in KEPT_OPERATIONS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,16 +1,26 @@
 """AdamW and the learning rate over steps.
 
 Promise: the learning rate is a function of the step alone, so a restart needs no scheduler state.
+
+AdamW that updates a part of a parameter at a time: for moments that are bfloat16, or in the host's memory, between two updates.
+
+The arithmetic is float32 on the parameter's device, and no copy of a whole moment exists there. Moments in bfloat16 are rounded
+stochastically: to nearest, a second moment with β₂ = 0.999 would never fall, because a change of 0.1 % is less than half of
+bfloat16's last place. The random bits follow from the number of the update and the parameter's index, so a run that is resumed or
+replayed gets the same ones.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from paceline.learner.step.partwise_adamw import PartwiseAdamW
 from paceline.spec import OptimizerSection, SchedulerSection
 
 INVERSE_SQRT_TIMESCALE = 10_000
@@ -90,3 +100,106 @@ def _fall(step: int, max_num_steps: int, config: SchedulerSection) -> float:
 
 def _half_cosine(x: float) -> float:
     return (1.0 + math.cos(math.pi * x)) / 2
+
+
+PART_NUMEL = 1 << 22
+"""Elements of a parameter that are updated at a time."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class PartwiseAdamW(torch.optim.AdamW):
+    """torch's AdamW with another `step`. Its state has the same entries, so checkpoints have the same form."""
+
+    def __init__(
+        self, params: Any, *, moment_dtype: torch.dtype, on_host: bool = False, **options: Any
+    ) -> None:
+        super().__init__(params, foreach=False, **options)
+        self._moment_dtype, self._on_host = moment_dtype, on_host
+        self.register_load_state_dict_post_hook(lambda _: self._place_moments())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        if closure is not None:
+            raise ValueError("an update has no closure here")
+        index = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                index += 1
+                if parameter.grad is not None:
+                    self._update(parameter, group, index)
+        if self._on_host and any(parameter.is_cuda for parameter in self.state):
+            torch.cuda.current_stream().synchronize()  # until then the moments are on their way to the host
+        return None
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], index: int) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in MOMENTS:
+                state[name] = self._placed(torch.zeros_like(parameter, dtype=self._moment_dtype))
+        state["step"] += 1
+        update = int(state["step"].item())
+        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{index}/{update}".encode()))
+        whole = [_local(each) for each in (parameter, parameter.grad, *(state[name] for name in MOMENTS))]
+        for value, gradient, *moments in zip(
+            *(torch.split(each.view(-1), PART_NUMEL) for each in whole), strict=True
+        ):
+            # Copies, unless they are float32 on this device already.
+            mean, square = (
+                moment.to(value.device, torch.float32, non_blocking=True, copy=self._on_host)
+                for moment in moments
+            )
+            _update_part(value, gradient, mean, square, group=group, update=update)
+            for moment, new in zip(moments, (mean, square), strict=True):
+                if moment.dtype == torch.bfloat16:
+                    new = rounded(new, generator)
+                if moment is not new:
+                    moment.copy_(new, non_blocking=True)
+
+    def _place_moments(self) -> None:
+        """Convert loaded moments back: torch loads them in the parameter's type, which holds every bfloat16 exactly, and on its
+        device."""
+        for state in self.state.values():
+            for name in MOMENTS:
+                if name in state:
+                    state[name] = self._placed(state[name].to(self._moment_dtype))
+
+    def _placed(self, moment: Tensor) -> Tensor:
+        """Return a moment where it is kept between updates; on the host in memory from which a GPU copies by itself."""
+        if not self._on_host or not moment.is_cuda:
+            return moment
+        moment = moment.to("cpu")
+        if isinstance(moment, DTensor):
+            moment._local_tensor = moment._local_tensor.pin_memory()
+            return moment
+        return moment.pin_memory()
+
+
+def _update_part(
+    value: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *, group: dict[str, Any], update: int
+) -> None:
+    """Update a part of a parameter, and of its moments in float32, all [n], in place."""
+    beta1, beta2 = group["betas"]
+    lr = float(group["lr"])
+    gradient = gradient.float()
+    mean.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    value.mul_(1 - lr * group["weight_decay"])
+    denominator = square.sqrt().div_((1 - beta2**update) ** 0.5).add_(group["eps"])
+    value.addcdiv_(mean, denominator, value=-lr / (1 - beta1**update))
+
+
+def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Return float32 `values` in bfloat16, each rounded up or down by chance so that its expectation is the value.
+
+    A bfloat16 is the upper half of a float32: a random number below 2¹⁶ is added to the lower half, which is then cut off.
+    """
+    bits = values.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+    return (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -3,6 +3,8 @@
 `load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` is the work of `paceline submit`. Relative paths in a file
 are relative to that file, and folders that the run makes to the working directory; the resolved spec holds absolute
 ones, so that every service reads the same.
+
+The answer to a whole configuration of another library that is taken for a spec: `paceline import` makes one of it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from paceline.errors import SpecError
 from paceline.regular_file import open_regular
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.explaining.faults import explain, unknown_key
-from paceline.spec.foreign.names import look_up
-from paceline.spec.foreign.whole_files import hint_by_suffix, import_hint
+from paceline.spec.foreign.names import look_up, table
+from paceline.spec.keys import keys
 from paceline.spec.sections.environment import EnvironmentSection
 
 MAX_PATH = 1024
@@ -324,3 +326,57 @@ def _with_absolute_function(item: Any, base: Path) -> Any:
     if argument is not None and isinstance(kwargs, dict) and isinstance(kwargs.get(argument), str):
         return {**item, "kwargs": {**kwargs, argument: _absolute(kwargs[argument], base)}}
     return {**item, "function": _absolute_code(function, base)}
+
+
+COMMANDS = {"trl": "trl", "nemo_rl": "nemo", "verl": "verl", "prime_rl": "prime-rl"}
+"""Name of the library for `paceline import`, by the table of its names."""
+SUFFIXES = {".py": "trl", ".toml": "prime-rl"}
+"""Libraries whose configurations are no YAML, by the file's suffix."""
+MIN_KEYS = 3
+"""Keys of a library, and not ours, from which on the file is taken for a configuration of it."""
+MAX_KEYS = 1000
+COMMON_PREFIXES = ("actor_rollout_ref.",)
+"""Beginnings of names that the tables may leave out."""
+
+
+def import_hint(path: Path, tree: dict[str, Any]) -> str:
+    """Return the sentence that names `paceline import`; empty for a spec of ours, mistakes included."""
+    foreign = [name for name in _leaves(tree) if name not in keys()]
+    found = {
+        library: sum(name in table(library) or _without_prefix(name) in table(library) for name in foreign)
+        for library in COMMANDS
+    }
+    library = max(found, key=lambda each: found[each])
+    if found[library] < MIN_KEYS:
+        return ""
+    whose = next(iter(table(library).values())).library
+    return f"{path} has {found[library]} keys of {whose}: `paceline import {COMMANDS[library]} {path}` writes a spec from it"
+
+
+def hint_by_suffix(path: Path) -> str:
+    """Return the sentence for a file that is no YAML by its suffix; empty for others."""
+    library = SUFFIXES.get(path.suffix)
+    return f"; `paceline import {library} {path}` writes a spec from it" if library else ""
+
+
+def _without_prefix(name: str) -> str:
+    for prefix in COMMON_PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _leaves(tree: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+    for name in _walk("", tree):
+        found.append(name)
+        if len(found) == MAX_KEYS:
+            break
+    return found
+
+
+def _walk(above: str, value: Any, levels: int = 8) -> Iterator[str]:
+    if not isinstance(value, dict) or not value or levels == 0:
+        yield above.removesuffix(".")
+        return
+    for name, below in value.items():
+        yield from _walk(f"{above}{name}.", below, levels - 1)

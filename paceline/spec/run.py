@@ -1,11 +1,14 @@
-"""`RunSpec`: one training job, and the rules that no section can check alone."""
+"""`RunSpec`: one training job, and the rules that no section can check alone.
+
+`evaluation`: how `paceline eval` asks a model, and the groups of problems that it reports. Runs do not read it.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline.errors import SpecError
 from paceline.spec.sections.algorithm import AlgorithmSection
@@ -14,15 +17,14 @@ from paceline.spec.sections.bundle import BundleSection
 from paceline.spec.sections.data import DataSection, RewardFunctionSection
 from paceline.spec.sections.distillation import DistillationSection
 from paceline.spec.sections.environment import EnvironmentSection
-from paceline.spec.sections.evaluation import EvaluationSection
 from paceline.spec.sections.grpo import WITH_GROUP_BASELINE, WITHOUT_GROUP, AsyncGrpoSection, GrpoSection
 from paceline.spec.sections.loss import LossSection, preset_of
-from paceline.spec.sections.offline_grpo import OfflineGrpoSection
 from paceline.spec.sections.policy import PolicySection
 from paceline.spec.sections.supervised import (
     DpoSection,
     ExamplesSection,
     KtoSection,
+    OfflineGrpoSection,
     OrpoSection,
     RmSection,
     SftSection,
@@ -30,6 +32,35 @@ from paceline.spec.sections.supervised import (
 from paceline.spec.sections.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
 from paceline.spec.value import ValueSection
 from paceline.spec.warnings import settings_warnings, unread, without_filter
+from paceline.templates import placeholders
+
+CONTINUATION_NAMES = frozenset({"letter", "choice"})
+
+
+class EvaluationSection(Section):
+    """Form of an evaluation outside of runs. `paceline eval` alone reads it."""
+
+    method: Literal["sample", "choose", "prefer"] = "sample"
+    """`sample`: the model writes completions, which the reward functions score. `choose`: the answer is the one of
+    `data.choices` whose continuation has the highest log-probability, and a second one counts that per character; the reward
+    functions read its letter. `prefer`: the reward functions score `data.chosen_key` and `data.rejected_key`, and the metric
+    is how often the chosen one is above; --model is the reward model."""
+    continuation: str = " {choice}"
+    """Text after the prompt of which `choose` takes the log-probability: `{choice}` is the answer's text, `{letter}` its letter."""
+    group_by: tuple[str, ...] = ()
+    """Columns whose values divide the problems: each metric is also reported for each value, with the gap between the best and
+    the worst one, which `paceline gate --max` can bound."""
+
+    @field_validator("continuation")
+    @classmethod
+    def _check_continuation(cls, text: str) -> str:
+        names = placeholders(text)
+        if not names or not names <= CONTINUATION_NAMES:
+            raise ValueError(
+                f"continuation {text!r} has to hold {{choice}} or {{letter}}, and no other name in braces"
+            )
+        return text
+
 
 Algorithm = Literal["grpo", "sft", "dpo", "kto", "orpo", "rm", "distillation", "offline_grpo"]
 

@@ -10,11 +10,19 @@ The last token of a sequence has no keys and values yet: it is the input of the 
 positions, and after a change of weights only those have to be computed again.
 
 Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V vocabulary.
+
+Keys, values and next-token logits of prompts that were computed lately, under the current version of the weights.
+
+So requests with equal tokens, as the completions of one group, share one prefill pass also when they join the batch at
+different times. Everything is forgotten when the weights change, so no entry is from another version.
+
+Axis suffixes: H key-value heads, T tokens of a prompt, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +34,6 @@ from paceline.groups import Completion, IntArray, Version, VersionSpan
 from paceline.rollout.engine import GenerationRequest
 from paceline.rollout.native.kv_cache import SlotCache
 from paceline.rollout.native.model import NativeModel
-from paceline.rollout.native.prompt_cache import PromptCache, PromptState
 from paceline.rollout.native.sampling import mask_stop_tokens, mix_seed, penalise, sample, uniform
 from paceline.rollout.stop_strings import StopScanner
 
@@ -393,3 +400,54 @@ def _chunks(groups: list[list[RunningSequence]]) -> Iterator[list[list[RunningSe
         longest = max(longest, length)
     if part:
         yield part
+
+
+MAX_BYTES = 1 << 28
+"""Bytes of all entries together; the least recently used go first."""
+
+
+@dataclass(frozen=True)
+class PromptState:
+    """What a prefill pass has computed for one prompt."""
+
+    layers_HTD: tuple[tuple[int, Tensor, Tensor], ...]
+    """Index, keys and values of each layer."""
+    logits_V: Tensor
+    """Logits of the token that follows the prompt."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tensors."""
+        tensors = [self.logits_V, *(tensor for _, *pair in self.layers_HTD for tensor in pair)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class PromptCache:
+    """Entries by the bytes of a prompt's token ids, within `max_bytes`; 0 keeps none."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, PromptState] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, prompt: bytes) -> PromptState | None:
+        """Return the entry of a prompt, which counts as used now."""
+        if prompt in self._entries:
+            self._entries.move_to_end(prompt)
+        return self._entries.get(prompt)
+
+    def put(self, prompt: bytes, state: PromptState) -> None:
+        """Keep an entry; one that is larger than all room is not kept."""
+        size = state.num_bytes
+        if size > self.max_bytes or prompt in self._entries:
+            return
+        self._entries[prompt] = state
+        self._num_bytes += size
+        while self._num_bytes > self.max_bytes:
+            _, oldest = self._entries.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def clear(self) -> None:
+        """Forget all entries, because the weights are others."""
+        self._entries.clear()
+        self._num_bytes = 0

@@ -1,4 +1,9 @@
-"""`paceline data`: look at a spec's data before a run: counts, lengths, samples with their masks, and overlap."""
+"""`paceline data`: look at a spec's data before a run: counts, lengths, samples with their masks, and overlap.
+
+`paceline data prepare`: write a spec's training data as `data.preparation` makes them.
+
+Samples of a data set for people: what a model reads and what it trains on, as text or as its tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.errors import InvalidInput
-from paceline.services.cli.prepare import attempts_in, prepare
 from paceline.services.cli.recorded.source import source_options
 from paceline.services.common.options import json_option, print_json
 
@@ -18,6 +22,74 @@ if TYPE_CHECKING:
     from paceline.data.preparation.prepared import Prepared
     from paceline.data.rows import Rows
     from paceline.spec import RunSpec
+import shutil
+from collections.abc import Callable
+from itertools import groupby
+
+import numpy as np
+
+from paceline.data.conversations import encode_conversation
+from paceline.data.example_rows import Demonstration, is_whole
+from paceline.data.exchanges import exchange_of
+from paceline.data.messages import tools_of, tools_of_prompt
+from paceline.data.tokens import changed_text, encode_exchange, encode_prompt, encode_text
+from paceline.services.cli.recorded.source import records_of_run
+from paceline.spec import RunSpec
+
+
+@click.command()
+@click.argument("spec", type=click.Path())
+@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@source_options
+@json_option
+def prepare(
+    spec: str,
+    destination: Path,
+    overrides: tuple[str, ...],
+    directory: Path,
+    coordinator: str | None,
+    as_json: bool,
+) -> None:
+    """Write the rows of data.train of SPEC to DESTINATION, a JSONL file, as data.preparation makes them, and say how many each
+    reason leaves out. A submission does the same by itself; `data.train: DESTINATION` trains on the file.
+
+    The runs of data.preparation.pass_rate_of are read from the ledger of --directory, or from a coordinator."""
+    from paceline.data.preparation.prepared import prepared_data
+    from paceline.files.whole_file import written_whole
+    from paceline.spec.reading import load_spec
+
+    if destination.suffix != ".jsonl":
+        raise click.UsageError(f"{destination.name}: the rows are written as JSONL; name a .jsonl file")
+    loaded = load_spec(spec, overrides)
+    if not loaded.data.preparation.is_used:
+        raise InvalidInput("data.preparation is empty, so nothing changes; set its function or a filter")
+    with prepared_data(loaded, attempts_in(directory, coordinator)) as prepared:
+        made = prepared.sets["data.train"]
+        with written_whole(destination) as partial, partial.open("wb") as file:
+            for path in made.paths:
+                with path.open("rb") as part:
+                    shutil.copyfileobj(part, file)
+    left_out = +made.left_out
+    if as_json:
+        print_json({"path": str(destination), "rows": made.rows, "left_out": dict(left_out)})
+        return
+    click.echo(f"{destination}: {made.rows:,} rows")
+    for reason, number in left_out.most_common():
+        click.echo(f"left out: {number:,} rows ({reason})")
+
+
+def attempts_in(
+    directory: Path, coordinator: str | None
+) -> Callable[[str], Iterator[tuple[Any, list[float]]]]:
+    """Return the function that reads the scored groups of a run, by its id or its folder, where the options say."""
+
+    def attempts_of(run: str) -> Iterator[tuple[Any, list[float]]]:
+        with records_of_run(run, directory, coordinator) as (source, run_id):
+            yield from source.records.attempts(run_id)
+
+    return attempts_of
+
 
 MAX_COMPARED = 100_000
 """Rows that are compared with the evaluation sets, from the start of the training data."""
@@ -178,7 +250,6 @@ def _sources(rows: Rows, spec: RunSpec, *, validation: bool) -> dict[str, Any]:
 
 def _samples(rows: Rows, spec: RunSpec, number: int, tokens: bool) -> list[dict[str, Any]]:
     from paceline.data.tokens import load_tokenizer
-    from paceline.services.cli.samples_shown import as_text, as_tokens, changed
 
     if not tokens:
         return [{"row": index, "parts": as_text(rows[index], spec)} for index in range(number)]
@@ -221,3 +292,67 @@ def _lengths(rows: Rows, spec: RunSpec) -> dict[str, int]:
     lengths = [len(text) for text in _train_prompts(rows, spec)] or [0]
     p10, p50, p90 = np.quantile(lengths, [0.1, 0.5, 0.9])
     return {"p10": int(p10), "p50": int(p50), "p90": int(p90), "max": max(lengths)}
+
+
+Part = tuple[str, bool]
+"""Text, and whether it trains."""
+
+
+def as_text(row: dict[str, Any], spec: RunSpec) -> list[Part]:
+    """Return the texts of a row: messages with their roles before them."""
+    prompt, completion, kind = exchange_of(row, spec)
+    parts = [
+        (shown(prompt or ""), False),
+        (shown(completion or ""), True),
+        (f"  [{kind}]" if kind else "", False),
+    ]
+    return [part for part in parts if part[0]]
+
+
+def as_tokens(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> tuple[list[Part], int, int]:
+    """Return a row as the tokenizer renders it, special tokens included; with its tokens and those that train. Raises
+    InvalidInput where the chat template refuses it."""
+    prompt, completion, _ = exchange_of(row, spec)
+    template = spec.data.apply_chat_template, spec.data.chat_template_kwargs
+    tools = None if completion is None else tools_of(row)
+    if completion is None:
+        ids = encode_prompt(tokenizer, prompt, *template, tools_of_prompt(prompt, row))
+        trained = np.zeros(len(ids), bool)
+    elif prompt is None:
+        ids = encode_text(tokenizer, completion)
+        trained = np.arange(len(ids)) > 0
+    elif spec.algorithm == "sft" and spec.sft.loss_mask == "assistant":
+        messages = [*Demonstration(prompt, completion).prompt, *completion]
+        ids, trained = encode_conversation(tokenizer, messages, template[1], tools)
+    else:
+        before, after = encode_exchange(tokenizer, prompt, completion, *template, tools, ends=is_whole(row))
+        ids, trained = np.concatenate([before, after]), np.arange(len(before) + len(after)) >= len(before)
+    parts: list[Part] = []
+    end, written = 0, ""
+    for trains, group in groupby(trained.tolist()):
+        end += len(list(group))
+        text = str(tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False))
+        parts.append((shown(text[len(written) :]), bool(trains)))
+        written = text
+    return parts, len(ids), int(trained.sum())
+
+
+def changed(row: dict[str, Any], spec: RunSpec, tokenizer: Any) -> str:
+    """Return a sentence about a text of the row that the tokenizer does not keep; empty where it keeps all."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or (found := changed_text(backend, exchange_of(row, spec)[:2])) is None:
+        return ""
+    return f"the tokenizer does not keep {found[0]!r:.80}: {found[1]!r:.80} remains"
+
+
+def shown(value: Any) -> str:
+    """Return text or messages as one text; control characters are written out."""
+    text = (
+        value
+        if isinstance(value, str)
+        else "".join(f"<{message['role']}> {message.get('content') or ''}\n" for message in value)
+    )
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
+        for char in text
+    )

@@ -6,7 +6,7 @@ end a turn otherwise: the engines refuse the request itself (InvalidInput), or t
 
 Order of waiting: a turn waits for a listed worker with new enough weights, then for its answer. An answer has no deadline,
 because a long one is no fault: gRPC's keepalive ends a connection that is silent, and a worker ends itself when its engine
-hangs (`services/rollout/hang_probe.py`).
+hangs (`services/rollout/run.py`).
 """
 
 from __future__ import annotations

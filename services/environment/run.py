@@ -6,34 +6,51 @@ kept until that reply.
 
 Promise: whatever happens to a group ends in a submission, in a returned lease with the reason, or with the news that another
 worker holds the lease. A fault of one group ends neither the others nor the worker.
+
+The journal of a leased group's turns, over the exchange: each call returns when the record is committed.
+
+A request is sent again until it is answered (`services/common/membership.py`), also through a restart of the coordinator, and
+a record that is there already is answered `duplicate`. So a call ends with the record in the ledger, or the lease is lost.
+
+A lease as the exchange sends it, read into what its episodes begin with.
+
+Pace of an environment worker for its heartbeats: turns and tokens per second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from paceline.backoff import ExponentialBackoff
 from paceline.environment.counts import EpisodeCounts
-from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, LeaseLost, TokenSource
+from paceline.environment.protocols import (
+    EpisodeLease,
+    GroupRows,
+    Journal,
+    LeaseLost,
+    SampleJournal,
+    TokenSource,
+    TurnParams,
+)
+from paceline.episodes import TurnArrays
 from paceline.error_texts import error_text
-from paceline.errors import InvalidInput, PacelineError, PromptTooLong
-from paceline.groups import Group
+from paceline.errors import InvalidInput, PacelineError, PromptTooLong, WireError
+from paceline.groups import Group, Version
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.membership import Membership
 from paceline.services.common.reporting.occupancy import Occupancy
 from paceline.services.common.reporting.progress_log import ProgressLog
+from paceline.services.environment.engine_list import Wanted
 from paceline.services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost
-from paceline.services.environment.journal import MAX_ERROR_CHARS, LeasedJournal, LeaseRefused
-from paceline.services.environment.leases import read_lease, wanted_by
-from paceline.services.environment.pace import TurnPace
 from paceline.spec import RunSpec
 from paceline.tracing import span
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import encode_result
+from paceline.wire import encode_result, parse_message
 
 LEASE_WAIT_S = 10.0
 RETURN_S = 2.0
@@ -269,3 +286,124 @@ class EnvironmentRun:
         if error:
             log.error("group %d goes back: %s", lease.group_id, error)
         await self._membership.request(pb.ExchangeRequest(run_id=self.run_id, lease_return=returned))
+
+
+RECORDED = (pb.REPLY_STATUS_COMMITTED, pb.REPLY_STATUS_DUPLICATE)
+MAX_ERROR_CHARS = 2000
+
+
+class LeaseRefused(LeaseLost):
+    """The exchange refuses a record of this lease for good: it is returned with the reason."""
+
+
+class LeasedJournal:
+    """`Journal` of one leased group."""
+
+    def __init__(self, membership: Membership, run_id: str, group_id: int, attempt: int):
+        self._membership, self._run_id = membership, run_id
+        self._group_id, self._attempt = group_id, attempt
+        self.num_turns = self.num_tokens = 0
+        """Turns and sampled tokens that this lease has recorded."""
+
+    async def turn(
+        self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool
+    ) -> None:
+        """Record a finished turn. Raises LeaseLost."""
+        turn = pb.EpisodeTurn(
+            group_id=self._group_id, attempt=self._attempt, sample=sample, life=life, index=index, last=last
+        )
+        frames = [arrays.encode(), note.SerializeToString()]
+        await self._record(pb.ExchangeRequest(run_id=self._run_id, turn=turn), frames)
+        self.num_turns += 1
+        self.num_tokens += len(arrays.token_ids)
+
+    async def end(self, sample: int, life: int, reason: str, error: str, give_up: bool) -> None:
+        """Record that a life of a sample has ended. Raises LeaseLost."""
+        end = pb.EpisodeEnd(
+            group_id=self._group_id,
+            attempt=self._attempt,
+            sample=sample,
+            life=life,
+            reason=reason,
+            error=error[:MAX_ERROR_CHARS],
+            give_up=give_up,
+        )
+        await self._record(pb.ExchangeRequest(run_id=self._run_id, episode_end=end), [])
+
+    async def _record(self, request: pb.ExchangeRequest, frames: list[bytes]) -> None:
+        reply, _ = await self._membership.request(request, frames)
+        if reply.status in RECORDED:
+            return
+        group = f"group {self._group_id}, attempt {self._attempt}"
+        if reply.status == pb.REPLY_STATUS_STALE:
+            raise LeaseLost(f"{group}: {reply.message or 'another worker holds the lease'}")
+        raise LeaseRefused(f"{group}: the exchange refuses the record: {reply.message}")
+
+
+def read_lease(lease: pb.Lease, payloads: Sequence[bytes]) -> EpisodeLease:
+    """Return the group of a lease with its journal. Raises WireError."""
+    try:
+        prompt, columns = json.loads(lease.prompt_json), json.loads(lease.columns_json or "{}")
+    except ValueError as error:
+        raise WireError(f"prompt or columns of group {lease.group_id} are no JSON: {error}") from None
+    if not isinstance(columns, dict):
+        raise WireError(
+            f"columns of group {lease.group_id} are {type(columns).__name__}, have to be an object"
+        )
+    return EpisodeLease(
+        group_id=lease.group_id,
+        attempt=lease.attempt,
+        prompt=prompt,
+        columns=columns,
+        num_samples=lease.num_generations,
+        seed=lease.seed,
+        params=TurnParams.of(lease.params),
+        journal={record.sample: _read_journal(record, payloads) for record in lease.journal},
+    )
+
+
+def wanted_by(lease: pb.Lease, max_age: int) -> Wanted:
+    """Return the weights that a lease asks for: η steps old at most when the group was leased."""
+    if lease.HasField("pinned_version"):
+        pinned = Version(lease.pinned_version.session, lease.pinned_version.step)
+        return Wanted(pinned=pinned, pinned_member=lease.pinned_member)
+    return Wanted(oldest_step=max(0, lease.step - max_age))
+
+
+def _read_journal(record: pb.EpisodeJournal, payloads: Sequence[bytes]) -> SampleJournal:
+    if len(record.arrays_frames) != len(record.note_frames):
+        raise WireError(
+            f"sample {record.sample} has {len(record.arrays_frames)} turns and {len(record.note_frames)} notes"
+        )
+    turns = []
+    for arrays, note in zip(record.arrays_frames, record.note_frames, strict=True):
+        if not (0 < arrays <= len(payloads) and 0 < note <= len(payloads)):
+            raise WireError(
+                f"sample {record.sample} has frames {arrays} and {note} of a message with {len(payloads)}"
+            )
+        turns.append(
+            (TurnArrays.decode(payloads[arrays - 1]), parse_message(pb.TurnNote, payloads[note - 1]))
+        )
+    return SampleJournal(record.life, record.failures, record.finished, record.given_up, tuple(turns))
+
+
+class TurnPace:
+    """Turns that were sampled since the last heartbeat."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._turns = self._tokens = 0
+        self._since_s = clock()
+
+    def note(self, num_tokens: int) -> None:
+        """Count a sampled turn."""
+        self._turns += 1
+        self._tokens += num_tokens
+
+    def gauges(self) -> dict[str, float]:
+        """Return the gauges since the last call."""
+        now_s = self._clock()
+        elapsed_s = max(now_s - self._since_s, 1e-6)
+        turns, tokens = self._turns, self._tokens
+        self._turns, self._tokens, self._since_s = 0, 0, now_s
+        return {"turns_per_s": turns / elapsed_s, "tokens_per_s": tokens / elapsed_s}

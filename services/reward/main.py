@@ -1,20 +1,29 @@
-"""`paceline serve reward` (also `paceline-reward`): parse, wire, run."""
+"""`paceline serve reward` (also `paceline-reward`): parse, wire, run.
+
+`RewardService`: scores for any client of a reward worker, with or without a run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import threading
 import uuid
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+import grpc
 
+from paceline.errors import Busy, Conflict, InvalidInput, Unavailable
 from paceline.host.process import keep_private
+from paceline.reward.builtin import BUILTIN_FUNCTIONS
+from paceline.reward.runner import RewardRunner
 from paceline.services.common.advertise import advertised_host
-from paceline.services.common.grpc_server import GrpcServer, run_service
+from paceline.services.common.grpc_server import GrpcServer, run_service, with_status
 from paceline.services.common.member_metrics import member_metrics
 from paceline.services.common.options import (
     functions_from_option,
@@ -30,11 +39,15 @@ from paceline.services.common.reminder import remind
 from paceline.services.common.secret_hiding import choose_isolation
 from paceline.services.common.token_guard import worker_guard
 from paceline.services.common.user_code_options import user_code_options
-from paceline.services.reward.servicer import RewardServicer
 from paceline.services.reward.worker import RewardWorker
+from paceline.spec import RewardFunctionSection
 from paceline.tracing import set_up_tracing
 from paceline.user_code.temporary_folder import remove_left_over
-from paceline.v1 import reward_pb2_grpc
+from paceline.v1 import reward_pb2, reward_pb2_grpc
+
+if TYPE_CHECKING:
+    from paceline.services.reward.worker import RewardWorker
+
 
 log = logging.getLogger(__name__)
 
@@ -105,3 +118,100 @@ def main(
 
 if __name__ == "__main__":
     main()
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+MAX_CALLS = 4
+MAX_FUNCTIONS = 64
+MAX_COMPLETIONS = 4096
+MAX_BYTES = 16 << 20
+
+
+class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+    """Answers of one worker. Each call has its own processes, so tasks of the run do not wait for it."""
+
+    def __init__(self, worker: RewardWorker):
+        self._worker = worker
+        self._calls = 0
+        """Calls under way; each has a process."""
+
+    @with_status
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Context) -> reward_pb2.ScoreResponse:
+        _check_bounds(request)
+        functions = self._functions(list(request.functions))
+        count = len(request.completions)
+        if request.prompts and len(request.prompts) != count:
+            raise InvalidInput(f"prompts has {len(request.prompts)} values for {count} completions")
+        prompts = list(request.prompts) or [""] * count
+        try:
+            columns = json.loads(request.columns_json or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(f"columns_json is not valid JSON: {error}") from None
+        if not isinstance(columns, dict):
+            raise InvalidInput(f"columns_json is {type(columns).__name__}, it has to be an object of lists")
+        if self._calls >= MAX_CALLS:
+            raise Busy(
+                f"{self._calls} calls are being scored here, at most {MAX_CALLS} are; try again later, or ask another worker"
+            )
+        self._calls += 1
+        try:
+            async with RewardRunner(functions) as runner:
+                result = await runner.score(
+                    prompts, list(request.completions), [[] for _ in range(count)], columns
+                )
+        finally:
+            self._calls -= 1
+        if result.failure is not None:
+            passing = result.failure.kind in ("unavailable", "killed")
+            raise (Unavailable if passing else InvalidInput)(result.failure.message)
+        assert result.rewards_CF is not None
+        response = reward_pb2.ScoreResponse()
+        for function, values in zip(functions, result.rewards_CF.T.tolist(), strict=True):
+            scores = response.scores.add(function=function.label)
+            for value in values:
+                scores.scores.add(**({} if value != value else {"value": value}))
+        return response
+
+    @with_status
+    async def ListFunctions(
+        self, request: reward_pb2.ListFunctionsRequest, context: Context
+    ) -> reward_pb2.ListFunctionsResponse:
+        response = reward_pb2.ListFunctionsResponse()
+        used = self._worker.functions
+        for name, factory in BUILTIN_FUNCTIONS.items():
+            response.functions.add(name=name, summary=(factory.__doc__ or "").strip().partition("\n")[0])
+        for function in used:
+            response.functions.add(name=function.label, summary=function.function, weight=function.weight)
+        return response
+
+    def _functions(self, names: list[str]) -> list[RewardFunctionSection]:
+        """Return the requested functions: the current run's by name, else built-ins; a client cannot name a file."""
+        used = {function.label: function for function in self._worker.functions}
+        if not names and not used:
+            raise Conflict("no run is set up here; name the functions to score with")
+        if self._worker.only and (others := sorted({*names} - {*used} - self._worker.only)):
+            raise Conflict(
+                f"this worker scores only with {', '.join(sorted(self._worker.only))} (--only), not with {', '.join(others)}; "
+                "ask another one"
+            )
+        for name in names:
+            if name not in used and name not in BUILTIN_FUNCTIONS:
+                raise InvalidInput(
+                    f"no reward function {name!r}; there are {sorted({*used, *BUILTIN_FUNCTIONS})}"
+                )
+        return [used.get(name, RewardFunctionSection(function=name)) for name in names or used]
+
+
+def _check_bounds(request: reward_pb2.ScoreRequest) -> None:
+    """Raises InvalidInput for a request that is larger than a group could be."""
+    bounds = (
+        ("functions", len(request.functions), MAX_FUNCTIONS),
+        ("completions", len(request.completions), MAX_COMPLETIONS),
+        ("prompts", len(request.prompts), MAX_COMPLETIONS),
+        ("bytes", request.ByteSize(), MAX_BYTES),
+    )
+    for name, number, most in bounds:
+        if number > most:
+            raise InvalidInput(f"the request has {number} {name}, at most {most} are scored in one call")

@@ -1,6 +1,6 @@
 """The reward service: it takes score tasks and returns rewards.
 
-`RewardWorker` is a member of the pool; `paceline.services.reward.servicer` answers other clients. User functions run in separate
+`RewardWorker` is a member of the pool; `paceline.services.reward.main` answers other clients. User functions run in separate
 processes (reward/), so they cannot stop the service; a run's reference, if the pool serves it, runs on a thread of the
 service. Started by `paceline serve reward` (also `paceline-reward`).
 """

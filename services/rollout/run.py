@@ -6,16 +6,25 @@ for the exchange's reply. A finished group is kept until the reply. New weights 
 
 In a run with an environment this worker has no leases: it samples the turns that environment workers ask for
 (`services/rollout/servicer.py`).
+
+Detection of an engine that hangs while its worker lives: heartbeats go on, and otherwise its leases would never end.
+
+A lease has no deadline, because a long completion is no fault. The probe tests whether the engine still runs: a request
+of one token is submitted and aborted at once, which any engine answers between two decode steps, however long its queue
+is and whatever it generates.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from paceline.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
@@ -23,13 +32,12 @@ from paceline.error_texts import error_text
 from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable
 from paceline.groups import Completion, Group, IntArray
 from paceline.models.folder_size import named_size
-from paceline.rollout.engine import Engine, GenerationRequest
+from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.engines import create_engine
 from paceline.services.common.membership import Membership
 from paceline.services.common.reporting.occupancy import Occupancy
 from paceline.services.common.reporting.progress_log import ProgressLog
 from paceline.services.rollout.group_sampler import GroupSampler
-from paceline.services.rollout.hang_probe import answers, until_hung
 from paceline.services.rollout.pace import Pace
 from paceline.services.rollout.template_file import TemplateFile
 from paceline.services.rollout.weights import RolloutWeights
@@ -455,3 +463,31 @@ async def _created(spec: RunSpec, device: str) -> Engine:
 def return_seconds(max_tokens: int, grace_s: float) -> float:
     """Return the seconds of a drain's grace that the return of up to so many tokens needs: half of the grace at most."""
     return min(RETURN_S + max_tokens * TOKEN_BYTES / RETURN_BYTES_PER_S, grace_s / 2)
+
+
+PROBES_PER_LIMIT = 4
+PROMPT_IDS = np.zeros(1, np.int32)
+
+
+async def until_hung(engine: Engine, stall_s: float) -> None:
+    """Return when the engine has sequences to decode and has not answered a probe for `stall_s` seconds; else never."""
+    for number in itertools.count():
+        await asyncio.sleep(stall_s / PROBES_PER_LIMIT)
+        if engine.num_running and not await answers(engine, f"probe/{number}", stall_s):
+            return
+
+
+async def answers(engine: Engine, request_id: str, within_s: float) -> bool:
+    """Return whether the engine answers the probe `request_id` within so many seconds."""
+    request = GenerationRequest(request_id, PROMPT_IDS, SamplingParams(max_new_tokens=1), seed=0)
+    probe = asyncio.create_task(engine.generate(request))
+    try:
+        await asyncio.sleep(0)  # it is submitted from here on
+        engine.abort(request_id)
+        done, _ = await asyncio.wait((probe,), timeout=within_s)
+        return bool(done)
+    finally:
+        probe.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PacelineError):  # a refusal is an answer too
+            if probe.done():
+                probe.result()

@@ -21,8 +21,7 @@ from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.reporting import state_otel
 from paceline.services.coordinator.reporting.state_otel import StateMeters
-from paceline.services.coordinator.reporting.step_otel import StepMeters
-from paceline.services.coordinator.reporting.weight_otel import WeightMeters
+from paceline.services.coordinator.reporting.weight_otel import StepMeters, WeightMeters
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "deploy" / "helm" / "paceline" / "files"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.environment.agent_history import Asked
-from paceline.environment.agent_record import TakenTurn, digest_of, left_out_of
+from paceline.environment.agent_session import TakenTurn, digest_of, left_out_of
 from paceline.environment.notes import digest
 from paceline.environment.protocols import AgentRequest, SampledTurn
 from paceline.environment.rendering.protocol import Conversation

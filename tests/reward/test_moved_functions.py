@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.apps.importers.writing import import_config, spec_text
+from paceline.apps.importers.import_spec import import_config, spec_text
 from paceline.reward.calling import call_function
 from paceline.reward.loading import load_function
 from paceline.spec import RunSpec

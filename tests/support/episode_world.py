@@ -14,7 +14,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from paceline.environment.episodes import GroupEpisodes
-from paceline.environment.hosting.calls import accepted
 from paceline.environment.hosting.classes import ClassFacts, facts_of
 from paceline.environment.hosting.faults import EnvironmentFailed
 from paceline.environment.hosting.values import (
@@ -24,6 +23,7 @@ from paceline.environment.hosting.values import (
     text_of_reset,
     text_of_tool,
 )
+from paceline.environment.hosting.worker import accepted
 from paceline.environment.protocols import (
     EpisodeLease,
     GroupRows,

@@ -14,8 +14,7 @@ import struct
 import sys
 
 from paceline.reward.sandbox import launcher
-from paceline.reward.sandbox.seccomp_filter import ARCHITECTURES
-from paceline.reward.sandbox.syscalls import CONDITIONAL, REFUSED
+from paceline.reward.sandbox.seccomp_filter import ARCHITECTURES, CONDITIONAL, REFUSED
 
 DENIED = [
     "acct",

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from paceline.apps.sweeps.study import SweepStudy
+from paceline.apps.sweeps.sweep import Trials
 from paceline.apps.sweeps.sweep_file import Sweep
-from paceline.apps.sweeps.trials import Trials
 from paceline.client import Event
 from paceline.errors import Conflict
 from paceline.spec import RunSpec

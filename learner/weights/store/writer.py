@@ -9,7 +9,18 @@ Chunks are compared, coded and hashed in several threads.
 
 The thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A
 store that fails is tried again, with the reason in the log, until it works; training goes on. A waiting version is replaced
-by the next one (`learner/weights/store/jobs.py`).
+by the next one (`learner/weights/store/writer.py`).
+
+The chunks of a version that differ from the version before, coded and hashed.
+
+Promise: every element that differs is in a coded chunk, and the checksums are of the new elements. Elements that the
+comparison on a device found are brought into the kept copy here, so the checksums prove that copy, not the device's.
+
+Versions that wait to be stored, the same ones in the same order on all ranks.
+
+Promise: of the jobs that no rank has begun only the newest is kept, so a slow store is overtaken and memory stays bounded:
+the kept copy, the version being written, and one that waits. One small collective in `put` decides
+whether any rank has begun a job; during it no job begins here.
 """
 
 from __future__ import annotations
@@ -18,9 +29,13 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from paceline.backoff import ExponentialBackoff
 from paceline.errors import PacelineError
@@ -28,14 +43,14 @@ from paceline.groups import Version
 from paceline.learner.weights.rank_board import RankBoard
 from paceline.learner.weights.shards import LocalSlice
 from paceline.learner.weights.store.chain import Chain, Stored
-from paceline.learner.weights.store.delta_chunks import CodedChunk, coded_chunks
-from paceline.learner.weights.store.jobs import Job, StoreJobs
 from paceline.learner.weights.store.version_source import (
+    FoundChanges,
     KeptVersion,
     VersionSource,
     WholeSlices,
     chunk_bits,
 )
+from paceline.weights import delta_codec
 from paceline.weights.manifest import Algorithm, TensorPlan, checksum
 from paceline.weights.object_store import Buffer, WeightStore
 from paceline.weights.part_file import ChunkNote, PartHeader, part_chunks
@@ -314,3 +329,122 @@ class StoreWriter:
 
 class _Closed(Exception):
     """The writer was closed during a job."""
+
+
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+
+
+class CodedChunk(NamedTuple):
+    """A chunk that changed."""
+
+    note: ChunkNote
+    payload: bytes
+
+
+def coded_chunks(
+    kept: KeptVersion, version: Version, source: VersionSource, algorithm: Algorithm, over: Map
+) -> tuple[list[CodedChunk], KeptVersion]:
+    """Return the changed chunks and the new version to keep; `over` maps a function over chunks, in threads."""
+
+    def noted(chunk: int, payload: bytes, bits_N: Any) -> CodedChunk:
+        note = ChunkNote(chunk, checksum(bits_N.view(np.uint8), algorithm), checksum(payload, algorithm))
+        return CodedChunk(note, payload)
+
+    def compared(chunk: int) -> CodedChunk | None:
+        new_N = chunk_bits(slices, kept.layout, chunk)
+        payload = delta_codec.encode(kept.chunk(chunk), new_N)
+        return None if payload is None else noted(chunk, payload, new_N)
+
+    def found(chunk: int) -> CodedChunk:
+        kept.change(chunk, changes[chunk])
+        return noted(chunk, delta_codec.pack(changes[chunk].changes), kept.chunk(chunk))
+
+    if isinstance(source, FoundChanges):
+        changes, slices = source.chunks, kept.slices
+        coded = list(over(found, changes))
+    else:
+        slices = source.slices
+        coded = [chunk for chunk in over(compared, range(len(kept.layout.chunks))) if chunk is not None]
+    checksums = list(kept.checksums)
+    for chunk in coded:
+        checksums[chunk.note.chunk] = chunk.note.checksum
+    return coded, kept.with_version(version, slices, checksums)
+
+
+@dataclass
+class Job:
+    """A version to store; with `wants_snapshot` also as a snapshot."""
+
+    number: int
+    version: Version
+    source: VersionSource | None
+    """This rank's elements; None: only a snapshot of the newest version."""
+    wants_snapshot: bool
+    staged_s: float
+    begun: bool = False
+    held: bool = False
+    """True while `put` decides about it, so that it may not begin."""
+
+
+class StoreJobs:
+    """Jobs of one rank; `any_rank` returns whether a fact is true on any rank."""
+
+    def __init__(self, any_rank: Callable[[bool], bool]) -> None:
+        self.closed = threading.Event()
+        self._any_rank = any_rank
+        self._jobs: deque[Job] = deque()
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def put(
+        self,
+        version: Version,
+        take: Callable[[VersionSource | None], VersionSource] | None,
+        *,
+        wants_snapshot: bool,
+    ) -> None:
+        """Add a job, or replace the last one that has not begun. A collective call.
+
+        `take` returns the version's elements; it is given those of the version that is replaced, if any.
+        """
+        with self._changed:
+            last = self._jobs[-1] if self._jobs and not self._jobs[-1].begun else None
+            if last is not None:
+                last.held = True
+        overtakes = not self._any_rank(last is None)
+        replaced = last.source if overtakes and last is not None else None
+        source = None if take is None else take(replaced)
+        with self._changed:
+            if overtakes and last is not None:
+                if source is not None:
+                    last.version, last.source = version, source
+                last.wants_snapshot |= wants_snapshot
+            else:
+                self._count += 1
+                job = Job(self._count, version, source, wants_snapshot, time.monotonic())
+                self._jobs.append(job)
+            if last is not None:
+                last.held = False
+            self._changed.notify_all()
+
+    def begin(self) -> Job | None:
+        """Wait for the next job, without a deadline because the learner decides when it comes; None once closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.closed.is_set() or (len(self._jobs) > 0 and not self._jobs[0].held)
+            )
+            if self.closed.is_set():
+                return None
+            self._jobs[0].begun = True
+            return self._jobs[0]
+
+    def end(self) -> None:
+        """End the job that was begun: it is stored."""
+        with self._changed:
+            self._jobs.popleft()
+
+    def close(self) -> None:
+        """Let no further job begin."""
+        self.closed.set()
+        with self._changed:
+            self._changed.notify_all()

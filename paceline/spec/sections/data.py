@@ -1,4 +1,14 @@
-"""`data` and `rewards`: the source of prompts and the functions that score completions."""
+"""`data` and `rewards`: the source of prompts and the functions that score completions.
+
+`data.preparation`: changes to the rows of data sets before a run, made where the spec is submitted.
+
+Names and columns of public data sets, by a short name (`data.preset`).
+
+Promise: a preset only fills in what the spec leaves out, so the resolved spec shows every value; `data.train` reads a local copy
+with the same columns.
+
+Columns are those of the cards on the hub: https://huggingface.co/datasets/ followed by the name in `train`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +23,100 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from paceline.spec.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from paceline.spec.sections.choices import ChoicesSection
-from paceline.spec.sections.data_presets import DataPresetName, with_preset
-from paceline.spec.sections.preparation import PreparationSection
+
+DataPresetName = Literal["openmathinstruct2", "helpsteer3", "deepscaler", "tldr", "ultrafeedback"]
+
+DATA_PRESETS: dict[DataPresetName, dict[str, Any]] = {
+    # problem, generated_solution, expected_answer, problem_source. With math_accuracy: kwargs {answer_column: expected_answer}.
+    "openmathinstruct2": {
+        "train": "nvidia/OpenMathInstruct-2",
+        "prompt_key": "problem",
+        "completion_key": "generated_solution",
+    },
+    # domain, language, context (messages), response1, response2, overall_preference (-3: response1 is much better, 0: equal,
+    # 3: response2 is much better), individual_preference. Its configuration `preference` is the default one.
+    "helpsteer3": {
+        "train": "nvidia/HelpSteer3",
+        "validation_split": "validation",
+        "prompt_key": "context",
+        "chosen_key": "response1",
+        "rejected_key": "response2",
+        "preference_key": "overall_preference",
+    },
+    # problem, answer, solution.
+    "deepscaler": {
+        "train": "agentica-org/DeepScaleR-Preview-Dataset",
+        "prompt_key": "problem",
+        "completion_key": "solution",
+    },
+    # prompt, completion.
+    "tldr": {"train": "trl-lib/tldr"},
+    # chosen and rejected (whole conversations), score_chosen, score_rejected.
+    "ultrafeedback": {"train": "trl-lib/ultrafeedback_binarized"},
+}
+
+
+def with_preset(values: Any) -> Any:
+    """Return the values of a `data` section with those of its preset for keys that it leaves out. An unknown preset stays, and
+    is refused as any other wrong value."""
+    if not isinstance(values, dict):
+        return values
+    presets: dict[Any, dict[str, Any]] = {**DATA_PRESETS}
+    name = values.get("preset")
+    return {**presets.get(name, {}), **values} if isinstance(name, str) else values
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class PreparationSection(Section):
+    """Changes to the rows before a run: a function of yours, then filters. The machine that submits makes them, and the run
+    gets the prepared rows with its other files; no service runs the function."""
+
+    function: str | None = None
+    """Function of a row (`path/to/file.py:name`) that returns a row, a list of rows, or None to leave the row out. It gets the rows
+    of `data.train` and of `data.validation`; the filters leave out rows of `data.train` alone."""
+    timeout_s: PositiveFloat = 60.0
+    """Time limit of the function for 256 rows."""
+    max_prompt_characters: PositiveInt | None = None
+    """Leave out rows with a longer prompt."""
+    max_prompt_tokens: PositiveInt | None = None
+    """The same in tokens, by the policy's tokenizer and chat template, which have to be on the machine that submits."""
+    max_overlap: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Leave out rows whose prompt shares at least this share of its n-grams of 13 words with an evaluation set:
+    `data.validation`, and files beside the training data whose stem is test, eval, validation, valid or dev."""
+    pass_rate: tuple[Share, Share] | None = None
+    """Leave out rows whose prompt has a pass rate outside these bounds in the runs of `pass_rate_of`: the share of its completions
+    with a reward of at least `passed_at`. Prompts that no run tried stay."""
+    pass_rate_of: tuple[str, ...] = ()
+    """Ids of earlier runs of the coordinator that gets the run."""
+    passed_at: float = 1.0
+    """Least total reward of a completion that passes."""
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether the data are changed at all."""
+        return self.function is not None or self.filters
+
+    @property
+    def filters(self) -> bool:
+        """Return whether rows are left out by a filter."""
+        limits = (self.max_prompt_characters, self.max_prompt_tokens, self.max_overlap, self.pass_rate)
+        return any(limit is not None for limit in limits)
+
+    @model_validator(mode="after")
+    def _check(self) -> PreparationSection:
+        if self.function is not None and ".py:" not in self.function:
+            raise ValueError(f"function {self.function!r} is no function; write it as path/to/file.py:name")
+        if (self.pass_rate is None) != (not self.pass_rate_of):
+            given = "pass_rate" if self.pass_rate is not None else "pass_rate_of"
+            raise ValueError(f"{given} is set alone; pass_rate and pass_rate_of go together, set both")
+        if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:
+            raise ValueError(
+                f"pass_rate {list(self.pass_rate)} has its larger bound first, so no prompt would stay; swap them"
+            )
+        return self
+
 
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {

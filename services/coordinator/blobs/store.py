@@ -2,7 +2,7 @@
 
 A file is there only after it has its digest and is synced under its name. With a storage key files are encrypted, those under way too,
 which then begin anew when a transfer breaks. Methods that read or write much are for threads;
-one task at a time adds to a file, which `services/coordinator/blobs/upload.py` sees to.
+one task at a time adds to a file, which `services/coordinator/bundle_servicer.py` sees to.
 """
 
 from __future__ import annotations

@@ -34,11 +34,10 @@ from paceline.services.coordinator.exchange.transport.server import ExchangeServ
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger import pruning
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.lifecycle import recovery
+from paceline.services.coordinator.lifecycle import run_start as recovery
 from paceline.services.coordinator.lifecycle.commands import Commands
 from paceline.services.coordinator.lifecycle.context import RunContext
-from paceline.services.coordinator.lifecycle.hours import Hours, explain
-from paceline.services.coordinator.lifecycle.preemption import Preemption
+from paceline.services.coordinator.lifecycle.preemption import Hours, Preemption, explain
 from paceline.services.coordinator.lifecycle.resumption import Resumption
 from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
 from paceline.services.coordinator.lifecycle.run_queue import RunQueue

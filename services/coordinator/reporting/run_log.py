@@ -3,6 +3,13 @@
 `write_down` is called inside the transaction of the cause, so an event exists exactly when its cause does. Metrics of a
 step come from several places and meet here: the batch, the learner's rank 0, the workers' heartbeats and the last
 publish.
+
+Energy of the GPUs by step, from the counters in the members' gauges. Pure.
+
+A counter is that of a GPU, whoever reports it, so a GPU of several members counts once. A GPU that is new, or whose driver was loaded
+anew, counts from its second reading on.
+
+Text of an evaluation for TensorBoard: the first prompts with their completions and rewards, as Markdown.
 """
 
 from __future__ import annotations
@@ -12,28 +19,33 @@ import json
 import logging
 import math
 import os
+import sqlite3
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from paceline.errors import PacelineError
+from paceline.host.gpu_gauges import ENERGY, XID
 from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.function_sums import FunctionSums
 from paceline.services.common.logged_metrics import LoggedMetrics
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
+from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
-from paceline.services.coordinator.reporting.energy import Energy, is_added_up
 from paceline.services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
 from paceline.services.coordinator.reporting.rules import Rules, rules_of
-from paceline.services.coordinator.reporting.step_otel import StepMeters
 from paceline.services.coordinator.reporting.step_warnings import no_signal, out_of_scale
-from paceline.services.coordinator.reporting.text_samples import evaluation_text
 from paceline.services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
-from paceline.services.coordinator.reporting.weight_otel import WeightMeters
-from paceline.services.coordinator.text_limits import bounded_metrics, one_line, seconds
+from paceline.services.coordinator.reporting.weight_otel import StepMeters, WeightMeters
+from paceline.services.coordinator.text_limits import bounded_metrics, cut, one_line, seconds
 from paceline.v1 import worker_pb2
+from paceline.wire import decode_result, decode_rewards
 
 TIME = "milliseconds"
 """Counter of the time that a run was active."""
@@ -337,3 +349,72 @@ def _summarized_state(directory: Path) -> str | None:
 
 def _numbers(content: dict[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in content.items() if isinstance(v, int | float) and math.isfinite(v)}
+
+
+MAX_GPUS = 10_000
+
+
+class Energy:
+    """The counters at the step before."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def metrics(self, members: Iterable[Mapping[str, float]], trained_tokens: float) -> dict[str, float]:
+        """Return the energy since the last call in joules, and that for each trained token; nothing without GPUs."""
+        now: dict[str, float] = {}
+        for gauges in members:
+            for name, value in gauges.items():
+                if name.startswith(ENERGY) and (name in now or len(now) < MAX_GPUS):
+                    now[name] = max(value, now.get(name, value))
+        known = [value - self._before[name] for name, value in now.items() if name in self._before]
+        self._before |= now
+        if not known:
+            return {}
+        joules = sum(value for value in known if value > 0)
+        found = {"gpu_energy_j": joules}
+        return found | ({"joules_per_trained_token": joules / trained_tokens} if trained_tokens > 0 else {})
+
+
+def is_added_up(gauge: str) -> bool:
+    """Return whether a gauge of members means something as a sum over them."""
+    return gauge != XID and not gauge.startswith(ENERGY)
+
+
+PROMPTS = 3
+"""Prompts that are shown."""
+
+MAX_BYTES = 2000
+"""Bytes of a prompt or a completion that are shown."""
+
+
+def evaluation_text(ledger: Ledger, run_id: str, kind: str, functions: Sequence[str]) -> str:
+    """Return the first scored groups of an evaluation's class as text; empty if none is kept or can be read."""
+    rows = [row for row in ledger.group_queries.of_class(run_id, kind) if row["state"] == State.SCORED]
+    try:
+        texts = [_group_text(ledger, run_id, row, functions) for row in rows[:PROMPTS]]
+    except PacelineError:  # a damaged record is the concern of those that need it
+        return ""
+    return "\n\n---\n\n".join(texts)
+
+
+def _group_text(ledger: Ledger, run_id: str, row: sqlite3.Row, functions: Sequence[str]) -> str:
+    payload = ledger.payload(run_id, row["group_id"])
+    if payload is None:
+        return ""
+    texts, arrays = payload.read()
+    _, completions = decode_result(arrays, texts)
+    rewards_CF = decode_rewards(np.frombuffer(row["rewards"], "<f4").tolist(), len(completions))
+    prompt = json.loads(ledger.group_queries.prompt(run_id, row["group_id"]) or '""')
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"[{message['role']}] {message['content']}" for message in prompt)
+    parts = [_quoted(prompt)]
+    for completion, rewards_F in zip(completions, rewards_CF.tolist(), strict=True):
+        values = ", ".join(f"{name} {value:.3g}" for name, value in zip(functions, rewards_F, strict=True))
+        parts.append(f"**{values}** ({len(completion.token_ids)} tokens)\n\n{_quoted(completion.text)}")
+    return "\n\n".join(parts)
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a Markdown block that shows every character."""
+    return "\n".join(f"    {line}" for line in cut(text, MAX_BYTES).splitlines() or [""])

@@ -8,6 +8,10 @@ are refused; and none ends the service.
 
 Order of waiting: a request waits for its session's turn, which waits for a rollout worker and for the journal. The end of a
 session cancels its requests.
+
+A recorded turn as a choice of the API, for the shapes that the public endpoint has too (`paceline/chat`).
+
+A turn is recorded before it is answered, so a stream has the whole answer in few events.
 """
 
 from __future__ import annotations
@@ -17,15 +21,18 @@ import contextlib
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 from aiohttp import web
 
+from paceline.chat.answer_reader import AnswerPart, TextPart
 from paceline.chat.answers import Answer
-from paceline.chat.frames import Frame
+from paceline.chat.call_formats import ToolCall
+from paceline.chat.choices import Choice, Delta
+from paceline.chat.frames import Event, Frame
 from paceline.chat.messages import Json, Unsupported
 from paceline.chat.rendering import ChatTemplate
 from paceline.chat.requests import Ask, ChatAsk, read_ask
@@ -37,7 +44,6 @@ from paceline.errors import Conflict, NotFound
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.json_http import JsonListener, event_stream, send_event
-from paceline.services.environment.sessions.choices import choice_of, events_of
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
@@ -262,3 +268,35 @@ async def _identity(request: web.Request) -> Json:
         retry_count = 0
     content = await request.read()  # kept by the first call
     return {"body_digest": xxhash.xxh3_128_hexdigest(content), "retry_count": retry_count}
+
+
+def choice_of(answer: AgentAnswer) -> Choice:
+    """Return the answer's only choice."""
+    turn = answer.turn
+    return Choice(
+        0,
+        answer.prompt_ids,
+        _parts(answer.message),
+        turn.token_ids.tolist(),
+        turn.logprobs.tolist(),
+        tuple(turn.spans),
+        turn.finish_reason,
+        turn.text,
+    )
+
+
+def events_of(frame: Frame, choice: Choice) -> list[Event]:
+    """Return the events of a stream of the choice, all at once."""
+    whole = Delta(0, choice.parts, list(choice.token_ids), list(choice.logprobs), 0, 0, choice.spans)
+    return [*frame.begin(1), *frame.add(whole), *frame.end(choice), *frame.finish([choice])]
+
+
+def _parts(message: Mapping[str, Any]) -> list[AnswerPart]:
+    parts: list[AnswerPart] = []
+    if reasoning := message.get("reasoning_content"):
+        parts.append(TextPart(reasoning, reasoning=True))
+    if content := message.get("content"):
+        parts.append(TextPart(content))
+    for call in message.get("tool_calls") or ():
+        parts.append(ToolCall(call["function"]["name"], call["function"]["arguments"], call["id"]))
+    return parts

@@ -51,10 +51,9 @@ from paceline.services.learner.rank_group import (
 from paceline.services.learner.training.agreement import StepAgreement
 from paceline.services.learner.training.batches import BatchClient, RankBatch, comparison_of
 from paceline.services.learner.training.checkpoints import NotShared, SessionCheckpoints
-from paceline.services.learner.training.collective_time import collective_time
 from paceline.services.learner.training.exports import Rank0RunExports, RunExports
 from paceline.services.learner.training.key_check import check_key
-from paceline.services.learner.training.pace import pace
+from paceline.services.learner.training.pace import collective_time, pace
 from paceline.services.learner.training.publishing import Publishing
 from paceline.services.learner.training.run_reports import Rank0RunReports, RunReports
 from paceline.services.learner.training.step_failure import describe

@@ -1,4 +1,7 @@
-"""Construction of a run's weight channel, as the spec names it. Its offers and results go to `WeightReports`."""
+"""Construction of a run's weight channel, as the spec names it. Its offers and results go to `WeightReports`.
+
+Reports of a run's weight channel to the coordinator: staged versions, offers to members, results of sending.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 
 from paceline.address import is_loopback
+from paceline.groups import Version
 from paceline.host.cores import threads_beside
 from paceline.learner.collectives import any_over_ranks, broadcast_bytes
 from paceline.learner.weights.channel import WeightChannel
@@ -31,11 +35,11 @@ from paceline.models.loading import resolved_dtype
 from paceline.services.common.host_agent import WAIT_S
 from paceline.services.learner.context import RankContext
 from paceline.services.learner.rank_group import meeting_host
-from paceline.services.learner.training.weight_reports import WeightReports
 from paceline.spec import RunSpec
 from paceline.v1 import worker_pb2
 from paceline.weights.manifest import Algorithm
 from paceline.weights.object_store import WeightStore
+from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import run_store
 
 TOKEN_BYTES = 32
@@ -192,3 +196,51 @@ class _WeightChannelFactory:
             return 1
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or self._rank.world_size)
         return min(MOST_CODING_THREADS, max(1, threads_beside(ranks_here) * 3 // 4))
+
+
+FAILURES = {
+    "": worker_pb2.PUBLISH_FAILURE_UNSPECIFIED,
+    "link": worker_pb2.PUBLISH_FAILURE_LINK,
+    "silent": worker_pb2.PUBLISH_FAILURE_SILENT,
+    "refused": worker_pb2.PUBLISH_FAILURE_REFUSED,
+}
+
+
+class WeightReports:
+    """Reports of one run, from any thread. `send` queues a report."""
+
+    def __init__(
+        self, run_id: str, max_wait_s: float, send: Callable[[worker_pb2.ConnectRequest], None]
+    ) -> None:
+        self._run_id, self._max_wait_s, self._send = run_id, max_wait_s, send
+
+    def staged(self, version: Version, gather_s: float) -> None:
+        """Report that a version is staged; its copy took `gather_s` seconds."""
+        staged = worker_pb2.StagedReport(run_id=self._run_id, gather_s=gather_s)
+        staged.version.session, staged.version.step = version
+        self._send(worker_pb2.ConnectRequest(staged=staged))
+
+    def offer(self, offer: StoreOffer) -> None:
+        """Send an offer to its member."""
+        self._send(worker_pb2.ConnectRequest(weight_offer=offer.to_proto(self._max_wait_s)))
+
+    def host_version(self, version: worker_pb2.HostVersion) -> None:
+        """Tell the coordinator of a version that this learner's hosts hold."""
+        self._send(worker_pb2.ConnectRequest(host_version=version))
+
+    def result(self, result: PublishResult) -> None:
+        """Report how an attempt to bring a version to a member ended."""
+        report = worker_pb2.PublishReport(
+            run_id=self._run_id,
+            member_id=result.member_id,
+            epoch=result.epoch,
+            ok=result.ok,
+            error=result.error,
+            size_bytes=result.size_bytes,
+            publish_s=result.transfer_s + result.ack_s,
+            transfer_s=result.transfer_s,
+            ack_s=result.ack_s,
+            failure=FAILURES[result.failure],
+        )
+        report.version.session, report.version.step = result.version
+        self._send(worker_pb2.ConnectRequest(publish=report))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.apps.importers.reward_source import reward_source
+from paceline.apps.importers.python_script import reward_source
 
 SCRIPT = """
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.apps.importers.writing import import_config, spec_text
+from paceline.apps.importers.import_spec import import_config, spec_text
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec

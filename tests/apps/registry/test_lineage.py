@@ -8,7 +8,7 @@ import pytest
 from registry_place import Workplace
 from trained_ledger import RUN_ID
 
-from paceline.apps.registry.lineage import lineage_of
+from paceline.apps.registry.register import lineage_of
 from paceline.errors import Conflict, InvalidInput
 from paceline.models.export_origin import Origin
 from paceline.services.cli.recorded.source import ledger_source

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.apps.traces.pairs import PairReport, PairRules, pairs_of_traces
+from paceline.apps.traces.traces import PairReport, PairRules, pairs_of_traces
 from paceline.data.rows import open_rows
 from paceline.data.traces.rows import TraceKeys
 

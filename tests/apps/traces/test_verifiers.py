@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.apps.traces.conversion import ConversionReport, convert
+from paceline.apps.traces.conversion import ConversionReport, convert, row_of_rollout
 from paceline.apps.traces.spans import Unusable
-from paceline.apps.traces.verifiers import row_of_rollout
 from paceline.data.traces.rows import TraceKeys, read_trace
 
 SYSTEM = {"parent": None, "message": {"role": "system", "content": "Be brief."}, "sampled": False}

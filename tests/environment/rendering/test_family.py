@@ -11,10 +11,10 @@ import pytest
 from episode_world import HERMES, merged_tokenizer, run_spec, spelled, user
 
 from paceline.environment.protocols import SampledTurn
-from paceline.environment.rendering.choosing import choose_renderings
 from paceline.environment.rendering.family import FamilyRendering
 from paceline.environment.rendering.protocol import Conversation
 from paceline.environment.rendering.template import TemplateRendering
+from paceline.environment.setting import choose_renderings
 from paceline.errors import InvalidInput
 from paceline.groups import VersionSpan
 

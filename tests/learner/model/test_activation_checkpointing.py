@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.learner.batch.samples import pack_samples
-from paceline.learner.model.activation_checkpointing import KEPT_OPERATIONS
-from paceline.learner.model.policy import load_policy, packed_logprobs
+from paceline.learner.model.policy import KEPT_OPERATIONS, load_policy, packed_logprobs
 
 NORM = "aten::rsqrt"
 

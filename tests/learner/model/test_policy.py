@@ -27,8 +27,7 @@ from paceline.errors import InvalidInput
 from paceline.learner.batch.layout import SequenceLayout
 from paceline.learner.batch.samples import pack_samples
 from paceline.learner.model.attention import packed_attention
-from paceline.learner.model.cpu_linear import use_onednn_linear
-from paceline.learner.model.policy import load_policy, load_reference, packed_logprobs
+from paceline.learner.model.policy import load_policy, load_reference, packed_logprobs, use_onednn_linear
 
 SMALL = {
     "vocab_size": 23,
@@ -191,7 +190,7 @@ def test_onednn_linear_takes_what_was_cast_after_loading() -> None:
     linear.bfloat16()
     inputs = torch.randn(3, 5, dtype=torch.bfloat16)
     with patch(
-        "paceline.learner.model.cpu_linear.product",
+        "paceline.learner.model.policy.product",
         side_effect=RuntimeError("could not create a primitive descriptor"),
     ):
         assert torch.equal(linear(inputs), torch.nn.functional.linear(inputs, linear.weight, linear.bias))

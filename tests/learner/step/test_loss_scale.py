@@ -13,9 +13,8 @@ from tiny_policy import CASES, CPU, batch_of, make_batch, make_spec
 
 from paceline.errors import NonFiniteLoss
 from paceline.learner.checkpoints import checkpoint
-from paceline.learner.step import loss_scale
-from paceline.learner.step.loss_scale import SCALE, LossScale
-from paceline.learner.step.trainer import Trainer
+from paceline.learner.step import trainer as loss_scale
+from paceline.learner.step.trainer import SCALE, LossScale, Trainer
 
 FLOAT16 = {"precision": "float16"}
 

@@ -9,9 +9,8 @@ import torch
 from tiny_policy import CPU, make_batch, make_spec, save_tiny_policy
 
 from paceline.learner.checkpoints import checkpoint
-from paceline.learner.step import partwise_adamw
-from paceline.learner.step.optimizer import make_optimizer
-from paceline.learner.step.partwise_adamw import MOMENTS, PartwiseAdamW, rounded
+from paceline.learner.step import optimizer as partwise_adamw
+from paceline.learner.step.optimizer import MOMENTS, PartwiseAdamW, make_optimizer, rounded
 from paceline.learner.step.trainer import Trainer
 from paceline.spec import OptimizerSection
 

@@ -13,9 +13,8 @@ from tiny_policy import make_spec
 
 from paceline.learner.batch.samples import sequences_from_groups
 from paceline.learner.objectives import objective_of
-from paceline.learner.step.assign_advantages import with_advantages
+from paceline.learner.step.assign_advantages import sample_of_each, with_advantages
 from paceline.learner.step.plan import plan_updates
-from paceline.learner.step.turn_advantages import sample_of_each
 from paceline.spec import RunSpec
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.data.csv_rows import open_csv
+from paceline.data.rows import open_csv
 from paceline.errors import DataError
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from paceline.data.order import Epochs, Mixture
+from paceline.data.prompts import Epochs, Mixture
 from paceline.spec.sections.data import MIXTURE_BLOCK
 
 

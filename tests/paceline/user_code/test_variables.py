@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, StorageKey
-from paceline.reward.process import runs_sandboxed_only, service_variables
+from paceline.reward.runner import runs_sandboxed_only, service_variables
 from paceline.spec import RewardFunctionSection
 from paceline.user_code.surroundings import VARIABLE, Surroundings
 from paceline.user_code.variables import passed_variables

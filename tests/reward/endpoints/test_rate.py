@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.reward.endpoints.rate import MAX_PAUSE_S, RequestRate, share_of, slots_of
+from paceline.reward.endpoints.client import MAX_PAUSE_S, RequestRate, share_of, slots_of
 
 
 class Clock:

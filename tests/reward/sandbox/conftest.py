@@ -6,10 +6,9 @@ from functools import cache
 
 import pytest
 
-from paceline.reward.sandbox.choosing import AUTO, probe
+from paceline.reward.sandbox.choosing import AUTO, NoSandbox, probe
 from paceline.reward.sandbox.protocol import Sandbox
 from paceline.reward.sandbox.readable import Readable
-from paceline.reward.sandbox.unconfined import NoSandbox
 
 
 @cache

@@ -14,8 +14,8 @@ import pytest
 import restricted_pod
 from sandbox_attacks import ATTACKS, SECRET, run_attack, surroundings
 
+from paceline.reward.sandbox.choosing import NoSandbox
 from paceline.reward.sandbox.protocol import Limits, Sandbox
-from paceline.reward.sandbox.unconfined import NoSandbox
 
 ROOT = Path(__file__).resolve().parents[3]
 HARMLESS = (

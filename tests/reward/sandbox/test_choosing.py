@@ -11,10 +11,9 @@ import pytest
 
 from paceline.errors import InvalidInput
 from paceline.reward.sandbox import choosing
-from paceline.reward.sandbox.choosing import AUTO, make_sandbox, probe
+from paceline.reward.sandbox.choosing import AUTO, NoSandbox, make_sandbox, probe
 from paceline.reward.sandbox.protocol import Limits, Outcome, SandboxFailed
 from paceline.reward.sandbox.readable import Readable
-from paceline.reward.sandbox.unconfined import NoSandbox
 
 PATHS = Readable.of_interpreter()
 

@@ -8,8 +8,16 @@ import struct
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.reward.sandbox.seccomp_filter import ARCHITECTURES, OWN_PID, build_filter
-from paceline.reward.sandbox.syscalls import ALLOWED, CONDITIONAL, IGNORED, REFUSED, UNSUPPORTED
+from paceline.reward.sandbox.seccomp_filter import (
+    ALLOWED,
+    ARCHITECTURES,
+    CONDITIONAL,
+    IGNORED,
+    OWN_PID,
+    REFUSED,
+    UNSUPPORTED,
+    build_filter,
+)
 
 ALLOW, KILL = "allow", "kill"
 

@@ -10,9 +10,8 @@ import torch
 from tiny_models import tiny_qwen3
 from tiny_policy import make_spec, save_tiny_policy
 
-from paceline.rollout.native.float32_head import Float32Head
 from paceline.rollout.native.kv_cache import SlotCache
-from paceline.rollout.native.model import load_native_model
+from paceline.rollout.native.model import Float32Head, load_native_model
 
 
 def prefilled(model: Any, ids_RT: torch.Tensor) -> torch.Tensor:

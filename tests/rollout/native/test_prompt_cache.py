@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.rollout.native.prompt_cache import PromptCache, PromptState
+from paceline.rollout.native.batch import PromptCache, PromptState
 
 
 def state(num_tokens: int) -> PromptState:

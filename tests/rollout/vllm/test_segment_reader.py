@@ -14,7 +14,7 @@ import torch
 
 from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
 from paceline.rollout.vllm.receipts import ReadOrder, Receipts
-from paceline.rollout.vllm.segment_reader import LoadRecord, ReadWeights, SegmentReader
+from paceline.rollout.vllm.worker import LoadRecord, ReadWeights, SegmentReader
 from paceline.weights.host_weights import HostWeights
 from paceline.weights.segment_pair import SegmentPair
 
@@ -23,7 +23,7 @@ READER = """
 import json, sys
 import torch
 from paceline.rollout.vllm.receipts import ReadOrder
-from paceline.rollout.vllm.segment_reader import SegmentReader
+from paceline.rollout.vllm.worker import SegmentReader
 order = json.loads(sys.argv[1])
 order["manifest"] = bytes.fromhex(order["manifest"])
 def take(weights):

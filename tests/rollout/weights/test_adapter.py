@@ -16,7 +16,7 @@ from paceline.errors import InvalidInput
 from paceline.groups import Version
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.engines import create_engine
-from paceline.rollout.vllm.whole_weights import whole_weights
+from paceline.rollout.vllm.engine import whole_weights
 from paceline.rollout.weights.layout import meta_layout, read_config
 from paceline.spec import LoraSection, RunSpec
 from paceline.weights.lora_names import FINGERPRINT, fingerprint

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from command_line import paceline
 
+from paceline.services.cli.lazy import MEANT, remedy, setting_for
 from paceline.services.cli.main import main
-from paceline.services.cli.unknown_commands import MEANT, remedy, setting_for
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from paceline.services.common.grpc_server import GrpcServer
 from paceline.services.common.membership import Membership
 from paceline.services.common.token_guard import Call, TokenGuard, worker_guard
 from paceline.services.local.cluster import LocalCluster
-from paceline.services.reward.servicer import RewardServicer
+from paceline.services.reward.main import RewardServicer
 from paceline.spec import ClusterSection
 from paceline.token import make_token, metadata, open_channel, read_token
 from paceline.v1 import common_pb2, reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.services.environment.pace import TurnPace
+from paceline.services.environment.run import TurnPace
 
 
 def test_each_heartbeat_has_the_turns_since_the_one_before() -> None:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paceline.services.learner.rank import LearnerRank
-from paceline.services.learner.report_queue import MAX_REPLACEABLE, ReportQueue
+from paceline.services.learner.rank import MAX_REPLACEABLE, LearnerRank, ReportQueue
 from paceline.v1 import worker_pb2
 
 DEADLINE_S = 60.0

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 import paceline
 from paceline.errors import SpecError
+from paceline.services.cli.doctor import examine_spec
 from paceline.services.cli.main import main
 from paceline.services.local.missing_paths import missing_paths
-from paceline.services.local.spec_checks import examine_spec
 from paceline.spec.reading import load_spec
 
 

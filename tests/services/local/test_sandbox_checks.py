@@ -9,8 +9,8 @@ import pytest
 
 from paceline.reward.sandbox import choosing
 from paceline.reward.sandbox.protocol import SandboxFailed
-from paceline.services.local import sandbox_checks
-from paceline.services.local.sandbox_checks import examine_sandbox, examine_user_code
+from paceline.services.cli import doctor as sandbox_checks
+from paceline.services.cli.doctor import examine_sandbox, examine_user_code
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
 

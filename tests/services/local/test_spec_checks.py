@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from model_shapes import HALF_BILLION, spec_of
 
-from paceline.services.local.spec_checks import examine_spec
+from paceline.services.cli.doctor import examine_spec
 
 GB = 10**9
 

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline.services.reward.servicer import MAX_CALLS, RewardServicer
+from paceline.services.reward.main import MAX_CALLS, RewardServicer
 from paceline.v1 import reward_pb2
 
 

@@ -97,7 +97,7 @@ the setting changes nothing.
 ## Float16
 
 With `policy.precision: float16` the learner computes in float16 and scales the loss dynamically
-(`learner/step/loss_scale.py`): an update whose gradients overflow is computed again at half the scale, so no sample is left
+(`learner/step/trainer.py`): an update whose gradients overflow is computed again at half the scale, so no sample is left
 out. The scale is the metric `loss_scale` and a part of the checkpoint. The engine takes float16 too, unless
 `policy.generation_precision` says float32. Float16 has three bits more than bfloat16, so sampler and learner agree better:
 30 synchronous steps of the arithmetic example on CPUs, without age, gave a mean KL between the two (`kl_behaviour`) of

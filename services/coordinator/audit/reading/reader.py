@@ -18,7 +18,6 @@ from typing import TypeVar
 from paceline.errors import Unavailable
 from paceline.records import Records
 from paceline.services.coordinator.audit.reading import (
-    attempt_pages,
     event_pages,
     gauge_points,
     group_life,
@@ -26,8 +25,6 @@ from paceline.services.coordinator.audit.reading import (
     log_tails,
     metric_series,
     sample_pages,
-    spec_values,
-    token_numbers,
 )
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.ledger.ledger import Ledger
@@ -86,7 +83,7 @@ class RecordsReader:
     def ListAttempts(self, request: pb.ListAttemptsRequest) -> pb.ListAttemptsResponse:
         """Return a page of the rewards of scored groups."""
         spec = self._spec(request.run_id)
-        return self._limited(lambda: attempt_pages.list_attempts(self.ledger, request, spec))
+        return self._limited(lambda: group_life.list_attempts(self.ledger, request, spec))
 
     def GetGroupLife(self, request: pb.GetGroupLifeRequest) -> pb.GetGroupLifeResponse:
         """Return the life of a group."""
@@ -106,11 +103,11 @@ class RecordsReader:
 
     def GetSpec(self, request: pb.GetSpecRequest) -> pb.GetSpecResponse:
         """Return the spec of a run."""
-        return spec_values.get_spec(self._spec(request.run_id))
+        return lists.get_spec(self._spec(request.run_id))
 
     def CompareSpecs(self, request: pb.CompareSpecsRequest) -> pb.CompareSpecsResponse:
         """Return the difference of two specs."""
-        return spec_values.compare_specs(self._spec(request.run_id), self._spec(request.other_run_id))
+        return lists.compare_specs(self._spec(request.run_id), self._spec(request.other_run_id))
 
     def ReadLog(self, request: pb.ReadLogRequest) -> pb.ReadLogResponse:
         """Return the end of a service's log."""
@@ -126,7 +123,7 @@ class RecordsReader:
 
     def GetTokenStatistics(self, request: pb.GetTokenStatisticsRequest) -> pb.GetTokenStatisticsResponse:
         """Return what the learner computed of tokens."""
-        return token_numbers.get_token_statistics(self.ledger, request)
+        return metric_series.get_token_statistics(self.ledger, request)
 
     def VerifyRun(self, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
         """Compare all records of a run, in this thread and without a limit of time."""

@@ -2,6 +2,8 @@
 
 A call reads a bounded number of groups, in the order of an index, and decodes a bounded number of bytes: a rare text takes
 many calls, and none of them takes long.
+
+Filters of ListSamples that concern single completions. Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from paceline.rewards import group_totals
 from paceline.services.common.logged_extra import EXTRA_NAME, read_extra
 from paceline.services.coordinator.audit.episode_samples import ended_lives, episodes
 from paceline.services.coordinator.audit.reading import page_tokens
-from paceline.services.coordinator.audit.reading.completion_filter import CompletionFilter, total_tokens
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.spec import RewardFunctionSection, RunSpec
@@ -28,6 +29,7 @@ from paceline.wire import decode_result, decode_rewards
 
 if TYPE_CHECKING:
     from paceline.services.coordinator.ledger.ledger import Ledger
+
 
 GROUPS = 64
 """Groups that a call reads."""
@@ -341,3 +343,55 @@ def _add_completion(
     if content["reward"] is not None:
         completion.reward = content["reward"]
         completion.above_mean = content["reward"] - sum(rewards) / len(rewards)
+
+
+OPTIONAL = ("min_reward", "max_reward", "min_tokens", "max_tokens", "min_age", "max_age")
+
+
+class CompletionFilter:
+    """The filters of one request."""
+
+    def __init__(self, request: pb.ListSamplesRequest):
+        self._bounds = {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}  # type: ignore[arg-type]
+        self._finish_reason = request.finish_reason
+        self._text = request.text.casefold()
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether every completion passes."""
+        return not (self._bounds or self._finish_reason or self._text)
+
+    def passes(self, completion: dict[str, Any], prompt_json: str, step: int | None) -> bool:
+        """Return whether a completion passes; `step` is that of its batch. One without a reward passes no bound of rewards,
+        and one without a step no bound of ages."""
+        if self.is_empty:
+            return True
+        oldest = min((span[3] for span in completion["spans"]), default=None)
+        age = None if step is None or oldest is None else step - oldest
+        return (
+            self._is_within("reward", completion["reward"])
+            and self._is_within("tokens", total_tokens(completion))
+            and self._is_within("age", age)
+            and self._finish_reason in ("", completion["finish_reason"])
+            and (not self._text or self._has_text(completion, prompt_json))
+        )
+
+    def _is_within(self, name: str, value: float | None) -> bool:
+        least, greatest = self._bounds.get(f"min_{name}"), self._bounds.get(f"max_{name}")
+        if least is None and greatest is None:
+            return True
+        if value is None:
+            return False
+        return (least is None or value >= least) and (greatest is None or value <= greatest)
+
+    def _has_text(self, completion: dict[str, Any], prompt_json: str) -> bool:
+        if self._text in completion["text"].casefold():
+            return True
+        prompt = json.loads(prompt_json)
+        texts = [prompt] if isinstance(prompt, str) else [str(m.get("content", "")) for m in prompt]
+        return any(self._text in text.casefold() for text in texts)
+
+
+def total_tokens(completion: dict[str, Any]) -> int:
+    """Return the number of tokens that the model sampled."""
+    return len(completion["token_ids"])

@@ -1,10 +1,16 @@
-"""Receives requests from the exchange's socket and filters them, for as long as there is room for their groups."""
+"""Receives requests from the exchange's socket and filters them, for as long as there is room for their groups.
+
+Filter for arriving requests: nothing that their kind has no use for, no more than a member can need, nothing twice.
+
+Each message is checked as it arrives, before anything of it is kept. A refused message is answered at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 
 from paceline.errors import WireError
 from paceline.rate_limited_log import RateLimitedLog
@@ -15,7 +21,6 @@ from paceline.services.coordinator.exchange.transport.dispatch import (
     refusal_of_sender,
 )
 from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
-from paceline.services.coordinator.exchange.transport.request_filter import RequestFilter
 from paceline.services.coordinator.exchange.transport.router_socket import (
     ExchangeSocket,
     Message,
@@ -23,6 +28,7 @@ from paceline.services.coordinator.exchange.transport.router_socket import (
     parse,
 )
 from paceline.services.coordinator.exchange.uploads.array_checks import Limits
+from paceline.services.coordinator.ledger.groups import State
 from paceline.v1 import exchange_pb2 as pb
 
 MAX_RECEIVED_AT_ONCE = 64
@@ -141,3 +147,126 @@ class Receiver:
             self._checks.put(waiting)
         else:
             self._queue([waiting])
+
+
+FRAMES = {"group": 2, "lease_return": 1, "score": 1, "turn": 2}
+"""Most payload frames of a kind of request; other kinds have none."""
+
+SMALL_HEADER_BYTES = 256 << 10
+MAX_HEADER_BYTES = {
+    "lease": SMALL_HEADER_BYTES,
+    "task": SMALL_HEADER_BYTES,
+    "batch": SMALL_HEADER_BYTES,
+    "lease_return": SMALL_HEADER_BYTES,
+    "turn": SMALL_HEADER_BYTES,
+    "episode_end": SMALL_HEADER_BYTES,
+}
+"""Most bytes of the first frame, by kind: requests that are parked, or that no budget counts, are small."""
+
+DEFAULT_HEADER_BYTES = 4 << 20
+
+TEXTS_HEADER_BYTES = 64 << 20
+"""Most header bytes of a lease that is returned with samples: it has their texts, and counts among the bytes that wait
+for the disk."""
+
+MAX_HELD = 10_000
+"""Most groups that a worker may report to hold."""
+
+MAX_RANKS = 1 << 16
+
+MAX_UNANSWERED = 4096
+"""Most requests of one member that wait for an answer. Parked ones are not counted: a member has one of a kind."""
+
+Key = tuple[str, str, str, int, int, Hashable]
+
+
+class RequestFilter:
+    """The filter; it counts the requests that were let in and are not answered."""
+
+    def __init__(self, exchange: Exchange):
+        self._exchange = exchange
+        self._unanswered: Counter[str] = Counter()
+        self._under_way: dict[Key, PendingRequest] = {}
+        """Results with bulk that are checked, stored or wait for their transaction."""
+
+    def fault(self, waiting: PendingRequest) -> str:
+        """Return why a member's request is refused; empty where it is let in."""
+        request, kind, frames = waiting.request, waiting.kind, waiting.arrived.frames
+        allowed = FRAMES.get(kind, 0)
+        if len(frames) > allowed:
+            return f"a {kind} request brings {allowed} payload frames at most, not {len(frames)}"
+        brings_texts = kind == "lease_return" and frames
+        most = TEXTS_HEADER_BYTES if brings_texts else MAX_HEADER_BYTES.get(kind, DEFAULT_HEADER_BYTES)
+        if waiting.header_size > most:
+            return f"the header of a {kind} request has {most} bytes at most, not {waiting.header_size}"
+        if kind in ("lease", "task"):
+            held = len(getattr(request, kind).held.group_ids)
+            if held > MAX_HELD:
+                return f"a worker holds {MAX_HELD} groups at most, not {held}"
+        if kind in ("batch", "receipt") and getattr(request, kind).world_size > MAX_RANKS:
+            return f"a learner has {MAX_RANKS} ranks at most, not {getattr(request, kind).world_size}"
+        if self._unanswered[request.member_id] >= MAX_UNANSWERED:
+            return f"{MAX_UNANSWERED} requests of {request.member_id} wait for an answer already"
+        return ""
+
+    def join_under_way(self, waiting: PendingRequest) -> bool:
+        """Return whether a result that was sent again is still under way; the answer to the first then goes to the new
+        sender.
+        """
+        first = self._under_way.get(_key(waiting)) if waiting.request.again else None
+        if first is None:
+            return False
+        first.identity = waiting.identity
+        first.request.request_id, first.request.secret = waiting.request.request_id, waiting.request.secret
+        return True
+
+    def is_decided(self, waiting: PendingRequest) -> bool:
+        """Return whether a result that was sent again is decided in the ledger, so that its bytes are not needed."""
+        run, request, kind = self._exchange.active, waiting.request, waiting.kind
+        if not request.again or run is None or run.run_id != request.run_id:
+            return False
+        submission = getattr(request, kind)
+        row = self._exchange.group(run, submission.group_id)
+        if row is None:
+            return True
+        if kind == "group":
+            return row["state"] not in (State.ADMITTED, State.LEASED) and bool(
+                row["digest"] == submission.digest
+            )
+        if kind == "score":
+            return bool(row["state"] != State.GENERATED)
+        if kind == "turn":
+            turn = request.turn
+            last = self._exchange.ledger.episodes.last_turn(run.run_id, turn.group_id, turn.sample, turn.life)
+            return last is not None and bool(last["turn"] >= turn.index)
+        return bool(row["state"] != State.LEASED or row["attempt"] != submission.attempt)
+
+    def let_in(self, waiting: PendingRequest) -> None:
+        """Count a request that is let in."""
+        waiting.is_counted = True
+        self._unanswered[waiting.request.member_id] += 1
+        if waiting.arrived.has_bulk:
+            self._under_way.setdefault(_key(waiting), waiting)
+
+    def finished(self, waiting: PendingRequest) -> None:
+        """Count a request as answered, or parked."""
+        if not waiting.is_counted:
+            return
+        waiting.is_counted = False
+        member_id = waiting.request.member_id
+        self._unanswered[member_id] -= 1
+        if not self._unanswered[member_id]:
+            del self._unanswered[member_id]
+        if waiting.arrived.has_bulk and self._under_way.get(_key(waiting)) is waiting:
+            del self._under_way[_key(waiting)]
+
+
+def _key(waiting: PendingRequest) -> Key:
+    request, kind = waiting.request, waiting.kind
+    submission = getattr(request, kind)
+    part: Hashable
+    if kind == "turn":
+        part = submission.sample, submission.life, submission.index
+    else:
+        part = "" if kind == "lease_return" else submission.digest
+    return request.run_id, kind, request.member_id, submission.group_id, submission.attempt, part

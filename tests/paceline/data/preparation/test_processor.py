@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.data.preparation.processor import BATCH_ROWS, Processor
+from paceline.data.preparation.prepared import BATCH_ROWS, Processor
 from paceline.data.rows import open_rows
 from paceline.errors import DataError, InvalidInput, Unreadable
 

@@ -15,7 +15,7 @@ from paceline.data.examples import check_example, open_examples, report_of
 from paceline.data.prompts import open_prompts
 from paceline.data.rows import open_source
 from paceline.spec import DataSection, RunSpec
-from paceline.spec.sections.data_presets import DATA_PRESETS, DataPresetName
+from paceline.spec.sections.data import DATA_PRESETS, DataPresetName
 
 TURN = {"role": "user", "content": "Name a colour."}
 ROWS: dict[str, dict[str, Any]] = {

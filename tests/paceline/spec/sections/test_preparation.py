@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from paceline.spec import DataSection
 from paceline.spec.reading import parse_spec
-from paceline.spec.sections.preparation import PreparationSection
+from paceline.spec.sections.data import PreparationSection
 
 
 @pytest.mark.parametrize(

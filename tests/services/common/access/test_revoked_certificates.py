@@ -10,8 +10,7 @@ from click.testing import CliRunner
 from paceline.errors import AccessDenied, Conflict, InvalidInput
 from paceline.services.cli.main import main
 from paceline.services.common.access.caller import CallerRole
-from paceline.services.common.access.callers import TokenCallers
-from paceline.services.common.access.polled_file import CHECK_S
+from paceline.services.common.access.callers import CHECK_S, TokenCallers
 from paceline.services.common.access.revoked_certificates import FILE_NAME, read_revoked, revoke
 from paceline.services.common.access.token_table import create
 from paceline.services.common.access.token_table import revoke as revoke_token
@@ -42,7 +41,7 @@ async def test_a_revoked_certificate_takes_the_rights_of_every_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s, noted = [0.0], list[tuple[str, str]]()
-    monkeypatch.setattr("paceline.services.common.access.polled_file.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("paceline.services.common.access.callers.time.monotonic", lambda: now_s[0])
     table = tmp_path / "tokens.json"
     callers = TokenCallers(
         lambda: "boot", tmp_path / "token", table, note=lambda what, name: noted.append((what, name))

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
 from paceline.services.cli.main import main
 from paceline.services.common.access.caller import CallerRole
-from paceline.services.common.access.callers import TokenCallers
-from paceline.services.common.access.polled_file import CHECK_S
+from paceline.services.common.access.callers import CHECK_S, TokenCallers
 from paceline.services.common.access.token_table import BOOTSTRAP, create, digest_of, read_table, revoke
 
 
@@ -54,7 +53,7 @@ async def test_a_token_counts_until_it_is_revoked_or_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, now_s = tmp_path / "tokens.json", [0.0]
-    monkeypatch.setattr("paceline.services.common.access.polled_file.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("paceline.services.common.access.callers.time.monotonic", lambda: now_s[0])
     late_s = [0.0]
     callers = TokenCallers(lambda: "boot", tmp_path / "token", path, clock=lambda: late_s[0])
     with pytest.raises(AccessDenied, match="another token"):

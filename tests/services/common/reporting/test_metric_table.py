@@ -19,8 +19,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 PRODUCERS = {
     "train": {
-        "services/coordinator/exchange/batches/batch_metrics.py": ("batch_metrics",),
-        "services/coordinator/exchange/batches/selection.py": ("fix",),
+        "services/coordinator/exchange/batches/selection.py": ("batch_metrics", "fix"),
         "learner/batch/completion_metrics.py": ("completion_metrics",),
         "learner/step/plan.py": ("batch_metrics",),
         "learner/step/trainer.py": ("train_step", "_metrics", "_accumulate_gradients"),
@@ -30,12 +29,12 @@ PRODUCERS = {
         "learner/objectives/kto.py": ("metrics",),
         "learner/objectives/distillation.py": ("metrics",),
         "services/learner/training/run.py": ("_train_step",),
-        "services/learner/training/collective_time.py": ("collective_time",),
+        "services/learner/training/pace.py": ("collective_time",),
         "services/coordinator/reporting/run_log.py": (
             "note_staged", "note_pause", "note_publish", "_pool_gauges", "_on_step",
         ),
     },
-    "eval": {"services/coordinator/exchange/evaluation_result.py": ("evaluation_result",)},
+    "eval": {"services/coordinator/exchange/evaluation.py": ("evaluation_result",)},
     "weights": {"services/coordinator/reporting/weight_metrics.py": ("metrics", "stage", "publish", "acknowledge")},
 }  # fmt: skip
 """Functions that make metrics, by file and kind of line."""
@@ -51,7 +50,6 @@ GAUGES = {
         "paceline/host/memory.py": ("process_gauges",),
     },
     "environment_workers": {
-        "services/environment/pace.py": ("gauges",),
         "services/environment/run.py": ("gauges",),
         "services/common/membership.py": ("_safe_gauges",),
     },

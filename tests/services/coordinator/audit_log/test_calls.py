@@ -9,7 +9,7 @@ import grpc
 
 from paceline.services.common.access.caller import Caller, CallerRole
 from paceline.services.common.token_guard import Call
-from paceline.services.coordinator.audit_log.calls import entry_of_call, entry_of_request
+from paceline.services.coordinator.audit_log.log import entry_of_call, entry_of_request
 from paceline.v1 import registry_pb2, run_pb2, worker_pb2
 
 ANN = Caller("ann", frozenset({CallerRole.SUBMITTER, CallerRole.VIEWER}), "0" * 64, "laptop")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from exchange_drivers import make_spec
 
-from paceline.services.coordinator.exchange.evaluation_result import evaluation_result
+from paceline.services.coordinator.exchange.evaluation import evaluation_result
 
 NAN = math.nan
 

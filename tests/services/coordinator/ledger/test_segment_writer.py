@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.coordinator.ledger import segment_writer
-from paceline.services.coordinator.ledger.segment_writer import BLOCK_BYTES, BUFFER_BYTES, SegmentWriter
+from paceline.services.coordinator.ledger import segments as segment_writer
+from paceline.services.coordinator.ledger.segments import BLOCK_BYTES, BUFFER_BYTES, SegmentWriter
 
 SIZES = (1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 7, BUFFER_BYTES, 2 * BUFFER_BYTES + 5)
 

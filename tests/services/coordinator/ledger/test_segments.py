@@ -14,8 +14,14 @@ from paceline.encryption.storage_key import storage_key
 from paceline.errors import LedgerFault
 from paceline.services.coordinator.ledger import segments as payloads
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.ledger.segment_writer import BLOCK_BYTES
-from paceline.services.coordinator.ledger.segments import Location, Payload, PayloadStore, Record, read_frame
+from paceline.services.coordinator.ledger.segments import (
+    BLOCK_BYTES,
+    Location,
+    Payload,
+    PayloadStore,
+    Record,
+    read_frame,
+)
 
 pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 

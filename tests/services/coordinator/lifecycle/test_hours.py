@@ -9,7 +9,7 @@ import pytest
 from control_plane import Plane, learner
 
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
-from paceline.services.coordinator.lifecycle.hours import TRAINED_TIME, Hours
+from paceline.services.coordinator.lifecycle.preemption import TRAINED_TIME, Hours
 from paceline.v1 import run_pb2, worker_pb2
 
 HOUR_S = 3600.0

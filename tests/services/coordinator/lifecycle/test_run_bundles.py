@@ -237,6 +237,6 @@ def test_an_operators_folders_and_examples(tmp_path: Path) -> None:
 def put(blobs: BlobStore, data: bytes) -> None:
     import hashlib
 
-    from paceline.services.coordinator.blobs.upload import Upload
+    from paceline.services.coordinator.bundle_servicer import Upload
 
     Upload(blobs).take(hashlib.sha256(data).hexdigest(), len(data), 0, data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from control_plane import ack
 
-from paceline.services.coordinator.members.directive_queue import ACKS_AT_ONCE, MAX_WAITING, DirectiveQueue
+from paceline.services.coordinator.members.registry import ACKS_AT_ONCE, MAX_WAITING, DirectiveQueue
 from paceline.v1 import worker_pb2
 
 

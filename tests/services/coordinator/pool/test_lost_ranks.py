@@ -5,7 +5,7 @@ from __future__ import annotations
 from control_plane import Plane, learner
 
 from paceline.services.coordinator.members.registry import Member
-from paceline.services.coordinator.pool.lost_ranks import LostRanks
+from paceline.services.coordinator.pool.pool import LostRanks
 from paceline.v1 import common_pb2
 
 LIMIT_S = 15.0

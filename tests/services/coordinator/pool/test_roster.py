@@ -7,7 +7,7 @@ import time
 from exchange_drivers import World
 
 from paceline.services.coordinator.members.registry import Member, Members
-from paceline.services.coordinator.pool.roster import Roster, _named
+from paceline.services.coordinator.pool.assignments import Roster, _named
 from paceline.v1 import common_pb2, worker_pb2
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from exchange_drivers import World
 
 from paceline.services.coordinator.members.registry import Member, Members
-from paceline.services.coordinator.reporting.energy import Energy
-from paceline.services.coordinator.reporting.run_log import RunLog
+from paceline.services.coordinator.reporting.run_log import Energy, RunLog
 from paceline.v1 import common_pb2
 
 

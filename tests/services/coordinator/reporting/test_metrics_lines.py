@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from control_plane import Plane, learner
 
-from paceline.services.coordinator.reporting import metrics_lines
-from paceline.services.coordinator.reporting.metrics_lines import set_aside
+from paceline.services.coordinator.reporting import metrics_files as metrics_lines
+from paceline.services.coordinator.reporting.metrics_files import set_aside
 
 
 def line(kind: str, step: int, **values: float) -> str:

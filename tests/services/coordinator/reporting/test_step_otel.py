@@ -8,8 +8,8 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from paceline.services.coordinator.reporting import step_otel
-from paceline.services.coordinator.reporting.step_otel import StepMeters
+from paceline.services.coordinator.reporting import weight_otel as step_otel
+from paceline.services.coordinator.reporting.weight_otel import StepMeters
 
 
 def values(reader: InMemoryMetricReader) -> dict[str, float]:

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from paceline.encryption.storage_key import StorageKey
 from paceline.services.coordinator.reporting.metrics_files import MetricsFiles
-from paceline.services.coordinator.reporting.text_samples import evaluation_text
+from paceline.services.coordinator.reporting.run_log import evaluation_text
 
 
 def test_the_first_prompts_with_their_completions(make_world: MakeWorld, tmp_path: Path) -> None:

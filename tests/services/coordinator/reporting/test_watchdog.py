@@ -14,8 +14,7 @@ from exchange_drivers import Learner, Reward, Rollout, World, fill
 
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.reporting import watchdog as watchdog_module
-from paceline.services.coordinator.reporting.stall import Facts, explain
-from paceline.services.coordinator.reporting.watchdog import Watchdog
+from paceline.services.coordinator.reporting.watchdog import Facts, Watchdog, explain
 from paceline.v1 import common_pb2, run_pb2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.services.coordinator.scaling.shares import Supply, shares
+from paceline.services.coordinator.scaling.scaler import Supply, shares
 
 
 def test_the_cheapest_groups_come_first_and_the_next_pool_takes_the_rest() -> None:

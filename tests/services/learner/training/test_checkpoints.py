@@ -17,7 +17,7 @@ from paceline.files.storage import Folder
 from paceline.learner.checkpoints import checkpoint, upload_queue, verification
 from paceline.learner.checkpoints.checkpoint import Checkpoint, Misfit
 from paceline.learner.checkpoints.manifest import read_manifest
-from paceline.services.learner.training import checkpoint_uploads
+from paceline.services.learner.training import checkpoints as checkpoint_uploads
 from paceline.services.learner.training.checkpoints import (
     LAST_SAVE_PAUSES_S,
     LOAD_PAUSES_S,

@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 
 from paceline.services.learner.training import collective_time as module
-from paceline.services.learner.training.collective_time import collective_time, covered
+from paceline.services.learner.training.pace import collective_time, covered
 
 
 def test_the_wait_for_another_rank_is_time_in_a_collective(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from exchange_drivers import COMMITTED, MakeWorld, Reward, Rollout
 
 from paceline.errors import NotFound
 from paceline.records import Records
-from paceline.services.coordinator.audit.reading import attempt_pages
+from paceline.services.coordinator.audit.reading import group_life as attempt_pages
 from paceline.services.coordinator.audit.reading.reader import RecordsReader
 from paceline.v1 import records_pb2 as pb
 

@@ -18,8 +18,7 @@ from paceline.encryption.storage_key import storage_key
 from paceline.errors import LedgerFault
 from paceline.services.coordinator.ledger import segments
 from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
-from paceline.services.coordinator.ledger.segment_writer import BLOCK_BYTES
-from paceline.services.coordinator.ledger.segments import Record
+from paceline.services.coordinator.ledger.segments import BLOCK_BYTES, Record
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
 
