@@ -23,10 +23,10 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
+from paceline.calls.token import metadata, read_token, token_path
 from paceline.groups import Completion, Group, VersionSpan
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.folder import tls_folder
-from paceline.token import metadata, read_token, token_path
 from paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL, encode_result

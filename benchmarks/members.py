@@ -40,13 +40,13 @@ import psutil
 import zmq
 import zmq.asyncio
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
+from paceline.calls.token import metadata, read_token, token_path
 from paceline.client import Client
-from paceline.services.common.membership import FIRST_BACKOFF_S, MAX_BACKOFF_S
+from paceline.services.common.worker.membership import FIRST_BACKOFF_S, MAX_BACKOFF_S
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
-from paceline.token import metadata, read_token, token_path
 from paceline.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL

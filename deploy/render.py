@@ -65,7 +65,7 @@ def _stage(target: str, image: str, role: Role) -> str:
         address = (
             f"127.0.0.1:{port}" if "grpc" in role["ports"] else f"http://127.0.0.1:{port}{role['health']}"
         )
-        health = ["python", "-m", "paceline.services.common.healthcheck", address]
+        health = ["python", "-m", "paceline.services.common.serving.healthcheck", address]
         lines += [
             "EXPOSE " + " ".join(str(number) for number in role["ports"].values()),
             "HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 \\",

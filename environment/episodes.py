@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.environment.agent_episode import AgentEpisode
 from paceline.environment.class_episode import ClassEpisode
 from paceline.environment.hosting.faults import CannotGoOn, EnvironmentFailed, EnvironmentLost, ServiceAway

@@ -21,16 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.backoff import ExponentialBackoff
-from paceline.connection import FIRST_BACKOFF_S, MAX_BACKOFF_S
+from paceline.calls.backoff import ExponentialBackoff
+from paceline.calls.connection import FIRST_BACKOFF_S, MAX_BACKOFF_S
+from paceline.calls.rpc_errors import LASTING, status_name
+from paceline.calls.worker_calls import WorkerCalls
 from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.models.registered import Models
 from paceline.records import Columns, Records
-from paceline.rpc_errors import LASTING, status_name
 from paceline.run_states import ENDED_STATES as ENDED_STATES
 from paceline.run_states import RunState as RunState
 from paceline.run_states import state_name as state_name
-from paceline.worker_calls import WorkerCalls
 
 if TYPE_CHECKING:
     from paceline.bundle.collecting import Bundle
@@ -73,7 +73,7 @@ class Client(WorkerCalls):
     ):
         """Raises InvalidInput for an address that is none. `timeout_s` limits each attempt of a call, `wait_s` is how long a
         call looks for a coordinator that is away, and `reconnect_s` how long `watch` and `wait` look for one that went away.
-        `token_file` holds the coordinator's token; by default as `paceline.token` finds it. `tls_dir` has certificates
+        `token_file` holds the coordinator's token; by default as `paceline.calls.token` finds it. `tls_dir` has certificates
         (`paceline.tls.folder`); by default that of the environment.
         """
         from paceline.v1 import run_pb2_grpc, status_pb2_grpc
@@ -148,7 +148,7 @@ class Client(WorkerCalls):
 
     def _send_bundle(self, bundle: Bundle, wait_s: float | None = None) -> str:
         """Send a run's files; return the digest that names them, empty for none."""
-        from paceline.bundle_transfer import send
+        from paceline.calls.bundle_transfer import send
 
         for warning in bundle.warnings:
             log.warning("%s", warning)
@@ -201,7 +201,7 @@ class Client(WorkerCalls):
     def _corrected_bundle(self, run: Run) -> str:
         """Send the files of a run's bundle as they are here now; return the digest, empty for a run that keeps its bundle."""
         from paceline.bundle.collecting import collect_again
-        from paceline.bundle_transfer import fetch_manifest
+        from paceline.calls.bundle_transfer import fetch_manifest
         from paceline.spec.reading import spec_of_run
 
         if not run.bundle:

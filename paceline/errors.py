@@ -19,7 +19,7 @@ PacelineError
 └── NonFiniteLoss         a training step met NaN or infinity; names the groups
 """
 
-from paceline.retry_hint import USUAL_S
+from paceline.calls.retry_hint import USUAL_S
 
 
 class PacelineError(Exception):

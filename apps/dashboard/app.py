@@ -15,7 +15,7 @@ from paceline.apps.dashboard.gateway import Gateway, error_body, retry_header
 from paceline.apps.dashboard.openapi import document
 from paceline.apps.dashboard.pieces import Pieces
 from paceline.errors import InvalidInput, NotFound
-from paceline.services.common.http_listener import MAX_BODY_BYTES, Handler, HttpListener
+from paceline.services.common.serving.http_listener import MAX_BODY_BYTES, Handler, HttpListener
 
 STATIC = Path(__file__).parent / "static"
 HEADERS = {

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.apps.dashboard.methods import Method
-from paceline.services.common.grpc_server import CHANNEL_OPTIONS
+from paceline.calls.token import metadata, read_token
+from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
 from paceline.tls.channels import RenewedChannel, open_aio_channel
-from paceline.token import metadata, read_token
 
 CALL_S, LONG_CALL_S = 60.0, 3600.0
 LONG_CALLS = ("paceline.v1.RecordsService/VerifyRun", "paceline.v1.RunService/Submit")

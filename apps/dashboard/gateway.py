@@ -18,6 +18,7 @@ from google.protobuf import json_format
 
 from paceline.apps.dashboard.backends import Backend
 from paceline.apps.dashboard.methods import Method, methods
+from paceline.calls.retry_hint import USUAL_S, from_error, to_header
 from paceline.errors import (
     AccessDenied,
     Busy,
@@ -29,7 +30,6 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.rate_limited_log import unforeseen
-from paceline.retry_hint import USUAL_S, from_error, to_header
 from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.page_keys import Access, Role
 from paceline.services.common.access.token_table import PREFIX, digest_of

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import click
 
+from paceline.calls.token import DEFAULT_PATH, read_token, token_path
 from paceline.errors import NotFound
 from paceline.services.common.access.page_keys import Access, Role
 from paceline.services.common.options import token_file_option
 from paceline.tls.folder import tls_folder
-from paceline.token import DEFAULT_PATH, read_token, token_path
 
 
 @click.command()

@@ -13,19 +13,24 @@ from paceline.apps.dashboard.backends import Backend, CoordinatorBackend
 from paceline.apps.dashboard.gateway import Gateway
 from paceline.apps.dashboard.links import say_links
 from paceline.apps.dashboard.pieces import Pieces
+from paceline.calls.token import TOKEN_NAME, token_path
 from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
+from paceline.services.common.access.insecure import (
+    check_coordinator,
+    check_host,
+    insecure_option,
+    insecurity,
+)
 from paceline.services.common.access.page_keys import Access
 from paceline.services.common.access.worker_callers import WorkerCallers
-from paceline.services.common.grpc_server import run_service
-from paceline.services.common.insecure import check_coordinator, check_host, insecure_option, insecurity
 from paceline.services.common.options import directory_option, token_file_option
 from paceline.services.common.processes.ready_file import announce
-from paceline.services.common.reminder import remind
-from paceline.services.common.scrape import metrics_endpoint
-from paceline.services.common.zmq_keepalive import in_brackets
+from paceline.services.common.serving.grpc_server import run_service
+from paceline.services.common.serving.reminder import remind
+from paceline.services.common.serving.scrape import metrics_endpoint
+from paceline.services.common.serving.zmq_keepalive import in_brackets
 from paceline.services.local.ledger_calls import LedgerCalls
-from paceline.token import TOKEN_NAME, token_path
 
 USUAL_PORT = 7080
 log = logging.getLogger(__name__)

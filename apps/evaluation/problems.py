@@ -24,7 +24,7 @@ from paceline.reward.runner import RewardRunner
 from paceline.rewards import Rewards, group_totals
 from paceline.services.reward.group_inputs import inputs_of_completions
 from paceline.spec import RunSpec
-from paceline.templates import fill
+from paceline.spec.templates import fill
 
 NORMALISED = "_norm"
 """End of the name of a reward of the answer that is likeliest per character."""

@@ -15,7 +15,7 @@ from paceline.apps.registry.fetch import public_key_option
 from paceline.apps.registry.verified import verified_model
 from paceline.errors import InvalidInput
 from paceline.services.cli.chat import changed, spec_of_model
-from paceline.services.common.insecure import check_host, insecure_option
+from paceline.services.common.access.insecure import check_host, insecure_option
 from paceline.services.common.options import device_option, directory_option
 from paceline.services.common.processes.quiet_libraries import quiet_libraries
 
@@ -92,8 +92,8 @@ def main(
     signature are checked first, with --public-key; so is a folder that `paceline models fetch` has written, where there is a key.
     """
     from paceline.apps.model_server.serving import endpoint_of, model_label, opened_model
-    from paceline.services.common.grpc_server import run_service
     from paceline.services.common.processes.ready_file import announce
+    from paceline.services.common.serving.grpc_server import run_service
 
     quiet_libraries()
     label = name or model_label(model)

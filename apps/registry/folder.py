@@ -34,9 +34,9 @@ from paceline.errors import Conflict, DataError, NotFound
 from paceline.files.names import CARD, EVALUATIONS, SIGNATURE, SPEC, STATEMENT, VERDICTS
 from paceline.files.storage import CHUNK_BYTES, Folder
 from paceline.files.whole_file import write_whole
+from paceline.host.regular_file import read_regular
 from paceline.models.evaluation_results import RESULT, SAMPLES, read_result
 from paceline.models.evidence import check_evidence
-from paceline.regular_file import read_regular
 
 CONFIGS = ("config.json", "adapter_config.json")
 """A model folder has one of these files."""

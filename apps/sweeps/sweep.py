@@ -26,7 +26,7 @@ from paceline.client import Client, Event
 from paceline.errors import Conflict
 from paceline.services.cli import render
 from paceline.services.cli.running.watching import advice, in_front_of
-from paceline.services.common.insecure import check_coordinator, insecure_option
+from paceline.services.common.access.insecure import check_coordinator, insecure_option
 from paceline.services.common.options import directory_option, json_option, print_json, token_file_option
 from paceline.services.common.reporting.visible_text import visible
 from paceline.services.local.folder_lock import FolderLock

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.errors import SpecError
-from paceline.regular_file import read_regular
+from paceline.host.regular_file import read_regular
 from paceline.spec import RunSpec
 from paceline.spec.bounded_yaml import load
 from paceline.spec.reading import load_spec

@@ -31,7 +31,7 @@ from paceline.apps.traces.spans import (
 )
 from paceline.data.json_rows import parse_line
 from paceline.errors import DataError, Unreadable
-from paceline.regular_file import open_regular
+from paceline.host.regular_file import open_regular
 
 COLUMNS = (
     "prompt", "completion", "final_reward", "tools", "prompt_ids", "token_ids", "logprobs", "finish_reason", "model",

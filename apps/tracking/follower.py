@@ -19,7 +19,7 @@ from paceline.apps.tracking.entries import Entry, entries
 from paceline.apps.tracking.names import Style
 from paceline.apps.tracking.opening import Setting, open_tracker
 from paceline.apps.tracking.tracker import Refused, TrackedRun, Tracker
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.rate_limited_log import RateLimitedLog

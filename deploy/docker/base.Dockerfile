@@ -43,7 +43,7 @@ COPY --from=source /src /src
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py control \
     && /opt/paceline/bin/python /locks/compile.py hf_xet s3fs tokenizers transformers zstandard \
-        paceline.services.cli.main paceline.services.coordinator.main paceline.apps.dashboard.links paceline.apps.dashboard.main paceline.services.common.healthcheck \
+        paceline.services.cli.main paceline.services.coordinator.main paceline.apps.dashboard.links paceline.apps.dashboard.main paceline.services.common.serving.healthcheck \
     && /opt/paceline/bin/python /locks/collect.py /root-of-image
 
 # The same with what reads Parquet and the hub's data sets.
@@ -56,7 +56,7 @@ COPY --from=source /src /src
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
     && /opt/paceline/bin/python /locks/trim.py control \
     && /opt/paceline/bin/python /locks/compile.py datasets pyarrow.parquet s3fs tokenizers transformers \
-        paceline.services.cli.main paceline.services.coordinator.main paceline.services.common.healthcheck \
+        paceline.services.cli.main paceline.services.coordinator.main paceline.services.common.serving.healthcheck \
     && /opt/paceline/bin/python /locks/collect.py /root-of-image
 
 FROM ${BASE} AS worker-build
@@ -74,7 +74,7 @@ RUN /opt/paceline/bin/python -m pip install --no-cache-dir --no-deps --no-build-
     && /opt/paceline/bin/python /locks/trim.py \
     && /opt/paceline/bin/python /locks/compile.py datasets peft pyarrow.parquet s3fs torch transformers \
         paceline.services.environment.main paceline.services.learner.main paceline.services.learner.rank paceline.services.reward.main paceline.services.rollout.main \
-        paceline.services.common.healthcheck
+        paceline.services.common.serving.healthcheck
 
 FROM ${GPU_BASE} AS gpu-build
 ARG PIP_INDEX_URL

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import Unavailable
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.spool import spool_folder

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.data.choices import LETTER, TEXTS, lettered, with_choices
 from paceline.errors import DataError
 from paceline.spec import DataSection
-from paceline.templates import as_lines, fill, placeholders
+from paceline.spec.templates import as_lines, fill, placeholders
 
 CHOICES = "choices"
 """Name in a template for the lettered list of answers."""

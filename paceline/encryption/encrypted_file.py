@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, NAME_BYTES, StorageKey, storage_key
 from paceline.errors import InvalidInput
-from paceline.regular_file import open_regular
+from paceline.host.regular_file import open_regular
 
 MAGIC = b"PLCENC\x001"
 SALT_BYTES = 16

@@ -25,7 +25,7 @@ from paceline.encryption.encrypted_file import decrypt, is_encrypted
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import SpecError, Unavailable
 from paceline.files.whole_file import sync_folder, write_whole
-from paceline.regular_file import open_regular
+from paceline.host.regular_file import open_regular
 
 CHUNK_BYTES = 8 << 20
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import DataError, NotFound
 from paceline.files.whole_file import write_whole
-from paceline.regular_file import read_regular
+from paceline.host.regular_file import read_regular
 
 FORMAT = 1
 RESULT = "result.json"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from paceline.errors import InvalidInput, PacelineError, Unreadable
 from paceline.files.model_source import WEIGHT_SUFFIXES, model_source
 from paceline.files.storage import is_url, open_url
-from paceline.regular_file import open_regular
+from paceline.host.regular_file import open_regular
 
 if TYPE_CHECKING:
     import torch

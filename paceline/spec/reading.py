@@ -21,7 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from paceline.errors import SpecError
-from paceline.regular_file import open_regular
+from paceline.host.regular_file import open_regular
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.explaining.faults import explain, unknown_key
 from paceline.spec.foreign.names import look_up, table

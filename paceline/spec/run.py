@@ -30,9 +30,9 @@ from paceline.spec.sections.supervised import (
     SftSection,
 )
 from paceline.spec.sections.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
+from paceline.spec.templates import placeholders
 from paceline.spec.value import ValueSection
 from paceline.spec.warnings import settings_warnings, unread, without_filter
-from paceline.templates import placeholders
 
 CONTINUATION_NAMES = frozenset({"letter", "choice"})
 

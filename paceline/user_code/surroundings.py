@@ -5,7 +5,7 @@ By `isolation()`, hidden are:
 
 OPEN      nothing
 SECRETS   the token or the coordinator's directory, the certificates, the storage key's file, and the bundles of other runs; workers beyond
-          loopback choose it where the kernel can (`paceline.services.common.secret_hiding`)
+          loopback choose it where the kernel can (`paceline.services.common.access.secret_hiding`)
 REQUIRED  these and `CREDENTIALS`; a service does not start where that cannot be kept
 
 With SECRETS and REQUIRED, what Python loads when the next such process starts, before its box, is read-only (`loaded_code`).
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.bundle.cache import KIND
+from paceline.calls.token import token_path
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
 from paceline.files.names import LEDGER_NAME
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
-from paceline.token import token_path
 from paceline.user_code.box import Box
 from paceline.user_code.temporary_folder import TemporaryFolder
 from paceline.user_code.variables import passed_variables

@@ -27,7 +27,7 @@ from typing import Any
 
 import aiohttp
 
-from paceline.backoff import pause_after
+from paceline.calls.backoff import pause_after
 from paceline.errors import Unreadable
 from paceline.reward.endpoints.settings import EndpointSettings
 

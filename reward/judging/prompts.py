@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from paceline import templates
+from paceline.spec import templates
 
 SCORE_TEMPLATE = """\
 Task given to an assistant:

@@ -11,7 +11,7 @@ from paceline.reward.endpoints.settings import EndpointSettings
 from paceline.reward.judging.prompts import PAIR_TEMPLATE, SCORE_TEMPLATE
 from paceline.reward.judging.verdicts import Vote
 from paceline.spec.sections.base import PositiveInt, Section
-from paceline.templates import placeholders
+from paceline.spec.templates import placeholders
 
 
 class JudgeSettings(Section):

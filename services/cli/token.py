@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from paceline.calls.token import TOKEN_NAME, read_token, token_path
 from paceline.errors import Conflict
 from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.token_table import BOOTSTRAP, DAY_S, FILE_NAME, read_table
@@ -19,7 +20,6 @@ from paceline.services.common.options import (
     json_option,
     print_json,
 )
-from paceline.token import TOKEN_NAME, read_token, token_path
 
 
 @click.group()

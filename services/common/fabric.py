@@ -14,7 +14,7 @@ import click
 import psutil
 
 from paceline.errors import InvalidInput
-from paceline.services.common.insecure import check_host
+from paceline.services.common.access.insecure import check_host
 
 VARIABLE = "PACELINE_FABRIC"
 """Environment variable that stands for the option; a learner's ranks get the address by it."""

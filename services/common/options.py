@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import click
 
+from paceline.calls.token import VARIABLE
 from paceline.client import DEFAULT_ADDRESS
 from paceline.files.names import LEDGER_NAME
-from paceline.services.common.insecure import check_coordinator, check_host, insecure_option
-from paceline.token import VARIABLE
+from paceline.services.common.access.insecure import check_coordinator, check_host, insecure_option
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 

@@ -1,5 +1,5 @@
 """The options of services that run user code: `--require-isolation`, `--no-isolation` and `--pass-env`. Without either of the first two
-`paceline.services.common.secret_hiding` chooses."""
+`paceline.services.common.access.secret_hiding` chooses."""
 
 from __future__ import annotations
 

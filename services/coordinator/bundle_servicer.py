@@ -14,7 +14,7 @@ import grpc
 
 from paceline.bundle.manifest import MAX_FILES
 from paceline.errors import Conflict, InvalidInput, Unavailable
-from paceline.services.common.grpc_server import with_status, with_stream_status
+from paceline.services.common.serving.grpc_server import with_status, with_stream_status
 from paceline.services.coordinator.blobs.store import CHUNK_BYTES, BlobStore
 from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 

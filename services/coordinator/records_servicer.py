@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import grpc
 
 from paceline.errors import Busy
-from paceline.services.common.grpc_server import with_status
+from paceline.services.common.serving.grpc_server import with_status
 from paceline.services.coordinator.audit.reading.reader import RecordsReader
 from paceline.services.coordinator.audit.reading.verify_process import verify_apart
 from paceline.services.coordinator.ledger.ledger import Ledger

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from paceline.services.common.grpc_server import with_status
+from paceline.services.common.serving.grpc_server import with_status
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
 from paceline.services.coordinator.scaling.scaler import Sized
 from paceline.v1 import status_pb2, status_pb2_grpc

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from paceline.calls.token import TOKEN_NAME, make_token, token_path
 from paceline.files.names import BLOBS_NAME, LEDGER_NAME
 from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.token_guard import TokenGuard
 from paceline.services.common.access.token_table import FILE_NAME as TOKENS_NAME
-from paceline.services.common.grpc_server import STOP_GRACE_S, GrpcServer
 from paceline.services.common.processes.file_limit import Capacity
 from paceline.services.common.processes.ready_file import announce
-from paceline.services.common.scrape import metrics_endpoint
-from paceline.services.common.token_guard import TokenGuard
-from paceline.services.common.zmq_keepalive import in_brackets
+from paceline.services.common.serving.grpc_server import STOP_GRACE_S, GrpcServer
+from paceline.services.common.serving.scrape import metrics_endpoint
+from paceline.services.common.serving.zmq_keepalive import in_brackets
 from paceline.services.coordinator.access_servicer import AccessServicer
 from paceline.services.coordinator.audit_log.log import AuditLog
 from paceline.services.coordinator.blobs.store import BlobStore
@@ -36,7 +37,6 @@ from paceline.services.coordinator.records_servicer import RecordsServicer
 from paceline.services.coordinator.scaling.pools import PoolConfig
 from paceline.services.coordinator.scaling_servicers import StatusServicer
 from paceline.services.coordinator.servicers import RunServicer, WorkerServicer
-from paceline.token import TOKEN_NAME, make_token, token_path
 from paceline.v1 import (
     access_pb2,
     access_pb2_grpc,

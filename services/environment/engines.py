@@ -22,16 +22,16 @@ from typing import Any
 import grpc
 import numpy as np
 
+from paceline.calls.token import metadata, read_token, token_path
 from paceline.environment.protocols import LeaseLost, SampledTurn, TurnRequest
 from paceline.errors import InvalidInput
 from paceline.groups import VersionSpan
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.accepted_calls import was_accepted
-from paceline.services.common.grpc_server import CHANNEL_OPTIONS
+from paceline.services.common.serving.accepted_calls import was_accepted
+from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
 from paceline.services.environment.engine_list import Engine, EngineList, Wanted
 from paceline.tls.certificates import WORKER_HOST
 from paceline.tls.channels import RenewedChannel, open_aio_channel
-from paceline.token import metadata, read_token, token_path
 from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 REFUSED_S = 0.5

@@ -9,7 +9,7 @@ worker holds the lease. A fault of one group ends neither the others nor the wor
 
 The journal of a leased group's turns, over the exchange: each call returns when the record is committed.
 
-A request is sent again until it is answered (`services/common/membership.py`), also through a restart of the coordinator, and
+A request is sent again until it is answered (`services/common/worker/membership.py`), also through a restart of the coordinator, and
 a record that is there already is answered `duplicate`. So a call ends with the record in the ledger, or the lease is lost.
 
 A lease as the exchange sends it, read into what its episodes begin with.
@@ -26,7 +26,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.environment.counts import EpisodeCounts
 from paceline.environment.protocols import (
     EpisodeLease,
@@ -42,9 +42,9 @@ from paceline.error_texts import error_text
 from paceline.errors import InvalidInput, PacelineError, PromptTooLong, WireError
 from paceline.groups import Group, Version
 from paceline.rate_limited_log import unforeseen
-from paceline.services.common.membership import Membership
 from paceline.services.common.reporting.occupancy import Occupancy
 from paceline.services.common.reporting.progress_log import ProgressLog
+from paceline.services.common.worker.membership import Membership
 from paceline.services.environment.engine_list import Wanted
 from paceline.services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost
 from paceline.spec import RunSpec

@@ -13,8 +13,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 
-from paceline.backoff import ExponentialBackoff
 from paceline.bundle.requirements import check_requirements
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
 from paceline.environment.episodes import GroupEpisodes
 from paceline.environment.hosting.pool import UserCode
@@ -22,10 +22,10 @@ from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, Tok
 from paceline.environment.setting import EpisodeSetting
 from paceline.errors import Unreadable
 from paceline.host.cores import usable_cores
-from paceline.services.common.assigned_run import AssignedRun
-from paceline.services.common.bundled_spec import BundledSpec, refusal_of_files
-from paceline.services.common.membership import Membership
-from paceline.services.common.run_setup import spec_of
+from paceline.services.common.worker.assigned_run import AssignedRun
+from paceline.services.common.worker.bundled_spec import BundledSpec, refusal_of_files
+from paceline.services.common.worker.membership import Membership
+from paceline.services.common.worker.run_setup import spec_of
 from paceline.services.environment.engines import Engines
 from paceline.services.environment.run import EnvironmentRun
 from paceline.services.environment.sessions.server import SessionServer

@@ -15,10 +15,15 @@ import time
 import click
 
 from paceline.errors import Conflict, InvalidInput, Unavailable
+from paceline.services.common.access.insecure import (
+    check_coordinator,
+    check_host,
+    insecure_option,
+    insecurity,
+)
 from paceline.services.common.fabric import fabric_option
-from paceline.services.common.insecure import check_coordinator, check_host, insecure_option, insecurity
 from paceline.services.common.processes.file_limit import raise_file_limit
-from paceline.services.common.reminder import REMIND_S
+from paceline.services.common.serving.reminder import REMIND_S
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.local_socket import listen, socket_name
 from paceline.weights.hosts.tls_transport import transport_of

@@ -16,9 +16,9 @@ from pathlib import Path
 import click
 
 from paceline.errors import PacelineError
+from paceline.services.common.access.insecure import check_coordinator
 from paceline.services.common.fabric import fabric_option
 from paceline.services.common.host_agent import zone_option
-from paceline.services.common.insecure import check_coordinator
 from paceline.services.common.options import device_option, token_file_option, worker_options
 from paceline.services.common.processes.parent_death import die_with_starter
 from paceline.services.common.processes.quiet_libraries import quiet_libraries

@@ -30,24 +30,24 @@ import click
 import torch
 import torch.distributed as dist
 
-from paceline.address import checked_address
+from paceline.calls.address import checked_address
 from paceline.errors import Busy, PacelineError, Unavailable
 from paceline.host.freed_memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
 from paceline.learner.collectives import broadcast_bytes
-from paceline.services.common.advertise import advertised_host
+from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.fabric import fabric_option
-from paceline.services.common.grpc_server import GrpcServer
 from paceline.services.common.host_agent import HostAgentConnection, zone_option
-from paceline.services.common.member_metrics import member_metrics
-from paceline.services.common.membership import LEAVE_WAIT_S, Membership
 from paceline.services.common.options import device_option, worker_options
 from paceline.services.common.processes.file_limit import raise_file_limit
 from paceline.services.common.processes.parent_death import die_with_starter
 from paceline.services.common.processes.ready_file import announce
-from paceline.services.common.run_setup import failed_set_up
-from paceline.services.common.token_guard import worker_guard
+from paceline.services.common.serving.advertise import advertised_host
+from paceline.services.common.serving.grpc_server import GrpcServer
+from paceline.services.common.worker.member_metrics import member_metrics
+from paceline.services.common.worker.membership import LEAVE_WAIT_S, Membership
+from paceline.services.common.worker.run_setup import failed_set_up
 from paceline.services.learner.background_loop import BackgroundLoop
 from paceline.services.learner.device import set_up_device
 from paceline.services.learner.orders import Orders
@@ -345,10 +345,6 @@ async def _serve(rank: LearnerRank, host: str, port: int, metrics_port: int | No
     return server
 
 
-if __name__ == "__main__":
-    main()
-
-
 MAX_REPLACEABLE = 1024
 """Replaceable reports that may wait; beyond this number the oldest is dropped."""
 
@@ -428,3 +424,7 @@ def _replaces(report: worker_pb2.ConnectRequest) -> Key | None:
         case "run_report" if report.run_report.warning:
             return "warning", report.run_report.warning
     return None
+
+
+if __name__ == "__main__":
+    main()

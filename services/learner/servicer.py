@@ -11,7 +11,7 @@ import grpc
 from paceline.errors import Conflict, InvalidInput, Unavailable
 from paceline.learner.checkpoints.export import check_has_adapter
 from paceline.learner.checkpoints.export_folder import NAME
-from paceline.services.common.grpc_server import with_status
+from paceline.services.common.serving.grpc_server import with_status
 from paceline.services.learner.context import RankContext
 from paceline.services.learner.orders import ExportOrder
 from paceline.v1 import learner_pb2, learner_pb2_grpc

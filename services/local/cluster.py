@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from paceline.calls.token import TOKEN_NAME, VARIABLE, token_path
 from paceline.errors import NotFound, PacelineError
 from paceline.host.cores import THREADS_VARIABLE, threads_beside
 from paceline.services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
@@ -32,7 +33,6 @@ from paceline.services.common.processes.restart_policy import MAX_BACKOFF_S
 from paceline.services.common.processes.supervisor import Service
 from paceline.services.local.folder_lock import FolderLock
 from paceline.spec import ClusterSection
-from paceline.token import TOKEN_NAME, VARIABLE, token_path
 
 LOCK_NAME = "up.lock"
 NOT_READY_S = 60.0

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.calls.token import VARIABLE
 from paceline.client import ENDED_STATES, Client, Event, RunState
 from paceline.encryption.encrypted_file import encrypt
 from paceline.encryption.storage_key import storage_key
@@ -33,7 +34,6 @@ from paceline.services.local.missing_paths import check_paths_are_here
 from paceline.services.local.sizes import sizes_for
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.reading import load_spec, parse_spec
-from paceline.token import VARIABLE
 
 MAX_DEATHS = 5
 """Deaths in a row after which a service is given up: a caller prefers an error to waiting."""

@@ -13,11 +13,11 @@ from types import TracebackType
 
 import grpc
 
+from paceline.calls.rpc_errors import status_name
+from paceline.calls.token import open_channel
 from paceline.host.cores import usable_cores
-from paceline.rpc_errors import status_name
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
-from paceline.token import open_channel
 from paceline.v1 import status_pb2, status_pb2_grpc
 
 ASK_S = 2.0

@@ -13,7 +13,7 @@ import threading
 import uuid
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import grpc
@@ -22,9 +22,8 @@ from paceline.errors import Busy, Conflict, InvalidInput, Unavailable
 from paceline.host.process import keep_private
 from paceline.reward.builtin import BUILTIN_FUNCTIONS
 from paceline.reward.runner import RewardRunner
-from paceline.services.common.advertise import advertised_host
-from paceline.services.common.grpc_server import GrpcServer, run_service, with_status
-from paceline.services.common.member_metrics import member_metrics
+from paceline.services.common.access.secret_hiding import choose_isolation
+from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.options import (
     functions_from_option,
     only_option,
@@ -35,19 +34,16 @@ from paceline.services.common.processes.file_limit import raise_file_limit
 from paceline.services.common.processes.parent_death import die_with_starter
 from paceline.services.common.processes.quiet_libraries import quiet_libraries
 from paceline.services.common.processes.ready_file import announce
-from paceline.services.common.reminder import remind
-from paceline.services.common.secret_hiding import choose_isolation
-from paceline.services.common.token_guard import worker_guard
+from paceline.services.common.serving.advertise import advertised_host
+from paceline.services.common.serving.grpc_server import GrpcServer, run_service, with_status
+from paceline.services.common.serving.reminder import remind
 from paceline.services.common.user_code_options import user_code_options
+from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.reward.worker import RewardWorker
 from paceline.spec import RewardFunctionSection
 from paceline.tracing import set_up_tracing
 from paceline.user_code.temporary_folder import remove_left_over
 from paceline.v1 import reward_pb2, reward_pb2_grpc
-
-if TYPE_CHECKING:
-    from paceline.services.reward.worker import RewardWorker
-
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +110,6 @@ def main(
             reminding.cancel()
 
     run_service(serve)
-
-
-if __name__ == "__main__":
-    main()
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -215,3 +207,7 @@ def _check_bounds(request: reward_pb2.ScoreRequest) -> None:
     for name, number, most in bounds:
         if number > most:
             raise InvalidInput(f"the request has {number} {name}, at most {most} are scored in one call")
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ from paceline.groups import Version
 from paceline.rollout.engine import Engine
 from paceline.rollout.weights.host_receiver import HostReceiver, check_plan
 from paceline.rollout.weights.store_receiver import StoreReceiver
-from paceline.services.common.membership import Membership
+from paceline.services.common.worker.membership import Membership
 from paceline.v1 import worker_pb2
 from paceline.weights.host_weights import HostWeights
 from paceline.weights.hosts.client import AgentClient

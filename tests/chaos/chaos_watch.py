@@ -12,11 +12,11 @@ from types import TracebackType
 import grpc
 from faults import Fault
 
+from paceline.calls.token import open_channel
 from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.local.cluster import LocalCluster
-from paceline.token import open_channel
 from paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc, worker_pb2
 from paceline.v1.common_pb2 import Role
 

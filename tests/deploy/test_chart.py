@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 from paceline.apps.dashboard.main import main as dashboard_main
 from paceline.services.cli.main import main as cli
-from paceline.services.common.healthcheck import main as healthcheck_main
+from paceline.services.common.serving.healthcheck import main as healthcheck_main
 from paceline.services.coordinator.main import main as coordinator_main
 from paceline.services.demo.smoke import main as smoke_main
 from paceline.services.environment.main import main as environment_main
@@ -258,7 +258,7 @@ def test_services_understand_their_options(monkeypatch: pytest.MonkeyPatch) -> N
                 for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                     asked = container.get(probe, {}).get("exec", {}).get("command", [])
                     if asked:
-                        words = asked[asked.index("paceline.services.common.healthcheck") + 1 :]
+                        words = asked[asked.index("paceline.services.common.serving.healthcheck") + 1 :]
                         check = healthcheck_main.make_context("healthcheck", words).params
                         assert check["address"] == f"127.0.0.1:{options['port']}"
                         assert check["timeout_s"] < container[probe]["timeoutSeconds"]

@@ -113,7 +113,7 @@ def test_the_page_is_served_without_torch_and_found_healthy(coordinator: str, tm
 
 
 def healthy(address: str) -> subprocess.CompletedProcess[str]:
-    command = without("paceline.services.common.healthcheck", address, "--timeout", "20")
+    command = without("paceline.services.common.serving.healthcheck", address, "--timeout", "20")
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=STARTS_S)
 
 

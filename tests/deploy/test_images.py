@@ -24,7 +24,7 @@ import yaml
 from paceline.apps.dashboard.main import main as dashboard_main
 from paceline.errors import InvalidInput
 from paceline.services.cli.serve import serve
-from paceline.services.common.advertise import advertised_host
+from paceline.services.common.serving.advertise import advertised_host
 from paceline.services.coordinator.main import main as coordinator_main
 from paceline.services.environment.main import main as environment_main
 from paceline.services.learner.main import main as learner_main
@@ -145,7 +145,7 @@ def test_an_image_starts_its_service_without_root(role: str, target: str) -> Non
     health = json.loads(last(target, "HEALTHCHECK").partition("CMD ")[2])
     address = f"127.0.0.1:{options['port']}"
     asked = address if "grpc" in ports else f"http://{address}{ROLES[role]['health']}"
-    assert health == ["python", "-m", "paceline.services.common.healthcheck", asked]
+    assert health == ["python", "-m", "paceline.services.common.serving.healthcheck", asked]
     if role != "coordinator":
         assert options["coordinator"] == f"coordinator:{ROLES['coordinator']['ports']['grpc']}"
 
@@ -162,7 +162,9 @@ def test_what_an_image_starts_is_compiled_when_it_is_built(role: str, target: st
     (compiles,) = [number for number, command in enumerate(commands) if "/locks/compile.py" in command]
     assert compiles > trims[-1]
     started = SCRIPTS["paceline"] if role == "cli" else f"{COMMANDS[role].callback.__module__}:main"
-    assert {started.split(":")[0], "paceline.services.common.healthcheck"} <= set(commands[compiles].split())
+    assert {started.split(":")[0], "paceline.services.common.serving.healthcheck"} <= set(
+        commands[compiles].split()
+    )
 
 
 def script_of_build(name: str) -> Any:
@@ -414,7 +416,7 @@ def health(address: str, timeout_s: float, service: str = "") -> subprocess.Comp
         [
             sys.executable,
             "-m",
-            "paceline.services.common.healthcheck",
+            "paceline.services.common.serving.healthcheck",
             address,
             "--timeout",
             str(timeout_s),

@@ -17,6 +17,7 @@ from joined_worker import JoinedWorker
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from paceline.calls.token import metadata
 from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.services.common.access.caller import CallerRole
@@ -26,7 +27,6 @@ from paceline.spec import RunSpec
 from paceline.spec.reading import spec_to_yaml
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.folder import VARIABLE, TlsFolder
-from paceline.token import metadata
 from paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.wire import PROTOCOL
 

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.client import Client, state_name
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
-from paceline.services.common.insecure import VARIABLE as INSECURE_VARIABLE
+from paceline.services.common.access.insecure import VARIABLE as INSECURE_VARIABLE
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 from paceline.spec.reading import parse_spec

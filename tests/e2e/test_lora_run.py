@@ -15,13 +15,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from paceline.calls.token import open_channel
 from paceline.client import Client
 from paceline.services.cli.main import main
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
-from paceline.token import open_channel
 from paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc
 
 # PeftModel, the oracle here, asks transformers by an old name.

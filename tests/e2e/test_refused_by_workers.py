@@ -16,6 +16,7 @@ from free_ports import free_port
 from joined_worker import JoinedWorker
 from service_processes import Services, wait_for
 
+from paceline.calls.token import metadata
 from paceline.errors import Unavailable
 from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.token_table import create
@@ -24,7 +25,6 @@ from paceline.services.local.cluster import LocalCluster
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.folder import VARIABLE, TlsFolder
 from paceline.tls.peers import PeerTls
-from paceline.token import metadata
 from paceline.v1 import host_agent_pb2, reward_pb2, reward_pb2_grpc
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.local_socket import LABEL_VARIABLE

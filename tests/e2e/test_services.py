@@ -14,12 +14,12 @@ import zmq
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from paceline.calls.token import open_channel
 from paceline.client import Client
 from paceline.errors import InvalidInput, PacelineError
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
 from paceline.tls.folder import tls_folder
-from paceline.token import open_channel
 
 MakeSpec = Callable[..., RunSpec]
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from watched_runs import finish
 
+from paceline.calls.token import VARIABLE as TOKEN_VARIABLE
 from paceline.client import Client
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
-from paceline.token import VARIABLE as TOKEN_VARIABLE
 from paceline.v1 import run_pb2
 from paceline.weights.hosts.local_socket import FOLDER_VARIABLE
 from paceline.weights.store_format import StoredVersion

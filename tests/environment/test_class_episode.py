@@ -22,7 +22,7 @@ from episode_world import (
     user,
 )
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.environment import sample as sample_module
 from paceline.environment.hosting.faults import EnvironmentLost, ServiceAway
 from paceline.environment.protocols import GroupRows, LeaseLost, SampledTurn, TurnRequest

@@ -18,8 +18,8 @@ import aiohttp
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.retry_hint import from_error
-from paceline.token import Metadata
+from paceline.calls.retry_hint import from_error
+from paceline.calls.token import Metadata
 from paceline.v1 import run_pb2, run_pb2_grpc
 
 CONNECT_S = 5.0

@@ -40,11 +40,11 @@ from raw_frames import RawFrames  # noqa: E402
 from targets import Impostor, Rpcs, Strangers  # noqa: E402
 from verdict import judge  # noqa: E402
 
+from paceline.calls.token import Metadata, metadata, read_token  # noqa: E402
 from paceline.client import ENDED_STATES, Client, state_name  # noqa: E402
-from paceline.services.common.call_limits import STEERING, STREAM  # noqa: E402
+from paceline.services.common.serving.call_limits import STEERING, STREAM  # noqa: E402
 from paceline.spec import ClusterSection, RunSpec  # noqa: E402
 from paceline.spec.reading import spec_to_yaml  # noqa: E402
-from paceline.token import Metadata, metadata, read_token  # noqa: E402
 from paceline.v1 import common_pb2  # noqa: E402
 
 WARM_UP_SHARE = 0.2

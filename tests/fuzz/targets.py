@@ -22,8 +22,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from messages import Known, Maker
 
+from paceline.calls.token import Metadata
 from paceline.groups import Completion, VersionSpan
-from paceline.token import Metadata
 from paceline.v1 import (
     access_pb2,
     bundle_pb2,

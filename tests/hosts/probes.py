@@ -25,11 +25,11 @@ import grpc
 import zmq
 from zmq.utils import z85
 
+from paceline.calls.token import metadata
 from paceline.errors import PacelineError, Unavailable
 from paceline.tls.channels import open_plain_or_tls
 from paceline.tls.folder import TlsFolder
 from paceline.tls.peers import PeerTls
-from paceline.token import metadata
 from paceline.v1 import (
     common_pb2,
     exchange_pb2,

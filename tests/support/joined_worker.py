@@ -8,7 +8,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
-from paceline.services.common.membership import Membership
+from paceline.services.common.worker.membership import Membership
 from paceline.v1 import common_pb2, worker_pb2
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL

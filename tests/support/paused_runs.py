@@ -8,7 +8,7 @@ from typing import Any
 
 from control_plane import DEADLINE_S, Plane, Worker
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.v1 import common_pb2, run_pb2
 
 

@@ -20,6 +20,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from paceline.calls.token import open_channel
 from paceline.client import Client
 from paceline.files.storage import Folder
 from paceline.groups import Version
@@ -31,7 +32,6 @@ from paceline.services.demo.task import answer, problem
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec
-from paceline.token import open_channel
 from paceline.v1 import learner_pb2, learner_pb2_grpc
 from paceline.v1.common_pb2 import Role
 from paceline.weights.hosts.local_socket import LABEL_VARIABLE

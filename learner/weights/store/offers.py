@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from paceline.backoff import pause_after
+from paceline.calls.backoff import pause_after
 from paceline.groups import Version
 from paceline.learner.weights.publish_result import PublishResult
 from paceline.learner.weights.store.chain import Stored

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import PacelineError
 from paceline.groups import Version
 from paceline.learner.weights.rank_board import RankBoard

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from paceline.backoff import pause_after
+from paceline.calls.backoff import pause_after
 from paceline.errors import PacelineError, Unavailable
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.v1 import host_agent_pb2, worker_pb2

@@ -21,7 +21,7 @@ import click
 from paceline.client import Client, Event
 from paceline.errors import NotFound, Unavailable
 from paceline.files.names import LEDGER_NAME
-from paceline.services.common.insecure import check_coordinator, insecure_option
+from paceline.services.common.access.insecure import check_coordinator, insecure_option
 from paceline.services.common.options import caller_token_file_option, directory_option, find_run
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from paceline.errors import SpecError
 from paceline.services.cli.running.progress import Shown, shown_options
 from paceline.services.cli.running.up import run_here
 from paceline.services.cli.running.watching import follow
-from paceline.services.common.insecure import check_coordinator, insecure_option
+from paceline.services.common.access.insecure import check_coordinator, insecure_option
 from paceline.services.common.options import directory_option
 from paceline.spec import RunSpec
 from paceline.spec.run import Algorithm

@@ -21,8 +21,8 @@ from paceline.models.memory_estimate import shortage
 from paceline.services.cli.running.left_runs import LeftRuns, left_runs
 from paceline.services.cli.running.progress import Shown, shown_options
 from paceline.services.cli.running.watching import follow
+from paceline.services.common.access.insecure import check_host, insecure_option
 from paceline.services.common.gpus import divide, named_in, torch_is_for_cpus, visible_gpus
-from paceline.services.common.insecure import check_host, insecure_option
 from paceline.services.common.options import (
     directory_option,
     functions_from_option,

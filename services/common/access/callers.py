@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from paceline.calls.token import VARIABLE
 from paceline.errors import AccessDenied, Conflict
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.caller import Caller, CallerRole
 from paceline.services.common.access.revoked_certificates import FILE_NAME as REVOKED_NAME
 from paceline.services.common.access.revoked_certificates import read_revoked
 from paceline.services.common.access.token_table import BOOTSTRAP, NamedToken, digest_of, read_table
-from paceline.token import VARIABLE
 
 ALL_ROLES = frozenset(CallerRole)
 

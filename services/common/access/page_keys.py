@@ -12,7 +12,7 @@ import secrets
 from enum import IntEnum
 from pathlib import Path
 
-from paceline.token import read_token
+from paceline.calls.token import read_token
 
 KEY_LENGTH = 32
 

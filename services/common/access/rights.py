@@ -87,7 +87,7 @@ RPCS: Mapping[str, Right] = {
 """The right to each rpc, by `package.Service/Method`."""
 
 COMPLETIONS = RPCS["paceline.v1.RolloutService/Generate"].roles
-"""Roles that the OpenAI-compatible endpoint answers, where it requires a token (`services/common/http_guard.py`)."""
+"""Roles that the OpenAI-compatible endpoint answers, where it requires a token (`services/common/serving/http_guard.py`)."""
 METRICS = RPCS["paceline.v1.StatusService/Status"].roles
 """Roles that `/metrics` and `/scale` answer, likewise."""
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import grpc
 
+from paceline.calls.token import VARIABLE, is_same, metadata, read_token, token_path
 from paceline.errors import AccessDenied, Unavailable
 from paceline.services.common.access.caller import Caller, CallerRole
 from paceline.services.common.access.callers import ALL_ROLES
 from paceline.services.common.access.token_table import BOOTSTRAP, digest_of
 from paceline.tls.channels import open_aio_channel
-from paceline.token import VARIABLE, is_same, metadata, read_token, token_path
 from paceline.v1 import access_pb2, access_pb2_grpc
 
 FRESH_S = 2.0

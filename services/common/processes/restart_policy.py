@@ -10,7 +10,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-from paceline.backoff import pause_after
+from paceline.calls.backoff import pause_after
 
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 60.0

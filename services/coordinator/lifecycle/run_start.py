@@ -16,7 +16,7 @@ import math
 import sqlite3
 import time
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import DataError, PacelineError, SpecError
 from paceline.rate_limited_log import unforeseen
 from paceline.services.coordinator.exchange import evaluation

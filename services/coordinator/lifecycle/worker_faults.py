@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.services.coordinator.lifecycle.context import RunContext
 from paceline.services.coordinator.lifecycle.run_states import RunStates
 from paceline.services.coordinator.members.registry import Fault, Member, Members

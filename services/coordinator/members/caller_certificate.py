@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.errors import Conflict, InvalidInput
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.tls import identity_of_call
+from paceline.services.common.access.tls import identity_of_call
 from paceline.tls.certificates import WORKER
 from paceline.tls.folder import tls_folder
 

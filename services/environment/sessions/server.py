@@ -43,7 +43,7 @@ from paceline.environment.protocols import AgentAnswer, AgentRequest, AgentSessi
 from paceline.errors import Conflict, NotFound
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.json_http import JsonListener, event_stream, send_event
+from paceline.services.common.serving.json_http import JsonListener, event_stream, send_event
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192

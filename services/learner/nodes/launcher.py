@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.services.learner.launcher import SIGNALS, EndAll, Ranks
 from paceline.services.learner.nodes.assembly import SessionEnd
 from paceline.services.learner.nodes.rendezvous import Place, Rendezvous

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from paceline.address import is_loopback
+from paceline.calls.address import is_loopback
 from paceline.groups import Version
 from paceline.host.cores import threads_beside
 from paceline.learner.collectives import any_over_ranks, broadcast_bytes

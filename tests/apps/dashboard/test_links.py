@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.apps.dashboard.links import main
+from paceline.calls.token import VARIABLE
 from paceline.services.common.access.page_keys import Access, Role
-from paceline.token import VARIABLE
 
 
 def test_the_links_have_the_keys_that_the_dashboard_takes(

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from links.proxy import Proxy
 
-from paceline.services.common import zmq_keepalive
-from paceline.services.common.grpc_server import GrpcServer
-from paceline.services.common.membership import Membership
+from paceline.services.common.serving import zmq_keepalive
+from paceline.services.common.serving.grpc_server import GrpcServer
+from paceline.services.common.worker.membership import Membership
 from paceline.services.coordinator.exchange.transport.router_socket import (
     ExchangeSocket,
     PendingRequest,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.reward.judging.prompts import as_text, fill
-from paceline.templates import placeholders
+from paceline.spec.templates import placeholders
 
 
 def test_a_value_is_never_read_as_a_template() -> None:

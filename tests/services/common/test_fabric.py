@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from paceline.errors import InvalidInput
 from paceline.services.common import fabric
+from paceline.services.common.access.insecure import insecure_option
 from paceline.services.common.fabric import fabric_address, fabric_option
-from paceline.services.common.insecure import insecure_option
 
 
 def entry(address: str) -> Any:

@@ -18,8 +18,8 @@ import grpc
 import pytest
 from exchange_drivers import make_spec
 
+from paceline.calls.token import open_channel
 from paceline.spec.reading import spec_to_yaml
-from paceline.token import open_channel
 from paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.wire import PROTOCOL
 

@@ -17,9 +17,9 @@ from paceline.models.evaluation_results import FORMAT, digest_of
 from paceline.models.references import Reference
 from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.token_guard import TokenGuard
 from paceline.services.common.access.token_table import create
-from paceline.services.common.grpc_server import GrpcServer
-from paceline.services.common.token_guard import TokenGuard
+from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.coordinator import model_servicer
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.model_servicer import ModelServicer

@@ -12,9 +12,9 @@ from control_plane import Plane, learner
 from yarl import URL
 
 from paceline.errors import AccessDenied
-from paceline.services.common import json_http
 from paceline.services.common.access.caller import Caller, CallerRole
-from paceline.services.common.scrape import metrics_endpoint
+from paceline.services.common.serving import json_http
+from paceline.services.common.serving.scrape import metrics_endpoint
 from paceline.services.coordinator.scaling_servicers import StatusServicer
 from paceline.v1 import status_pb2, status_pb2_grpc
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from paceline.services.common.grpc_server import details_of
+from paceline.services.common.serving.grpc_server import details_of
 from paceline.services.coordinator.text_limits import (
     MAX_EVENT_BYTES,
     MAX_GAUGES,

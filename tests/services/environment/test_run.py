@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from exchange_drivers import make_spec
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.environment.counts import EpisodeCounts
 from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, LeaseLost, TokenSource
 from paceline.episodes import TurnArrays

@@ -12,9 +12,9 @@ import pytest_asyncio
 from exchange_drivers import make_spec
 from tiny_chat import save_tiny_chat
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
-from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.environment.worker import EnvironmentWorker
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import exchange_pb2 as pb

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from paceline.errors import Busy, Conflict, Unavailable
-from paceline.services.common.grpc_server import GrpcServer
+from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.learner import servicer
 from paceline.services.learner.orders import MAX_ORDERS, ExportOrder, Orders
 from paceline.services.learner.servicer import LearnerServicer

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import paceline
+from paceline.calls.token import VARIABLE
 from paceline.client import Event, RunState
 from paceline.data.rows import open_rows
 from paceline.encryption.storage_key import StorageKey
@@ -19,7 +20,6 @@ from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.services.coordinator.lifecycle import worker_faults
 from paceline.services.local.one_call import RETRIED, TrainedRun, assembled
 from paceline.spec import RewardFunctionSection, RunSpec
-from paceline.token import VARIABLE
 from paceline.v1 import run_pb2
 
 MODEL = {"model_name": "none"}

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from control_plane import Plane, refusal
 from exchange_drivers import make_spec
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.services.reward.main import main
 from paceline.services.reward.worker import RewardWorker
 from paceline.spec.reading import spec_to_yaml

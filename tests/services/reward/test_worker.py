@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from exchange_drivers import make_spec
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.groups import Completion, VersionSpan
-from paceline.services.common.trainer_state import with_trainer_state
+from paceline.services.common.worker.trainer_state import with_trainer_state
 from paceline.services.reward.worker import RewardWorker
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import exchange_pb2 as pb

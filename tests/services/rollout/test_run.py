@@ -15,7 +15,7 @@ from chat_templates import HERMES, PLAIN, character_tokenizer
 from exchange_drivers import make_spec
 from rollout_bench import PATIENCE_S, TWO_TURNS, Bench, Engine, lease
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import EngineDied, InvalidInput
 from paceline.groups import Completion, VersionSpan
 from paceline.rollout.engine import GenerationRequest, check_prompt_length

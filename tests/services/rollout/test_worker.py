@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from exchange_drivers import make_spec
 
-from paceline.backoff import ExponentialBackoff
+from paceline.calls.backoff import ExponentialBackoff
 from paceline.groups import Version
 from paceline.services.rollout.run import RolloutRun
 from paceline.services.rollout.worker import RolloutWorker

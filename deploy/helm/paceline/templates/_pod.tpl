@@ -231,7 +231,7 @@ spec:
   {{- if $root.Values.tls.secretName }}{{- $_ := set $main.httpGet "scheme" "HTTPS" }}{{- end }}
   {{- $ready = $main }}
   {{- else if $root.Values.tls.secretName }}{{/* the kubelet's own gRPC probes know no TLS */}}
-  {{- $check := list "python" "-m" "paceline.services.common.healthcheck" (printf "127.0.0.1:%v" $port) "--timeout" "8" }}
+  {{- $check := list "python" "-m" "paceline.services.common.serving.healthcheck" (printf "127.0.0.1:%v" $port) "--timeout" "8" }}
   {{- $main = dict "exec" (dict "command" $check) }}
   {{- $ready = dict "exec" (dict "command" (ternary $check (concat $check (list "--service" $about.health)) (empty $about.health))) }}
   {{- else if $about.health }}

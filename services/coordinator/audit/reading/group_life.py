@@ -24,10 +24,6 @@ from paceline.rewards import totals
 from paceline.services.coordinator.audit.reading import page_tokens
 from paceline.spec import RunSpec
 
-if TYPE_CHECKING:
-    from paceline.services.coordinator.ledger.ledger import Ledger
-
-
 REASONS = {
     "stale": "Its tokens were older than the run allows (async_grpo.max_trajectory_age_steps, hard_max_age).",
     "no_variance": "All its completions had the same reward, and grpo.use_dynamic_sampling leaves such groups out.",

@@ -26,10 +26,6 @@ from google.protobuf.message import DecodeError
 from paceline.services.coordinator.reporting.token_files import MAX_REPORT_BYTES, path_of
 from paceline.v1 import worker_pb2
 
-if TYPE_CHECKING:
-    from paceline.services.coordinator.ledger.ledger import Ledger
-
-
 KINDS = ("step", "evaluation")
 POINTS, MAX_POINTS = 500, 5000
 MAX_PATTERNS, MAX_SERIES = 64, 128

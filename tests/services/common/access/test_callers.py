@@ -11,6 +11,7 @@ import grpc
 import pytest
 from exchange_drivers import make_spec
 
+from paceline.calls.token import metadata
 from paceline.client import Client
 from paceline.errors import AccessDenied, NotFound, NotPermitted
 from paceline.services.common.access.caller import CallerRole
@@ -19,7 +20,6 @@ from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection
 from paceline.spec.reading import spec_to_yaml
-from paceline.token import metadata
 from paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.wire import PROTOCOL
 

@@ -18,12 +18,13 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import MethodOptions
 
 import paceline.v1
+from paceline.calls.token import metadata
 from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.callers import TokenCallers
 from paceline.services.common.access.rights import EXCHANGE, RPCS
+from paceline.services.common.access.token_guard import Call, TokenGuard, worker_guard
 from paceline.services.common.access.token_table import create
-from paceline.services.common.grpc_server import GrpcServer
-from paceline.services.common.token_guard import Call, TokenGuard, worker_guard
+from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.coordinator.access_servicer import AccessServicer
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
@@ -33,7 +34,6 @@ from paceline.services.coordinator.serving import CoordinatorService
 from paceline.services.learner.servicer import LearnerServicer
 from paceline.services.reward.main import RewardServicer
 from paceline.services.rollout.servicer import RolloutServicer
-from paceline.token import metadata
 from paceline.v1 import common_pb2, exchange_pb2, learner_pb2_grpc, reward_pb2_grpc
 from paceline.v1 import rollout_pb2_grpc as rollout_grpc
 

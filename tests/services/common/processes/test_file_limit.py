@@ -15,8 +15,8 @@ import grpc
 import pytest
 from control_plane import Plane, rollout
 
-from paceline.services.common.grpc_server import GrpcServer
 from paceline.services.common.processes.file_limit import Capacity, raise_file_limit
+from paceline.services.common.serving.grpc_server import GrpcServer
 
 DEADLINE_S = 60.0
 

@@ -43,7 +43,7 @@ GAUGES = {
     "rollout": {
         "services/rollout/pace.py": ("gauges",),
         "services/rollout/run.py": ("gauges",),
-        "services/common/membership.py": ("_safe_gauges",),
+        "services/common/worker/membership.py": ("_safe_gauges",),
     },
     "reward_workers": {
         "services/reward/worker.py": ("_gauges",),
@@ -51,7 +51,7 @@ GAUGES = {
     },
     "environment_workers": {
         "services/environment/run.py": ("gauges",),
-        "services/common/membership.py": ("_safe_gauges",),
+        "services/common/worker/membership.py": ("_safe_gauges",),
     },
     "learner": {"paceline/host/memory.py": ("process_gauges",)},
 }

@@ -16,11 +16,11 @@ from exchange_drivers import write_prompts
 from paused_runs import state_of
 
 from paceline.bundle.collecting import Bundle, collect, collect_again
-from paceline.bundle_transfer import send
+from paceline.calls.bundle_transfer import send
 from paceline.data.preparation.prepared import prepared_data
 from paceline.errors import Unreadable
 from paceline.models.auto_settings import with_engine
-from paceline.services.common.bundled_spec import BundledSpec
+from paceline.services.common.worker.bundled_spec import BundledSpec
 from paceline.services.coordinator.blobs.store import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.run_bundles import RunBundles

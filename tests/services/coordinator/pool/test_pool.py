@@ -12,7 +12,7 @@ import grpc
 import pytest
 from control_plane import DEADLINE_S, Plane, Worker, ack, learner, offer, refusal, rollout
 
-from paceline.services.common.membership import Membership
+from paceline.services.common.worker.membership import Membership
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.v1 import common_pb2, run_pb2, worker_pb2
 from paceline.wire import PROTOCOL

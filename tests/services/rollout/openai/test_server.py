@@ -448,8 +448,8 @@ async def test_what_is_nested_without_end_is_the_clients_fault(url: str) -> None
 async def test_connections_that_say_nothing_leave_files_for_the_worker(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.services.common.http_listener.MAX_CONNECTIONS", 2)
-    monkeypatch.setattr("paceline.services.common.http_listener.SHARE_OF_ADDRESS", 1.0)
+    monkeypatch.setattr("paceline.services.common.serving.http_listener.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("paceline.services.common.serving.http_listener.SHARE_OF_ADDRESS", 1.0)
     host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
     silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -472,8 +472,8 @@ async def test_connections_that_say_nothing_leave_files_for_the_worker(
 async def test_bodies_that_do_not_end_are_bounded_in_number_and_time(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.services.common.http_listener.MAX_BODIES", 1)
-    monkeypatch.setattr("paceline.services.common.http_listener.BODY_S", 3600.0)
+    monkeypatch.setattr("paceline.services.common.serving.http_listener.MAX_BODIES", 1)
+    monkeypatch.setattr("paceline.services.common.serving.http_listener.BODY_S", 3600.0)
     host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
     begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     _, slow = await asyncio.open_connection(host, int(port))
@@ -489,7 +489,7 @@ async def test_bodies_that_do_not_end_are_bounded_in_number_and_time(
             async with session.post(f"{url}/completions", json={}) as answer:
                 status = answer.status
         assert status == 400
-    monkeypatch.setattr("paceline.services.common.http_listener.BODY_S", 0.05)
+    monkeypatch.setattr("paceline.services.common.serving.http_listener.BODY_S", 0.05)
     reader, slow = await asyncio.open_connection(host, int(port))
     slow.write(begun)
     async with asyncio.timeout(60):

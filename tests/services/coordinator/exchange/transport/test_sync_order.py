@@ -22,9 +22,9 @@ import pytest
 import zmq
 from exchange_drivers import group_result, make_completion, make_spec
 
+from paceline.calls.token import open_channel
 from paceline.groups import Version
 from paceline.spec.reading import spec_to_yaml
-from paceline.token import open_channel
 from paceline.v1 import common_pb2, run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL

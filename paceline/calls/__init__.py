@@ -1,0 +1,1 @@
+"""Calls of the services: addresses, connections, tokens, errors, when to try again."""

@@ -1,0 +1,73 @@
+"""Consent to connections beyond this host that are not encrypted: `--insecure`. With `--tls-dir` none is needed.
+
+A process that uses the consent says so: in its log at its start and every ten minutes, in a gauge, and the coordinator in
+`paceline status`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from paceline.calls.address import FORM, is_loopback
+from paceline.services.common.access.tls_option import tls_option
+from paceline.tls.folder import VARIABLE as TLS_VARIABLE
+from paceline.tls.folder import tls_folder
+
+VARIABLE = "PACELINE_INSECURE"
+"""Environment variable that stands for the option, also for the processes that a command starts."""
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+def _accept(_context: click.Context, _option: click.Parameter, is_accepted: bool) -> None:
+    if is_accepted:
+        os.environ[VARIABLE] = "1"
+
+
+_insecure_option = click.option(
+    "--insecure",
+    is_flag=True,
+    callback=_accept,
+    expose_value=False,
+    is_eager=True,
+    help=f"Listen and connect beyond this host, unencrypted, where there is no --tls-dir; also {VARIABLE}=1.",
+)
+
+
+def insecure_option(command: CommandT) -> CommandT:
+    """Add --tls-dir and --insecure."""
+    decorated: CommandT = tls_option(_insecure_option(command))
+    return decorated
+
+
+def check_host(_context: click.Context, option: click.Parameter, host: str) -> str:
+    """Callback of options with an address to listen on. Raises click.UsageError for one beyond this host."""
+    return _checked(option, host, host)
+
+
+def check_coordinator(_context: click.Context, option: click.Parameter, address: str | None) -> str | None:
+    """Callback of options with HOST:PORT to connect to. Raises click.UsageError for one beyond this host."""
+    match = FORM.fullmatch(address or "")  # another text is refused where it is used
+    return _checked(option, str(address), match[1]) if match else address
+
+
+def _checked(option: click.Parameter, value: str, host: str) -> str:
+    if is_loopback(host) or tls_folder() is not None:
+        return value
+    if os.environ.get(VARIABLE, "") not in ("1", "true", "yes"):
+        raise click.UsageError(
+            f"{option.opts[0]} {value} is beyond this host, and without certificates nothing is encrypted: whoever reads the network "
+            f"has the token and the data. Give certificates with --tls-dir or {TLS_VARIABLE} (`paceline certs` makes them). On a "
+            f"network that you trust add --insecure, or set {VARIABLE}=1"
+        )
+    return value
+
+
+def insecurity(host: str) -> str:
+    """Return the sentence about a process that listens on `host`; empty where it is encrypted or on this host alone."""
+    if is_loopback(host) or tls_folder() is not None:
+        return ""
+    return f"NOT ENCRYPTED: --insecure listens on {host} without TLS; give certificates with --tls-dir"

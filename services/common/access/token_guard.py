@@ -1,0 +1,317 @@
+"""The check of every call before any of its content is read: whose token it carries, and whether that caller may make it.
+
+Health and reflection stay open. `services/common/access/rights.py` says who may call what. Streams end when their caller's token
+is revoked or expires: a task looks at their callers every RECHECK_S while there are any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from paceline.calls.token import KEY
+from paceline.errors import AccessDenied, InvalidInput, NotPermitted, PacelineError, Unavailable
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.access.caller import Caller, CallerRole, set_caller
+from paceline.services.common.access.callers import Callers
+from paceline.services.common.access.rights import RPCS, Right
+from paceline.services.common.access.tls import certificate_name
+from paceline.services.common.access.worker_callers import WorkerCallers
+from paceline.services.common.error_status import status_of
+from paceline.services.common.grpc_peers import address_of
+
+OPEN = ("/grpc.health.", "/grpc.reflection.")
+RECHECK_S = 1.0
+MESSAGE_S = 60.0
+"""Seconds that the message of a permitted call has to come in; a stream's handler waits for its messages by itself."""
+OF_GUARD = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+"""Statuses of calls that are refused because of who makes them."""
+ENDS_OF_STREAMS = (
+    grpc.StatusCode.OK,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNKNOWN,
+)
+"""Statuses with which a stream ends without a refusal: its peer left or went away, or this service stops."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+seldom = RateLimitedLog(logging.getLogger(__name__))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, for the audit log."""
+
+    method: str
+    caller: Caller | None
+    peer: str
+    request: Any
+    """Its message, of a stream the first one; None where none was read."""
+    code: grpc.StatusCode
+    details: str
+    certificate: str = ""
+    """Name in the client certificate; empty without one."""
+    answer: Any = None
+    """The message that answered it; None for a stream of answers, and for a refusal."""
+
+
+class _Requests:
+    """The requests of a call, with the first one that was read."""
+
+    def __init__(self, requests: AsyncIterator[Any]):
+        self._requests: Any = aiter(requests)
+        self.first: Any = None
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await anext(self._requests)
+        if self.first is None:
+            self.first = request
+        return request
+
+    async def close(self) -> None:
+        """Free what gRPC keeps of the call: its receiver of messages and the receiver's generator refer to each other until the
+        generator has ended."""
+        with contextlib.suppress(RuntimeError):  # another task of the call's handler still reads
+            await self._requests.aclose()
+
+
+@dataclass
+class _Noted:
+    """A call under way that changes something."""
+
+    requests: Any
+    has_begun: bool = False
+    answer: Any = None
+
+    @property
+    def request(self) -> Any:
+        return self.requests.first if isinstance(self.requests, _Requests) else self.requests
+
+
+@dataclass(eq=False)
+class _Stream:
+    caller: Caller
+    task: asyncio.Task[Any]
+    refusal: str = ""
+
+
+class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
+    """The guard of one server."""
+
+    def __init__(
+        self,
+        callers: Callers,
+        owner: Callable[[str], str] = lambda run_id: "",
+        note: Callable[[Call], None] = lambda call: None,
+        rights: Mapping[str, Right] = RPCS,
+        message_s: float = MESSAGE_S,
+    ):
+        """`owner` returns the name of a run's submitter, empty for one that is not on record. `note` takes refused calls
+        and those that change something; it must not block. `message_s` is the longest wait for the message of a call."""
+        self._message_s = message_s
+        self._callers, self._owner, self._note, self._rights = callers, owner, note, rights
+        self._streams: set[_Stream] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return a handler that checks the call, then calls the method's handler."""
+        details: Any = handler_call_details
+        handler: Any = await continuation(details)
+        if handler is None or details.method.startswith(OPEN):
+            return handler  # type: ignore[no-any-return]
+        sent = str(dict(details.invocation_metadata or ()).get(KEY, ""))
+        return self._guarded(handler, details.method.lstrip("/"), sent.removeprefix("Bearer "))
+
+    def _guarded(self, handler: Any, method: str, token: str) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return the guarded handler. It takes a stream of requests whatever the method has, because a single request
+        would be read whole before the handler is called."""
+
+        async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
+            received = _Requests(requests)
+            try:
+                caller, request = await self._admit(handler, method, token, received, context)
+                with self._noted(method, caller, request, context) as noted:
+                    noted.answer = await (handler.unary_unary or handler.stream_unary)(request, context)
+                    return noted.answer
+            finally:
+                await received.close()
+
+        async def answer_stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            received = _Requests(requests)
+            stream: _Stream | None = None
+            try:
+                caller, request = await self._admit(handler, method, token, received, context)
+                stream = self._watch(caller)
+                with self._noted(method, caller, request, context) as noted:
+                    responses = (handler.unary_stream or handler.stream_stream)(request, context)
+                    async with contextlib.aclosing(responses):
+                        async for response in responses:
+                            if not noted.has_begun:
+                                self._note_begun(method, caller, noted, context)
+                            yield response
+            except asyncio.CancelledError:
+                if stream is None or not stream.refusal:
+                    raise
+                stream.task.uncancel()
+                code, first = grpc.StatusCode.UNAUTHENTICATED, _Noted(request)
+                self._note_call(method, caller, first, context, code, stream.refusal)
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, stream.refusal)
+            finally:
+                if stream is not None:
+                    self._streams.discard(stream)
+                await received.close()
+
+        streams = handler.response_streaming
+        make: Any = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+        guarded: grpc.RpcMethodHandler[Any, Any] = make(
+            answer_stream if streams else answer, handler.request_deserializer, handler.response_serializer
+        )
+        return guarded
+
+    async def _admit(
+        self, handler: Any, method: str, token: str, requests: _Requests, context: Context
+    ) -> tuple[Caller, Any]:
+        """Return the caller and the request (or the stream of requests) of a permitted call; abort any other."""
+        caller: Caller | None = None
+        request: Any = None
+        certificate = ""
+        try:
+            certificate = certificate_name(context)
+            caller = await self._callers.caller(token, certificate)
+            right = self._rights.get(method)
+            _check_role(method, right, caller)
+            set_caller(caller)
+            if handler.request_streaming:
+                return caller, requests
+            request = await self._message(method, requests)
+            if right is not None and right.own_run and not caller.steers_all:
+                self._check_owner(caller, request.run_id)
+            return caller, request
+        except (AccessDenied, NotPermitted, InvalidInput, Unavailable) as error:
+            code = status_of(error) or grpc.StatusCode.INTERNAL
+            self._note(Call(method, caller, context.peer(), request, code, str(error), certificate))
+            await context.abort(code, str(error))
+            raise  # not reached: `abort` raises
+
+    async def _message(self, method: str, requests: _Requests) -> Any:
+        """Return the one message of a call. Raises InvalidInput, Unavailable."""
+        try:
+            async with asyncio.timeout(self._message_s):
+                request = await anext(requests, None)
+        except TimeoutError:
+            raise Unavailable(
+                f"{method} takes one message, and none came within {self._message_s:g} s; call again"
+            ) from None
+        if request is None:
+            raise InvalidInput(f"{method} takes one message, and none came")
+        return request
+
+    def _check_owner(self, caller: Caller, run_id: str) -> None:
+        """Raises NotPermitted for a run of somebody else."""
+        try:
+            owner = self._owner(run_id)
+        except PacelineError:  # no such run, which the method itself says
+            return
+        if owner != caller.name:
+            raise NotPermitted(
+                f"run {run_id[:80]!r} is not a run of {caller.name}, and a submitter steers their own runs alone; an "
+                "operator may do it"
+            )
+
+    @contextlib.contextmanager
+    def _noted(self, method: str, caller: Caller, requests: Any, context: Context) -> Iterator[_Noted]:
+        """Note a call that changes something, with its result. A stream of answers is noted when the first one leaves, and
+        again where it ends with an error that is not the peer's going away."""
+        right, noted = self._rights.get(method), _Noted(requests)
+        if right is None or not right.changes:
+            noted.has_begun = True
+            yield noted
+            return
+        end = grpc.StatusCode.UNKNOWN
+        try:
+            yield noted
+            end = grpc.StatusCode.OK
+        except asyncio.CancelledError:
+            end = grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            code: Any = context.code() or end
+            if isinstance(code, int):
+                code = next(each for each in grpc.StatusCode if each.value[0] == code)
+            if not noted.has_begun or code not in ENDS_OF_STREAMS:
+                details = context.details() or ""
+                text = details.decode(errors="replace") if isinstance(details, bytes) else str(details)
+                self._note_call(method, caller, noted, context, code, text)
+
+    def _note_begun(self, method: str, caller: Caller, noted: _Noted, context: Context) -> None:
+        noted.has_begun = True
+        self._note_call(method, caller, noted, context, grpc.StatusCode.OK, "begins")
+
+    def _note_call(
+        self,
+        method: str,
+        caller: Caller,
+        noted: _Noted,
+        context: Context,
+        code: grpc.StatusCode,
+        details: str,
+    ) -> None:
+        peer, certificate = context.peer(), caller.certificate
+        self._note(Call(method, caller, peer, noted.request, code, details, certificate, noted.answer))
+
+    def _watch(self, caller: Caller) -> _Stream:
+        """Note a stream, which ends when its caller does not count any more."""
+        task = asyncio.current_task()
+        assert task is not None, "gRPC answers each call in a task"
+        stream = _Stream(caller, task)
+        self._streams.add(stream)
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._end_revoked())
+        return stream
+
+    async def _end_revoked(self) -> None:
+        refusal = getattr(self._callers, "refusal", None)
+        while self._streams and refusal is not None:
+            await asyncio.sleep(RECHECK_S)
+            for stream in list(self._streams):
+                if not stream.refusal and (why := refusal(stream.caller)):
+                    stream.refusal = why
+                    stream.task.cancel()
+
+
+def worker_guard(coordinator: str = "") -> TokenGuard:
+    """Return the guard of a worker's services: the coordinator says who a caller is, and the log has who was refused."""
+    return TokenGuard(WorkerCallers(coordinator), note=_log_refusal)
+
+
+def _log_refusal(call: Call) -> None:
+    """Write a line for a call that was refused because of who made it."""
+    if call.code in OF_GUARD:
+        seldom.warning(
+            "call", "refused a call of %s from %s: %s", call.method, address_of(call.peer), call.details
+        )
+
+
+def _check_role(method: str, right: Right | None, caller: Caller) -> None:
+    """Raises NotPermitted."""
+    if right is None:
+        raise NotPermitted(f"nobody may call {method}: it has no row in services/common/access/rights.py")
+    if not right.roles & caller.roles:
+        allowed = ", ".join(role for role in CallerRole if role in right.roles)
+        roles = ", ".join(sorted(caller.roles)) or "none"
+        raise NotPermitted(
+            f"{method} is for the roles {allowed}; {caller.name} has {roles}. Use another token, or ask an operator for one"
+        )

@@ -1,0 +1,189 @@
+"""Limits on the calls of a gRPC server: how often a caller may call a method, and how many calls may be under way.
+
+Promise: a call beyond a limit is refused before its handler runs, with RESOURCE_EXHAUSTED and the time after which it may be
+taken, and what is kept here is bounded. A caller is the one that the token's guard has found; where there is none (health,
+reflection) it is the peer's address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+
+from paceline.calls.retry_hint import USUAL_S, to_metadata
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.access.caller import current_caller
+from paceline.services.common.grpc_peers import host_of
+from paceline.services.common.serving.outermost_interceptor import handler_with, method_of
+
+MAX_KEPT = 8192
+"""Callers and methods whose calls are counted; beyond it those that have been quiet the longest begin anew."""
+
+NO_LIMIT = 1 << 31
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The limit on the calls of one method."""
+
+    per_s: float
+    """Calls of one caller a second, for ever."""
+    burst: int
+    """Calls of one caller that may come at once beyond that."""
+    under_way: int
+    """Calls of one caller at a time."""
+    in_all: int
+    """Calls of all callers at a time."""
+
+
+USUAL = Limit(per_s=200.0, burst=1000, under_way=256, in_all=1024)
+"""One page of the dashboard makes some ten calls a second with the token of its server."""
+
+STEERING = Limit(per_s=5.0, burst=200, under_way=32, in_all=128)
+"""Calls that read a spec, or write events."""
+
+STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
+"""Streams that a client keeps open."""
+
+OPEN_STREAM = Limit(per_s=20.0, burst=100, under_way=16, in_all=64)
+"""Streams that need no token."""
+
+BY_WORKERS = Limit(per_s=2000.0, burst=10_000, under_way=NO_LIMIT, in_all=NO_LIMIT)
+"""Calls of workers, whose number is bounded elsewhere: members by the open files, completions by the engine's places. The workers
+of a cluster share a token, and all come at once after the coordinator's restart."""
+
+LIMITS: Mapping[str, Limit] = MappingProxyType(
+    {
+        "paceline.v1.RunService/Submit": STEERING,
+        "paceline.v1.RunService/Cancel": STEERING,
+        "paceline.v1.RunService/Pause": STEERING,
+        "paceline.v1.RunService/Resume": STEERING,
+        "paceline.v1.RunService/DropGroups": STEERING,
+        "paceline.v1.RunService/Checkpoint": STEERING,
+        "paceline.v1.RunService/Watch": STREAM,
+        "paceline.v1.ModelService/Register": STEERING,
+        "paceline.v1.ModelService/Promote": STEERING,
+        "paceline.v1.ModelService/Rollback": STEERING,
+        "paceline.v1.WorkerService/Connect": BY_WORKERS,
+        "paceline.v1.BundleService/Put": Limit(per_s=20.0, burst=400, under_way=64, in_all=256),
+        "paceline.v1.BundleService/Fetch": BY_WORKERS,
+        "paceline.v1.AccessService/Identify": BY_WORKERS,
+        "paceline.v1.RolloutService/Generate": BY_WORKERS,
+        "grpc.health.v1.Health/Watch": OPEN_STREAM,
+        "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": OPEN_STREAM,
+    }
+)
+"""Limits by `package.Service/Method`; any other method has the USUAL one."""
+
+seldom = RateLimitedLog(logging.getLogger(__name__))
+Key = tuple[str, str]
+
+
+class Rates:
+    """The pace of each caller's calls of each method, by the generic cell rate algorithm: one number for each, the time at which
+    all that it has called would be due."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._due_s: dict[Key, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._due_s)
+
+    def wait_s(self, key: Key, limit: Limit) -> float:
+        """Count a call and return 0; or, for one that comes too early, the seconds after which it may come."""
+        now_s = self._clock()
+        due_s = max(now_s, self._due_s.pop(key, now_s))
+        early_s = due_s - now_s - (limit.burst - 1) / limit.per_s
+        if early_s <= 0:
+            due_s += 1 / limit.per_s
+        self._due_s[key] = due_s  # at the end: the first are those that have been quiet the longest
+        if len(self._due_s) > MAX_KEPT:
+            del self._due_s[next(iter(self._due_s))]
+        return max(0.0, early_s)
+
+
+class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
+    """The limits of one server; the innermost interceptor, so that the caller is known."""
+
+    def __init__(
+        self, limits: Mapping[str, Limit] = LIMITS, usual: Limit = USUAL, rates: Rates | None = None
+    ):
+        self._limits, self._usual = limits, usual
+        self._rates = Rates() if rates is None else rates
+        self._under_way: Counter[Key] = Counter()
+        self._in_all: Counter[str] = Counter()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return a handler that counts the call, then calls the method's handler."""
+        details: Any = handler_call_details
+        handler: Any = await continuation(details)
+        if handler is None:
+            return None  # type: ignore[return-value]  # no such method, which gRPC answers
+        method = details.method.lstrip("/")
+        call = method_of(handler)
+
+        async def answer(request: Any, context: Any) -> Any:
+            with await self._counted(method, context):
+                return await call(request, context)
+
+        async def answer_stream(request: Any, context: Any) -> Any:
+            with await self._counted(method, context):
+                async with contextlib.aclosing(call(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+
+        return handler_with(handler, answer, answer_stream)
+
+    async def _counted(self, method: str, context: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a call counts as under way; abort a call beyond its limit."""
+        limit = self._limits.get(method, self._usual)
+        caller = current_caller()
+        key = caller.name if caller is not None else host_of(context.peer()), method
+        refusal, wait_s = self._refusal(key, limit)
+        if refusal:
+            seldom.warning(f"limit/{method}", "%s", refusal)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, to_metadata(wait_s))
+        return self._taken(key)
+
+    def _refusal(self, key: Key, limit: Limit) -> tuple[str, float]:
+        """Return why a call is refused, and the seconds after which it may come; an empty text where it is taken."""
+        who, method = key
+        if self._in_all[method] >= limit.in_all:
+            return f"{limit.in_all} calls of {method} are under way here, the most; try again later", USUAL_S
+        if self._under_way[key] >= limit.under_way:
+            return (
+                f"{who} has {limit.under_way} calls of {method} under way, the most; end one, or try again later",
+                USUAL_S,
+            )
+        if wait_s := self._rates.wait_s(key, limit):
+            return (
+                f"{who} calls {method} more than {limit.per_s:g} times a second; call again after {wait_s:.1f} s",
+                wait_s,
+            )
+        return "", 0.0
+
+    @contextlib.contextmanager
+    def _taken(self, key: Key) -> Iterator[None]:
+        counters: tuple[tuple[Counter[Any], Any], ...] = ((self._under_way, key), (self._in_all, key[1]))
+        for counter, each in counters:
+            counter[each] += 1
+        try:
+            yield
+        finally:
+            for counter, each in counters:
+                counter[each] -= 1
+                if not counter[each]:
+                    del counter[each]

@@ -1,0 +1,274 @@
+"""The base of all gRPC servers of Paceline: reflection, health, limits, errors as statuses, a graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import click
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from paceline.calls.retry_hint import to_metadata
+from paceline.errors import Busy, Conflict, PacelineError
+from paceline.rate_limited_log import SeldomFilter, unforeseen
+from paceline.services.common.access.insecure import insecurity
+from paceline.services.common.access.tls import server_credentials
+from paceline.services.common.access.token_guard import TokenGuard
+from paceline.services.common.error_status import status_of
+from paceline.services.common.serving.call_limits import CallLimits
+from paceline.services.common.serving.outermost_interceptor import OutermostInterceptor
+from paceline.services.common.serving.reminder import remind
+from paceline.services.common.serving.zmq_keepalive import in_brackets
+from paceline.tls.folder import TlsFolder, tls_folder
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest gRPC message either way: weights manifests are the largest messages here."""
+
+MAX_DETAILS_BYTES = 4096
+"""Bytes of a status's text on the wire, where a byte beyond printable ASCII takes three: gRPC refuses longer trailers.
+"""
+
+HANDSHAKE_S = 10.0
+"""Seconds in which a new connection has to be through its handshakes, those of TLS and HTTP/2."""
+
+IDLE_S = 60.0
+"""Seconds after which a connection without a call is closed, so that strangers cannot hold all connections of a port by opening them.
+A channel opens the next one when it needs it."""
+
+MAX_STREAMS = 4096
+"""Calls under way on one connection; a channel keeps further ones back."""
+
+MAX_CONNECTIONS = 4096
+"""Connections to each port of a server that names no other number; a further one is closed at once."""
+
+STOP_GRACE_S = 1.0
+"""Seconds that calls under way have when the service ends."""
+
+LIMITS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+CHANNEL_OPTIONS = [
+    *LIMITS,
+    # A connection on which nothing came for 15 s is closed. gRPC uses the ping's time-out, whatever the keepalive's is.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # limit of one attempt to connect
+]
+SERVER_OPTIONS = [
+    *LIMITS,
+    ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
+    ("grpc.max_connection_idle_ms", int(1000 * IDLE_S)),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    # Later than the heartbeats' time-out, because a broken stream counts as a crash and a silent worker does not.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+]
+
+GRPC_LOG = "grpc._cython.cygrpc"
+"""Logger of gRPC's traceback for each request that cannot be decoded."""
+
+seldom = SeldomFilter()
+CallT = TypeVar("CallT", bound=Callable[..., Awaitable[Any]])
+StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
+
+
+def with_status(call: CallT) -> CallT:
+    """Wrap a unary method of a servicer so that PacelineErrors become statuses with their message. Any other exception
+    is answered as INTERNAL, logged and counted."""
+
+    @functools.wraps(call)
+    async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await call(self, request, context)
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            await context.abort(*_status(call.__name__, error))
+
+    return wrapped  # type: ignore[return-value]
+
+
+def with_stream_status(call: StreamT) -> StreamT:
+    """Wrap a method that answers with a stream, as `with_status` does."""
+
+    @functools.wraps(call)
+    async def wrapped(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            async with contextlib.aclosing(call(self, request, context)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    yield response
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            await context.abort(*_status(call.__name__, error))
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _status(method: str, error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """Return status, text and trailing metadata for an error."""
+    if (code := status_of(error)) is not None:
+        hint = to_metadata(error.retry_after_s) if isinstance(error, Busy) else ()
+        return code, details_of(str(error)), hint
+    return grpc.StatusCode.INTERNAL, details_of(unforeseen.note(method, error)), ()
+
+
+def details_of(text: str) -> str:
+    """Return a status's text, cut to fit into a trailer."""
+    size = 0
+    kept: list[str] = []
+    for character in text:
+        data = character.encode("utf-8", "replace")
+        size += (
+            len(data)
+            if character.isascii() and character.isprintable() and character != "%"
+            else 3 * len(data)
+        )
+        if size > MAX_DETAILS_BYTES - 16:
+            return "".join(kept) + " [...]"
+        kept.append(character)
+    return text
+
+
+class GrpcServer:
+    """A listening gRPC server with its services: with TLS where the environment names a folder with certificates."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        guard: TokenGuard | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+        *,
+        mutual: bool = False,
+        people_port: int | None = None,
+    ):
+        """`guard` checks every call first, `CallLimits` come second; beyond `max_connections` to a port a new connection is closed
+        at once. Under TLS `mutual` takes clients with a certificate alone, and `people_port` is a second port for those without one.
+
+        Raises Conflict when a port is taken, InvalidInput for certificates that cannot be used.
+        """
+        logging.getLogger(GRPC_LOG).addFilter(seldom)
+        # The guard is outside of the limits, which count by the caller that it has found.
+        interceptors: list[Any] = [OutermostInterceptor(), *([guard] if guard else []), CallLimits()]
+        limit = ("grpc.max_allowed_incoming_connections", max_connections)
+        self._server = grpc.aio.server(interceptors=interceptors, options=[*SERVER_OPTIONS, limit])
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+        self.host = host
+        self._reminding: asyncio.Task[None] | None = None
+        folder = tls_folder()
+        self.port = self._listen(port, folder, mutual)
+        self.people_port = None if people_port is None else self._listen(people_port, folder, False)
+
+    def _listen(self, port: int, folder: TlsFolder | None, mutual: bool) -> int:
+        if port and _is_taken(
+            self.host, port
+        ):  # before gRPC tries, because it writes a line to stderr itself
+            raise _taken(self.host, port)
+        address = f"{in_brackets(self.host)}:{port}"
+        try:
+            if folder is None:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, server_credentials(folder, mutual=mutual))
+        except RuntimeError:
+            raise _taken(self.host, port) from None
+
+    def add(self, servicer: Any, register: Callable[[Any, grpc.aio.Server], None], name: str) -> None:
+        """Add a service by its generated registration function and its full name."""
+        register(servicer, self._server)
+        self._names.append(name)
+
+    async def start(self) -> None:
+        """Listen, and set the health to SERVING."""
+        reflection.enable_server_reflection(self._names, self._server)
+        for name in ("", *self._names):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
+        self._reminding = asyncio.create_task(remind(insecurity(self.host)))
+
+    async def set_serving(self, name: str, serving: bool) -> None:
+        """Set the health of one service, which says whether it can work. The health of the process stays as it is."""
+        states = health_pb2.HealthCheckResponse
+        await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
+    async def __aenter__(self) -> GrpcServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop(STOP_GRACE_S)
+
+    async def stop(self, grace_s: float) -> None:
+        """Set the health to NOT_SERVING; calls under way have `grace_s` seconds to end."""
+        if self._reminding is not None:
+            self._reminding.cancel()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def _taken(host: str, port: int) -> Conflict:
+    return Conflict(f"cannot listen on {host}:{port}; is another process there? Choose another port")
+
+
+def _is_taken(host: str, port: int) -> bool:
+    """Return whether another process listens on the port; False where only the attempt can tell."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return False
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run `main` with an event that SIGTERM and SIGINT set; `main` then ends in good order.
+
+    A PacelineError ends the process with its message and status 1, any other exception with its traceback.
+    """
+    try:
+        asyncio.run(_until_signal(main))
+    except PacelineError as error:
+        raise click.ClickException(str(error)) from None
+    except ExceptionGroup as group:
+        fault = _first(group)
+        if fault is None:
+            raise
+        raise click.ClickException(str(fault)) from None
+
+
+def _first(group: ExceptionGroup) -> PacelineError | None:
+    for error in group.exceptions:
+        found = _first(error) if isinstance(error, ExceptionGroup) else error
+        if isinstance(found, PacelineError):
+            return found
+    return None
+
+
+async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await main(stop)

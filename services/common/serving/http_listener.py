@@ -1,0 +1,264 @@
+"""A port of an aiohttp application whose connections and bodies are bounded.
+
+Promise: whoever can reach the port has a bounded number of connections, in all and from one address; one without a request,
+and one that does not read its answer, is closed; a refused one gets an answer that says so.
+
+The application's handlers and its server's protocol are aiohttp's; a `_Connection` stands between the protocol and its
+transport and notes what passes. A task looks at all of them every second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from typing import cast
+
+from aiohttp import web
+
+from paceline.calls.retry_hint import USUAL_S, to_header
+from paceline.errors import Busy, Conflict, InvalidInput
+from paceline.rate_limited_log import SeldomFilter
+from paceline.services.common.access.tls import server_context
+from paceline.tls.folder import tls_folder
+
+MAX_CONNECTIONS = 512
+"""Connections, because the process needs files for other things."""
+
+SHARE_OF_ADDRESS = 0.5
+"""Share of the connections that one address may have, so that none keeps all others out."""
+
+IDLE_S = 75.0
+"""Seconds for which a connection may stand without a request: one that has not come whole, or the next one. Proxies keep theirs
+for a minute."""
+
+UNREAD_S = 30.0
+"""Seconds for which a client may leave its answer unread."""
+
+CHECK_S = 1.0
+MAX_BODY_BYTES = 8 << 20
+MAX_BODIES = 16
+"""Request bodies that are read at a time, because everyone who can reach the port can send them."""
+
+BODY_S = 30.0
+"""Seconds for a body to arrive."""
+
+SHUTDOWN_S = 2.0
+"""Seconds that answers under way have when the listener closes; by then their sequences have ended."""
+
+HTTP_LOG = "aiohttp.server"
+"""Logger of aiohttp's lines for each request that is no HTTP."""
+
+seldom = SeldomFilter()
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpListener:
+    """The port of one application."""
+
+    def __init__(
+        self,
+        app: web.Application,
+        name: str,
+        remedy: str,
+        *,
+        max_connections: int | None = None,
+        max_bodies: int | None = None,
+        share_of_address: float | None = None,
+        encrypted: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`name` and `remedy` are for the message about a taken port; the limits are those of this module by default. `encrypted`
+        False listens without TLS in any case."""
+        logging.getLogger(HTTP_LOG).addFilter(seldom)
+        self._name, self._remedy, self._clock = name, remedy, clock
+        self._limits = max_connections, max_bodies, share_of_address
+        self._encrypted = encrypted
+        self._connections: dict[asyncio.Protocol, _Connection] = {}
+        """By aiohttp's protocol."""
+        self._of_address: Counter[str] = Counter()
+        self._bodies = 0
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+        )
+
+        @web.middleware
+        async def note_request(request: web.Request, handler: Handler) -> web.StreamResponse:
+            connection = self._connections.get(request.protocol)
+            with connection.busy() if connection is not None else contextlib.nullcontext():
+                return await handler(request)
+
+        app.middlewares.insert(0, note_request)
+        self._listener: asyncio.Server | None = None
+        self._checking: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    @property
+    def unread(self) -> int:
+        """Return the number of connections whose client leaves its answer unread now."""
+        return sum(connection.unread_s is not None for connection in self._connections.values())
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen and return the port, 0 takes a free one; with TLS where the environment names a folder with certificates. Raises
+        Conflict when the port is taken, InvalidInput for certificates that cannot be used."""
+        await self._runner.setup()
+        try:
+            folder = tls_folder() if self._encrypted else None
+            context = server_context(folder) if folder is not None else None
+            loop = asyncio.get_running_loop()
+            self._listener = await loop.create_server(self._protocol, host, port, ssl=context)
+        except OSError as error:
+            await self._runner.cleanup()
+            raise Conflict(
+                f"{self._name} cannot listen on {host}:{port} ({error.strerror}); {self._remedy}"
+            ) from None
+        self._checking = asyncio.create_task(self._check_forever())
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    @property
+    def scheme(self) -> str:
+        """Return `https` or `http`."""
+        return "https" if self._encrypted and tls_folder() is not None else "http"
+
+    async def close(self) -> None:
+        """Take no more requests; answers under way are finished first."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._checking is not None:
+            self._checking.cancel()
+        await self._runner.cleanup()
+
+    async def body(self, request: web.Request) -> bytes:
+        """Return the body of a request. Raises InvalidInput for one that does not come in time, Busy beyond the limit."""
+        if self._bodies >= (self._limits[1] or MAX_BODIES):
+            raise Busy(f"{self._bodies} requests are being read; try again")
+        self._bodies += 1
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await request.read()
+        except TimeoutError:
+            raise InvalidInput(f"the body did not come within {BODY_S:g} s") from None
+        finally:
+            self._bodies -= 1
+
+    def check(self) -> None:
+        """Close the connections that stand without a request, or whose client does not read."""
+        now_s = self._clock()
+        for connection in list(self._connections.values()):
+            connection.check(now_s)
+
+    async def _check_forever(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_S)
+            self.check()
+
+    def _protocol(self) -> asyncio.Protocol:
+        """Return the protocol of a new connection."""
+        server = self._runner.server
+        assert server is not None
+        return _Connection(self, server(), self._clock)
+
+    def opened(self, connection: _Connection) -> str:
+        """Note a connection; return why it is refused, empty where it is taken."""
+        most = self._limits[0] or MAX_CONNECTIONS
+        if len(self._connections) >= most:
+            return f"{self._name} has {most} connections, the most; try again later"
+        of_address = max(1, int((self._limits[2] or SHARE_OF_ADDRESS) * most))
+        if self._of_address[connection.address] >= of_address:
+            return (
+                f"{self._name} has {of_address} connections from {connection.address}, the most from one address; close some, or "
+                "try again later"
+            )
+        self._connections[connection.inner] = connection
+        self._of_address[connection.address] += 1
+        return ""
+
+    def closed(self, connection: _Connection) -> None:
+        """Note the end of a connection."""
+        if self._connections.pop(connection.inner, None) is not None:
+            self._of_address[connection.address] -= 1
+            if not self._of_address[connection.address]:
+                del self._of_address[connection.address]
+
+
+class _Connection(asyncio.Protocol):
+    """A connection with aiohttp's protocol `inner`, which gets every event."""
+
+    def __init__(self, listener: HttpListener, inner: asyncio.Protocol, clock: Callable[[], float]) -> None:
+        self.inner = inner
+        self.address = ""
+        self._listener, self._clock = listener, clock
+        self._transport: asyncio.Transport | None = None
+        self._requests = 0
+        self._quiet_s = clock()
+        """Time since when there is no request."""
+        self.unread_s: float | None = None
+        """Time since when the client leaves its answer unread; None while it reads."""
+        self._refused = False
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Count a request as under way."""
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            self._quiet_s = self._clock()
+
+    def check(self, now_s: float) -> None:
+        """End the connection if it stands without a request, or if the client does not read."""
+        transport = self._transport
+        if transport is None:
+            return
+        if self.unread_s is not None and now_s - self.unread_s > UNREAD_S:
+            transport.abort()
+        elif not self._requests and now_s - self._quiet_s > IDLE_S:
+            if transport.is_closing():  # it waits for the client to read the rest
+                transport.abort()
+            transport.close()
+
+    # Events of the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.address = str((transport.get_extra_info("peername") or ("",))[0])
+        if refusal := self._listener.opened(self):
+            self._refused = True
+            self._transport.write(_answer(refusal))
+            transport.close()
+            return
+        self.inner.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._refused:
+            self._listener.closed(self)
+            self.inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            self.inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return None if self._refused else self.inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self.unread_s = self._clock()
+        self.inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.unread_s = None
+        self.inner.resume_writing()
+
+
+def _answer(refusal: str) -> bytes:
+    """Return the answer to a connection beyond the limit."""
+    body = refusal.encode()
+    head = ["HTTP/1.1 429 Too Many Requests", "Content-Type: text/plain; charset=utf-8", "Connection: close"]
+    head += [f"{name}: {value}" for name, value in to_header(USUAL_S).items()]
+    return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body

@@ -1,0 +1,118 @@
+"""JSON over HTTP for clients of the OpenAI API: a listener with limits, bodies, errors in the API's shape, and events.
+
+Promise: whoever can reach the port takes a bounded number of connections, bodies and bytes, every error is answered to its
+sender as the API's JSON, and no request ends the service.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from aiohttp import web
+
+from paceline.calls.retry_hint import USUAL_S, to_header
+from paceline.chat.api_errors import error_answer, error_body
+from paceline.chat.messages import Json
+from paceline.errors import Busy, InvalidInput, PacelineError
+from paceline.rate_limited_log import unforeseen
+from paceline.services.common.serving.http_guard import HttpGuard, needs_token
+from paceline.services.common.serving.http_listener import MAX_BODY_BYTES, Handler, HttpListener
+
+
+class JsonListener:
+    """A port with routes."""
+
+    def __init__(
+        self,
+        name: str,
+        remedy: str,
+        *,
+        max_connections: int | None = None,
+        max_bodies: int | None = None,
+        share_of_address: float | None = None,
+        guard: HttpGuard | None = None,
+        encrypted: bool = True,
+    ) -> None:
+        """`name` and `remedy` are for the message about a taken port; the limits, and `encrypted`, are those of `HttpListener`.
+        `guard` checks each request where `needs_token` says so."""
+        self.app = web.Application(
+            middlewares=[_with_errors, self._with_token], client_max_size=MAX_BODY_BYTES
+        )
+        self._guard, self._needs_token = guard, False
+        self._listener = HttpListener(
+            self.app,
+            name,
+            remedy,
+            max_connections=max_connections,
+            max_bodies=max_bodies,
+            share_of_address=share_of_address,
+            encrypted=encrypted,
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """See `HttpListener.start`."""
+        self._needs_token = self._guard is not None and needs_token(host)
+        return await self._listener.start(host, port)
+
+    @property
+    def scheme(self) -> str:
+        """Return `https` or `http`."""
+        return self._listener.scheme
+
+    async def close(self) -> None:
+        """Take no more requests; answers under way are finished first."""
+        await self._listener.close()
+
+    async def body(self, request: web.Request) -> Any:
+        """Return the document in a request. Raises InvalidInput where there is none, Busy beyond the limit."""
+        # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
+        if request.content_type != "application/json":
+            raise InvalidInput(f"the content type is {request.content_type!r}, must be 'application/json'")
+        content = await self._listener.body(request)
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise InvalidInput(f"the body is no JSON: {error}") from None
+        except RecursionError:
+            raise InvalidInput("the body is nested too deeply") from None
+
+    @web.middleware
+    async def _with_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the request's token, where the port requires one."""
+        if self._needs_token and self._guard is not None:
+            await self._guard.check(request)
+        return await handler(request)
+
+
+def event_stream() -> web.StreamResponse:
+    """Return a response of server-sent events, which is not prepared yet."""
+    return web.StreamResponse(
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    )
+
+
+async def send_event(response: web.StreamResponse, event: Json, name: str = "") -> None:
+    """Send one event."""
+    head = f"event: {name}\n".encode() if name else b""
+    await response.write(head + b"data: " + json.dumps(event, allow_nan=False).encode() + b"\n\n")
+
+
+@web.middleware
+async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every error as the API's JSON."""
+    try:
+        return await handler(request)
+    except PacelineError as error:
+        status, body = error_answer(error)
+        seconds = error.retry_after_s if isinstance(error, Busy) else USUAL_S
+        headers = to_header(seconds) if status in (429, 503) else {}
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return web.json_response(body, status=status, headers=headers)
+    except web.HTTPException as error:
+        message = f"{request.method} {request.path}: {error.reason}; see /v1/models for what is here"
+        return web.json_response(error_body(message, "invalid_request_error"), status=error.status)
+    except Exception as error:  # any error is answered to its sender, and others are served on
+        message = unforeseen.note(f"an HTTP {request.method}", error)
+        return web.json_response(error_body(message, "server_error"), status=500)

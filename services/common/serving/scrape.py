@@ -1,0 +1,69 @@
+"""`/metrics` of a service for Prometheus: what OpenTelemetry has gathered in this process, in the text format; and the
+coordinator's `/scale/POOL`, the one number that KEDA's metrics-api scaler reads of a pool.
+
+Promise: reading touches neither ledger nor members and sets no size; connections are bounded, and a stranger learns the names
+of runs, pools and reward functions and their numbers, nothing else. Nothing listens without --metrics-port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.access.callers import Callers
+from paceline.services.common.access.rights import METRICS
+from paceline.services.common.access.token_guard import Call
+
+MAX_CONNECTIONS = 32
+log = logging.getLogger(__name__)
+seldom = RateLimitedLog(log)
+
+
+@asynccontextmanager
+async def metrics_endpoint(
+    host: str,
+    port: int | None,
+    callers: Callers,
+    note: Callable[[Call], None] = lambda call: None,
+    desired: Callable[[str], int] | None = None,
+) -> AsyncIterator[int | None]:
+    """Serve `/metrics` while the context is open, on a free port for 0; None serves nothing. Yields the port. `callers` are asked
+    where the port requires a token, and `note` takes the requests that are then refused. With `desired`, which returns the size
+    that a pool should have, also `/scale/POOL`. Raises Conflict when the port is taken."""
+    if port is None:
+        yield None
+        return
+    from aiohttp import web
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+    from paceline.services.common.serving.http_guard import HttpGuard
+    from paceline.services.common.serving.json_http import JsonListener
+
+    async def answer(_request: web.Request) -> web.Response:
+        text = await asyncio.to_thread(generate_latest)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def answer_scale(request: web.Request) -> web.Response:
+        assert desired is not None
+        response = web.json_response({"desired": desired(request.match_info["pool"])})
+        response.force_close()  # KEDA asks for each pool over another connection
+        return response
+
+    listener = JsonListener(
+        "the metrics endpoint",
+        "choose another --metrics-port",
+        max_connections=MAX_CONNECTIONS,
+        guard=HttpGuard(callers, METRICS, seldom, note),
+    )
+    listener.app.router.add_get("/metrics", answer)
+    if desired is not None:
+        listener.app.router.add_get("/scale/{pool}", answer_scale)
+    used = await listener.start(host, port)
+    log.info("metrics at %s://%s:%d/metrics", listener.scheme, host, used)
+    try:
+        yield used
+    finally:
+        await listener.close()

@@ -1,0 +1,55 @@
+"""The token's file, and what counts as having it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from paceline.calls.token import is_authorized, make_token, metadata, read_token, token_path
+from paceline.errors import InvalidInput
+from paceline.services.cli.main import main
+
+
+def test_a_token_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "token"
+    token = make_token(path)
+    assert len(bytes.fromhex(token)) == 32
+    assert make_token(path) == token == read_token(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in path.parent.iterdir()] == ["token"]
+    assert make_token(tmp_path / "other") != token
+
+
+def test_a_file_without_a_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(InvalidInput, match="is empty or cannot be read; delete it"):
+        make_token(tmp_path / "token")
+    assert read_token(tmp_path / "none") == ""
+    (tmp_path / "token").write_bytes(b"\xff\xfe")
+    assert read_token(tmp_path / "token") == ""
+
+
+def test_only_the_whole_token_is_right() -> None:
+    ((key, value),) = metadata("abc")
+    assert key == "authorization"
+    assert is_authorized(value, "abc")
+    for said in ("", "abc", "Bearer ab", "Bearer abcd", "bearer abc", "Bearer äbc"):
+        assert not is_authorized(said, "abc")
+    assert metadata("") == ()
+    assert not is_authorized("Bearer ", "")  # no token is not an empty one
+
+
+def test_the_variable_goes_before_the_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN_FILE", str(tmp_path / "elsewhere"))
+    assert token_path(tmp_path / "token") == tmp_path / "elsewhere"
+    monkeypatch.delenv("PACELINE_TOKEN_FILE")
+    assert token_path(tmp_path / "token") == tmp_path / "token"
+    assert token_path() == Path("runs/token")
+
+
+@pytest.mark.parametrize("command", ["submit x", "runs", "watch x", "members", "generate x", "up"])
+def test_every_command_that_speaks_to_a_coordinator_takes_a_token_file(command: str) -> None:
+    shown = CliRunner().invoke(main, [*command.split()[:1], "--help"])
+    assert "--token-file" in shown.output
