@@ -10,12 +10,11 @@ import json
 import sqlite3
 
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.lives import end_life
+from paceline.services.coordinator.exchange.journals import end_life
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
-from paceline.services.coordinator.exchange.uploads.array_checks import Limits
-from paceline.services.coordinator.exchange.uploads.group_checks import fault_of_ids, fault_of_versions
+from paceline.services.coordinator.exchange.submissions import fault_of_ids, fault_of_versions
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
-from paceline.services.coordinator.exchange.uploads.turn_checks import UploadedTurn
+from paceline.services.coordinator.exchange.uploads.turn_checks import Limits, UploadedTurn
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.tables.episodes import FAILED, RESTARTED, JournaledTurn
 from paceline.services.coordinator.text_limits import cut

@@ -22,9 +22,8 @@ import numpy as np
 from paceline.errors import Unreadable
 from paceline.groups import FloatArray, Group, Version
 from paceline.rewards import Rewards, totals
-from paceline.services.coordinator.exchange.engines import Engine
-from paceline.services.coordinator.exchange.group_sources import sources_of
-from paceline.services.coordinator.exchange.source_rewards import rewards_by_source
+from paceline.services.coordinator.exchange.admission import Engine
+from paceline.services.coordinator.exchange.batches.selection import rewards_by_source, sources_of
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.groups import State
 from paceline.spec import RunSpec

@@ -6,12 +6,16 @@ nothing, while the others submit all the time, holds groups that they could gene
 lease, and submitted nothing, for longer than LIMIT_MULTIPLE times the pool's median from lease to result, and LIMIT_S
 at least. A worker whose results are refused in a row is overdue too. Nobody is overdue unless another worker has
 submitted something since, or is idle and able to work.
+
+Counts of the groups that each worker completed since the coordinator's start. Pure; the scaling policy reads them.
+
+The unit is a group to train: a group of an evaluation counts by its share of the completions of one.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -110,3 +114,28 @@ class LeaseDurations:
             return ""
         needed = f"need {median_s:.0f} s from lease to result" if enough_results else "have nothing to do"
         return f"it has submitted nothing for {waited_s:.0f} s, and others {needed} (the limit is {limit_s:.0f} s)"
+
+
+class Throughput:
+    """Groups by the worker whose result was committed."""
+
+    def __init__(self) -> None:
+        self.generated: defaultdict[str, float] = defaultdict(float)
+        """Generated groups by rollout or environment worker."""
+        self.scored: defaultdict[str, float] = defaultdict(float)
+        """Scored groups by reward worker."""
+
+    def note_generated(self, member_id: str, share: float) -> None:
+        """Count a group that was generated; `share` is its completions by those of a group to train."""
+        self.generated[member_id] += share
+
+    def note_scored(self, member_id: str, share: float) -> None:
+        """Count a group that was scored."""
+        self.scored[member_id] += share
+
+    def keep(self, member_ids: Iterable[str]) -> None:
+        """Forget workers that are not among `member_ids`, so that the counts do not grow with every worker that ever was."""
+        kept = set(member_ids)
+        for counts in (self.generated, self.scored):
+            for member_id in counts.keys() - kept:
+                del counts[member_id]

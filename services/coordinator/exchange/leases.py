@@ -1,4 +1,10 @@
-"""Leases: from admitted to leased, and back where a worker is gone. submissions.py handles the results."""
+"""Leases: from admitted to leased, and back where a worker is gone. submissions.py handles the results.
+
+Workers that hold work which others could do: their leases and tasks go to others, and they get none before they
+submit something.
+
+`lease_durations.py` finds them; this module connects it to the ledger and acts on it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import hashlib
 import itertools
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
@@ -14,9 +20,15 @@ from paceline.errors import Unreadable
 from paceline.groups import Version, held_attempt, with_holder
 from paceline.services.common.sampling_params import params_message
 from paceline.services.coordinator.exchange import evaluation, journals, quarantine
-from paceline.services.coordinator.exchange.admission import admissible, step_of_group
+from paceline.services.coordinator.exchange.admission import (
+    admissible,
+    holds_leases,
+    reach_of,
+    serving,
+    step_of_group,
+)
 from paceline.services.coordinator.exchange.batches import damaged_groups
-from paceline.services.coordinator.exchange.engines import reach_of, serving
+from paceline.services.coordinator.exchange.lease_durations import LeaseDurations, Overdue
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from paceline.services.coordinator.ledger.groups import NewLease
 from paceline.services.coordinator.ledger.segments import (
@@ -27,6 +39,7 @@ from paceline.services.coordinator.ledger.segments import (
     read_frame,
 )
 from paceline.tracing import group_traceparent, span
+from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import parse_message
 
@@ -141,7 +154,7 @@ class _NewLeases:
         try:
             prefix = self._prefix(group_id) if row["attempt"] else None
             has_journal = row["attempt"] and run.spec.environment.is_used
-            journal = journals.frames_of(self._exchange, run, group_id) if has_journal else {}
+            journal = self._journal(group_id) if has_journal else {}
         except UnopenedSegment as fault:
             self._exchange.note_unopened(fault)
             return False
@@ -196,6 +209,14 @@ class _NewLeases:
         except DamagedRecord as damaged:
             damaged_groups.handle_damaged(self._exchange, self._run, damaged)
             return None
+
+    def _journal(self, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
+        """Return the journal of a group; a life with a turn that cannot be read ends. Raises UnopenedSegment."""
+        while True:
+            try:
+                return journals.frames_of(self._exchange, self._run, group_id)
+            except DamagedRecord as damaged:
+                damaged_groups.handle_damaged(self._exchange, self._run, damaged)
 
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
@@ -318,3 +339,57 @@ def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = Fa
     released = exchange.groups.revoke_leases([member_id])
     exchange.groups.revoke_tasks([member_id])
     return released
+
+
+def find_overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
+    """Return the workers that hold leases or tasks for far longer than others need. Called every few seconds."""
+    unable = exchange.overdue | exchange.suspected
+    queries = exchange.group_queries
+    found = exchange.lease_durations.check(
+        now_s, queries.leases(run.run_id), _samplers(exchange, run) - unable
+    )
+    scorers = _able(exchange, common_pb2.ROLE_REWARD)
+    return found + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers - unable)
+
+
+def _samplers(exchange: Exchange, run: ActiveRun) -> set[str]:
+    """Return the workers that could take leases."""
+    if holds_leases(run) == common_pb2.ROLE_ENVIRONMENT:
+        return _able(exchange, common_pb2.ROLE_ENVIRONMENT)
+    measured = evaluation.pending(exchange, run)
+    oldest_step = 0 if measured is None else measured["step"]
+    return {m for m, version in exchange.versions.items() if version.step >= oldest_step}
+
+
+def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
+    return {member.member_id for member in exchange.senders.of_role(role) if member.fault is None}
+
+
+def revoke_overdue(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
+    """Revoke the leases and tasks of overdue workers, in a transaction. A late result still counts if it is the first."""
+    for member_id, why in found:
+        taken = revoke_work(exchange, [member_id], with_leases=True)
+        evaluation.unpin_member(exchange, run, member_id)
+        exchange.overdue.add(member_id)
+        scores = _scores(exchange, member_id)
+        nothing = "no task before it submits scores" if scores else "no lease before it submits a group"
+        exchange.notice(
+            "warning", message=f"{member_id} gets {nothing}, and others get the {taken} that it holds: {why}"
+        )
+
+
+def note_submission(
+    exchange: Exchange, ages: LeaseDurations, member_id: str, group_id: int, attempt: int
+) -> None:
+    """Note that a worker submits results; one that was overdue gets work again."""
+    ages.note_submission(member_id, group_id, attempt)
+    if member_id in exchange.overdue:
+        exchange.overdue.remove(member_id)
+        what = "scores and gets tasks" if _scores(exchange, member_id) else "a group and gets leases"
+        exchange.notice("warning", message=f"{member_id} has submitted {what} again")
+
+
+def _scores(exchange: Exchange, member_id: str) -> bool:
+    """Return whether this is a reward worker."""
+    member = exchange.senders.get(member_id)
+    return member is not None and member.role == common_pb2.ROLE_REWARD

@@ -14,7 +14,7 @@ from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.rewards import totals
 from paceline.services.common.worker.logged_extra import extra_line
 from paceline.services.common.worker.trainer_state import trainer_state, with_trainer_state
-from paceline.services.coordinator.exchange import evaluation, overdue, quarantine
+from paceline.services.coordinator.exchange import evaluation, leases, quarantine
 from paceline.services.coordinator.exchange.batches import damaged_groups
 from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, Outcome
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
@@ -173,7 +173,7 @@ def _has_advantage(
 
 def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
     score = request.score
-    overdue.note_submission(
+    leases.note_submission(
         exchange, exchange.task_durations, request.member_id, score.group_id, score.attempt
     )
 

@@ -22,16 +22,15 @@ from typing import Any, NamedTuple
 from paceline.array_frames import Buffer
 from paceline.data.prompts import PromptSource
 from paceline.groups import Version
+from paceline.services.coordinator.exchange.drift import SpotCheck
 from paceline.services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
-from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
-from paceline.services.coordinator.exchange.spot_choice import SpotCheck
-from paceline.services.coordinator.exchange.throughput import Throughput
+from paceline.services.coordinator.exchange.lease_durations import LeaseDurations, Throughput
 from paceline.services.coordinator.ledger.batch_split import Splits
 from paceline.services.coordinator.ledger.group_queries import GroupQueries
 from paceline.services.coordinator.ledger.groups import Groups
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import Frame, StoredFrame, UnopenedSegment
-from paceline.services.coordinator.members.senders import Senders
+from paceline.services.coordinator.members.registry import Senders
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL

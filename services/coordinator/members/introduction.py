@@ -2,16 +2,24 @@
 
 A member id names one worker for its life. A worker that shows the secret of that member's Welcome is the same worker on
 a new stream; without the secret a newcomer waits until the member has been silent for the heartbeats' time-out.
+
+Mutual TLS of workers: a control stream begins only with a client certificate of the role `worker`.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
 import re
+from typing import Any
 
 from paceline.calls.address import FORM
 from paceline.errors import Conflict, InvalidInput
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.access.tls import identity_of_call
 from paceline.services.coordinator.members.registry import Member
+from paceline.tls.certificates import WORKER
+from paceline.tls.folder import tls_folder
 from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
 
@@ -116,3 +124,26 @@ def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
             f"a worker with the id {hello.member_id} is a member, and this one does not have its secret; it can have "
             "the place when that worker has left or is silent for longer than the heartbeats' time-out"
         )
+
+
+seldom = RateLimitedLog(logging.getLogger(__name__))
+
+
+def check_certificate(context: Any) -> None:
+    """Check that a worker's call has a worker's certificate, where this process uses TLS. Raises Conflict: the worker keeps its
+    results and tries again, because its certificate may be replaced."""
+    if tls_folder() is None:
+        return
+    try:
+        identity = identity_of_call(context)
+        if identity is None:
+            raise Conflict(
+                "a worker connects with its certificate to the coordinator's --port; this port takes people, who have none"
+            )
+        if identity.role != WORKER:
+            raise Conflict(
+                f"the certificate of {identity.name!r} gives the role {identity.role}, and a worker needs the role {WORKER}"
+            )
+    except (Conflict, InvalidInput) as error:
+        seldom.warning("certificate", "refused a worker at %s: %s", context.peer(), error)
+        raise Conflict(str(error)) from None

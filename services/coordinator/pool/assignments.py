@@ -23,7 +23,7 @@ from typing import Any
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import NotFound
 from paceline.groups import Version
-from paceline.services.coordinator.exchange import engines, evaluation
+from paceline.services.coordinator.exchange import admission, evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Member, Members
@@ -395,7 +395,7 @@ class EngineList:
         if run is None or not run.spec.environment.is_used:
             return
         listed = worker_pb2.Engines(run_id=run.run_id)
-        for engine in engines.serving(self._exchange, run):
+        for engine in admission.serving(self._exchange, run):
             entry = listed.engines.add(member_id=engine.member_id, address=engine.address)
             entry.version.session, entry.version.step = engine.version
         for member in self._members.of_role(common_pb2.ROLE_ENVIRONMENT):

@@ -27,16 +27,14 @@ from paceline.groups import Version
 from paceline.models.folder_size import named_size
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.access.caller import current_caller
-from paceline.services.coordinator.exchange import evaluation, leases, overdue, quarantine
+from paceline.services.coordinator.exchange import evaluation, leases, quarantine
+from paceline.services.coordinator.exchange.admission import holds_leases
 from paceline.services.coordinator.exchange.batches import session_faults
-from paceline.services.coordinator.exchange.engines import holds_leases
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.members.introduction import check_place, checked_host
-from paceline.services.coordinator.members.loop_lag import LoopLag
-from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import LoopLag, Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
-from paceline.services.coordinator.pool.reports import Reports
-from paceline.services.coordinator.pool.run_events import RunEvents
+from paceline.services.coordinator.pool.reports import Reports, RunEvents
 from paceline.services.coordinator.text_limits import cut, one_line
 from paceline.v1 import common_pb2, worker_pb2
 
@@ -307,12 +305,12 @@ class Pool:
         if run is None or now_s - self._overdue_checked_s < OVERDUE_CHECK_S:
             return
         self._overdue_checked_s = now_s
-        found = overdue.find(self._exchange, run, now_s)
+        found = leases.find_overdue(self._exchange, run, now_s)
         if not found:
             return
         async with self._lock:
             with self._ledger.transaction():
-                overdue.revoke(self._exchange, run, found)
+                leases.revoke_overdue(self._exchange, run, found)
                 notices = self._exchange.take_notices()
                 self._run_log.write_down(notices)
         self._runs.server.wake("lease", "task")

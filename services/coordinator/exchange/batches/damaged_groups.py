@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 
 from paceline.services.coordinator.exchange.batches.selection import take_apart
-from paceline.services.coordinator.exchange.lives import end_life
+from paceline.services.coordinator.exchange.journals import end_life
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.segments import DamagedRecord

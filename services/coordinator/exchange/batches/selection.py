@@ -7,10 +7,19 @@ revision, under a further link of the chain, and the replaced one stays on recor
 Metrics of a batch by the groups' rows: rewards, their spread, lengths and ages. Pure.
 
 Suffixes: G groups, C completions of a group, F reward functions.
+
+Rewards by the source of the prompts (`data.source_key`). Pure.
+
+Suffixes: G groups, C completions of a group.
+
+The sources of groups: their values of the data set's column `data.source_key`.
+
+`paceline drop`: a person drops groups from the batch that is due, and it is fixed anew.
 """
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -19,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from paceline.advantages import has_advantage
+from paceline.errors import Conflict, InvalidInput
 from paceline.groups import FloatArray
-from paceline.rewards import closed_gates, group_totals
+from paceline.rewards import Rewards, closed_gates, group_totals
 from paceline.services.coordinator.exchange.admission import must_wait
-from paceline.services.coordinator.exchange.group_sources import sources_of
-from paceline.services.coordinator.exchange.source_rewards import rewards_by_source
+from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
 from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 from paceline.services.coordinator.ledger.groups import State
@@ -205,3 +214,81 @@ def _std(values: Any) -> float:
 def _known(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     flat = np.asarray(values, np.float64).ravel()
     return flat[~np.isnan(flat)]
+
+
+MAX_SOURCES = 32
+"""Sources that are measured by themselves; all further ones are `other`."""
+MAX_NAME = 40
+OTHER = "other"
+
+
+def rewards_by_source(totals_GC: Rewards, sources_G: Sequence[object]) -> dict[str, float]:
+    """Return `reward_of/<source>`, the mean over a source's groups of their mean reward, and `groups_of/<source>`, their number.
+
+    A group without any reward counts only as a group; a source without any reward has no mean.
+    """
+    names_G = source_names(sources_G)
+    found: dict[str, float] = {}
+    for name in sorted(set(names_G)):
+        rows_GC = [totals_C for totals_C, of in zip(totals_GC, names_G, strict=True) if of == name]
+        known = [float(np.nanmean(totals_C)) for totals_C in rows_GC if not np.isnan(totals_C).all()]
+        if known:
+            found[f"reward_of/{name}"] = float(np.mean(known))
+        found[f"groups_of/{name}"] = float(len(rows_GC))
+    return found
+
+
+def source_names(sources: Sequence[object]) -> list[str]:
+    """Return the values of a column as parts of metric names, bounded in length and number; the most frequent ones stay."""
+    names = [re.sub(r"[^\w.-]+", "_", str(source))[:MAX_NAME] or "none" for source in sources]
+    counts = Counter(names)
+    if len(counts) <= MAX_SOURCES:
+        return names
+    kept = {
+        name for name, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: MAX_SOURCES - 1]
+    }
+    return [name if name in kept else OTHER for name in names]
+
+
+def sources_of(exchange: Exchange, run: ActiveRun, rows: Sequence[sqlite3.Row]) -> list[object] | None:
+    """Return the source of each group; None where the run names no such column."""
+    key = run.spec.data.source_key
+    if key is None:
+        return None
+    values = exchange.group_queries.column_values(run.run_id, [row["group_id"] for row in rows], key)
+    return [values.get(row["group_id"]) for row in rows]
+
+
+REASON = "by_request"
+
+
+def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int], now_s: float) -> None:
+    """End groups of the fixed, untrained batch as dropped(by_request). The batch is fixed anew at once when enough
+    scored groups are there, else when they are. Inside a transaction. Raises Conflict, InvalidInput.
+    """
+    if len(group_ids) > run.batch_size:
+        raise InvalidInput(
+            f"{len(group_ids)} groups are named, and a batch has {run.batch_size} (grpo.num_prompts_per_step)"
+        )
+    row = exchange.ledger.run(run.run_id)
+    step, wanted = row["next_step"], sorted(set(group_ids))
+    if not wanted:
+        raise InvalidInput("name at least one group to drop")
+    if row["next_batch"] <= step or run.prompts is None:
+        raise Conflict(
+            f"run {run.run_id} has no batch that is fixed and not trained; its next step is {step}"
+        )
+    in_batch = {group["group_id"]: group for group in exchange.group_queries.of_step(run.run_id, step)}
+    others = [group_id for group_id in wanted if group_id not in in_batch]
+    if others:
+        raise InvalidInput(
+            f"groups {others} are not in the batch of step {step}, which has {sorted(in_batch)}; only groups of a batch that "
+            "is fixed and not trained can be dropped"
+        )
+    take_apart(exchange, run, step, wanted, REASON)
+    for group_id in wanted:
+        exchange.drop(run, in_batch[group_id], REASON)
+    session_faults.reset(exchange, run.run_id)
+    fixed = fix(exchange, run, now_s)
+    when = "the batch is fixed anew" if fixed else "the batch is fixed anew when enough groups are scored"
+    exchange.notice("warning", message=f"groups {wanted} of step {step} were dropped by request; {when}")

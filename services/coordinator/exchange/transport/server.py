@@ -17,6 +17,8 @@ step does not hold up the others. The modules are in this folder and in `service
   sync      syncs commits while the next transactions go on; synced requests are answered between two of theirs
   read      reads arrays of tasks and batches from the disk
   send      event loop
+
+Requests that could be given nothing yet. They wait until something changes, or until their wait time ends.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import logging
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from paceline.array_frames import Buffer
@@ -35,15 +37,14 @@ from paceline.errors import LedgerFault
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.services.coordinator.exchange.batches import damaged_groups, delivery
 from paceline.services.coordinator.exchange.state import Exchange, Notice, Outcome
-from paceline.services.coordinator.exchange.transport.dispatch import handle, handle_leases
-from paceline.services.coordinator.exchange.transport.isolation import IsolatedHandler
-from paceline.services.coordinator.exchange.transport.parked import ParkedRequests
+from paceline.services.coordinator.exchange.transport.dispatch import IsolatedHandler, handle, handle_leases
 from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
 from paceline.services.coordinator.exchange.transport.receiver import Receiver
 from paceline.services.coordinator.exchange.transport.router_socket import ExchangeSocket, PendingRequest
 from paceline.services.coordinator.exchange.uploads.intake import store, validate_upload
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment, read_frame
+from paceline.v1 import exchange_pb2 as pb
 
 MAX_TRANSACTION_S = 0.006
 """Seconds for which requests are taken into one transaction; later ones wait for its end."""
@@ -412,3 +413,50 @@ def _read(portion: list[ToRead]) -> None:
                 each.frames.append(read_frame(frame))
             except DamagedRecord as damaged:
                 each.damaged.append(damaged)
+
+
+class ParkedRequests:
+    """At most one request of a kind for each member; of a learner's member, one for each rank."""
+
+    def __init__(self, exchange: Exchange):
+        self._exchange = exchange
+        self._waiting: dict[tuple[str, str, int], PendingRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def answer_or_park(
+        self, waiting: PendingRequest, outcome: Outcome, now_s: float
+    ) -> list[tuple[PendingRequest, Outcome]]:
+        """Return the answers to send, or park the request when there is nothing to give yet. An earlier request of the same
+        sender is answered empty, because what is given now goes to the new one.
+        """
+        answers = []
+        earlier = self._waiting.pop(waiting.key, None)
+        if earlier is not None and earlier.request.request_id != waiting.request.request_id:
+            answers.append((earlier, self._nothing(earlier)))
+        if not outcome.empty or waiting.deadline_s <= now_s:
+            answers.append((waiting, outcome))
+        else:
+            self._waiting[waiting.key] = waiting
+        return answers
+
+    def take_due(self, kinds: Collection[str], max_leases: int, now_s: float) -> list[PendingRequest]:
+        """Take out up to `max_leases` requests for leases, other requests of `kinds`, and all whose wait time has ended."""
+        taken = []
+        for key, waiting in list(self._waiting.items()):
+            due = max_leases > 0 if waiting.kind == "lease" else waiting.kind in kinds
+            if due or waiting.deadline_s <= now_s:
+                max_leases -= waiting.kind == "lease"
+                del self._waiting[key]
+                taken.append(waiting)
+        return taken
+
+    def _nothing(self, waiting: PendingRequest) -> Outcome:
+        """Return the answer that there is nothing yet."""
+        reply = self._exchange.reply(waiting.request, pb.REPLY_STATUS_OK)
+        if waiting.kind == "batch":
+            reply.batch.state, reply.batch.step = pb.BATCH_STATE_WAIT, waiting.request.batch.step
+        else:
+            getattr(reply, waiting.kind).SetInParent()
+        return Outcome(reply)

@@ -15,19 +15,17 @@ from paceline.array_frames import Buffer
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group
 from paceline.rate_limited_log import unforeseen
-from paceline.services.coordinator.exchange.uploads.array_checks import (
+from paceline.services.coordinator.exchange.uploads.turn_checks import (
     ABORTED,
     FINISHED,
+    GroupTurn,
     Limits,
+    UploadedTurn,
     check_arrays,
     check_logprobs,
-    check_texts,
-)
-from paceline.services.coordinator.exchange.uploads.turn_checks import (
-    GroupTurn,
-    UploadedTurn,
     check_rows,
     check_samples,
+    check_texts,
     check_turn,
     turns_of,
 )

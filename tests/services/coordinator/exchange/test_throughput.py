@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from exchange_drivers import Reward, Rollout, World, fill, make_spec
 
-from paceline.services.coordinator.exchange.throughput import Throughput
+from paceline.services.coordinator.exchange.lease_durations import Throughput
 
 
 def test_groups_count_where_they_are_committed_and_once(tmp_path: Path) -> None:

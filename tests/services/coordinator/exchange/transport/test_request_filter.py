@@ -13,7 +13,7 @@ from exchange_service import DEADLINE_S, FOREVER_S, Peer, Service, lease, servin
 
 from paceline.services.coordinator.exchange import scores
 from paceline.services.coordinator.exchange.state import Exchange, Outcome
-from paceline.services.coordinator.exchange.transport import receiver, request_filter
+from paceline.services.coordinator.exchange.transport import receiver
 from paceline.services.coordinator.exchange.transport import server as exchange_server
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.v1 import exchange_pb2 as pb
@@ -56,7 +56,7 @@ async def test_a_worker_holds_so_many_groups_at_most(world: World, kind: str) ->
     role, _, _ = REQUESTS[kind]
     async with serving(world) as service:
         sender = service.peer("sender", role)
-        for number, status in ((request_filter.MAX_HELD + 1, INVALID), (request_filter.MAX_HELD, OK)):
+        for number, status in ((receiver.MAX_HELD + 1, INVALID), (receiver.MAX_HELD, OK)):
             held = pb.Held(group_ids=range(number))
             body = pb.LeaseRequest(held=held) if kind == "lease" else pb.TaskRequest(held=held)
             assert (await sender.ask(pb.ExchangeRequest(**{kind: body}))).status == status
@@ -174,7 +174,7 @@ async def test_a_result_that_is_sent_again_is_stored_once(world: World) -> None:
 def lease_that_is_refused() -> pb.ExchangeRequest:
     """Answered as it arrives, outside of any transaction."""
     return pb.ExchangeRequest(
-        lease=pb.LeaseRequest(held=pb.Held(group_ids=range(request_filter.MAX_HELD + 1)))
+        lease=pb.LeaseRequest(held=pb.Held(group_ids=range(receiver.MAX_HELD + 1)))
     )
 
 
