@@ -1,12 +1,9 @@
-"""Admission: how far generation may run ahead of training. Pure arithmetic, no state.
+"""Admission and ages: how far generation may run ahead of training, and which versions a holder of a lease can sample
+from.
 
-B groups make a step; η bounds the age, in steps, of tokens at admission and at a lease. With `in_order` no trained token is
-older; with `ready_first` late groups train up to `hard_max_age_steps`.
-
-The rollout workers that serve tokens to the environment workers of the active run, and which versions a holder of a lease
-can sample from.
-
-A rollout worker has its own version. An environment worker has none: it asks any engine that is new enough for the step.
+B groups make a step; η bounds the age, in steps, of tokens at admission and at a lease. With `in_order` no trained token
+is older; with `ready_first` late groups train up to `hard_max_age_steps`. A rollout worker has its own version. An
+environment worker has none: it asks any engine (a rollout worker that serves tokens) that is new enough for the step.
 """
 
 from __future__ import annotations
@@ -25,8 +22,7 @@ def admissible(
     """Return the number of groups that may be admitted now.
 
     A group is admitted while open < (η + 1)·B, where open counts the groups that are neither trained nor dropped, and
-    never more than the remaining steps need: admitted - dropped < max_steps·B. η = 0 is synchronous GRPO.
-    """
+    never more than the remaining steps need: admitted - dropped < max_steps·B. η = 0 is synchronous GRPO."""
     return max(0, min((max_age + 1) * batch - open_groups, max_steps * batch - (admitted - dropped)))
 
 

@@ -14,7 +14,7 @@ from paceline.services.coordinator.exchange.journals import end_life
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from paceline.services.coordinator.exchange.submissions import fault_of_ids, fault_of_versions
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
-from paceline.services.coordinator.exchange.uploads.turn_checks import Limits, UploadedTurn
+from paceline.services.coordinator.exchange.uploads.upload_checks import Limits, UploadedTurn
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.tables.episodes import FAILED, RESTARTED, JournaledTurn
 from paceline.services.coordinator.text_limits import cut
@@ -90,9 +90,8 @@ def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome
 
 
 def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
-    """End the life of a sample that is not finished: its tokens are dropped, and the next life begins, unless the sample is
-    given up.
-    """
+    """End the life of a sample that is not finished: its tokens are dropped, and the next life begins, unless the
+    sample is given up."""
     end, episodes = request.episode_end, exchange.ledger.episodes
     row = exchange.group(run, end.group_id)
     refusal = _refusal(exchange, run, request, row, end)
@@ -127,23 +126,19 @@ def _note_failure(
     error, allowed = cut(end.error), run.spec.environment.max_failures
     if not end.give_up:
         if exchange.failure_counts.failed(error):
-            message = (
+            exchange.warn(
                 f"{_name(end)} failed in its environment ({failures} of {allowed}) and begins again: {error}"
             )
-            exchange.notice("warning", message=message)
         return
     lives = exchange.ledger.episodes.lives_of_group(run.run_id, row["group_id"])
     size = run.group_size(row["class"])
     if sum(sample.given_up for sample in lives.values()) < size:
         if number := exchange.failure_counts.dropped(error):
             alike = f", the {number}th for this cause" if number > 1 else ""
-            message = f"{_name(end)} was given up{alike}; its group goes on without it: {error}"
-            exchange.notice("warning", message=message)
+            exchange.warn(f"{_name(end)} was given up{alike}; its group goes on without it: {error}")
         return
     exchange.note_failure(row, "running", FAILED, error, failures, failures)
-    exchange.drop(run, exchange.group(run, row["group_id"]) or row, FAILED, error=error)
-    if row["class"] != "train":
-        evaluation.finish_if_done(exchange, run, row["class"])
+    evaluation.drop(exchange, run, exchange.group(run, row["group_id"]) or row, FAILED, error)
 
 
 def _refusal(
@@ -153,9 +148,8 @@ def _refusal(
     row: sqlite3.Row | None,
     of: pb.EpisodeTurn | pb.EpisodeEnd,
 ) -> Outcome | None:
-    """Return the answer to a sender that does not hold the group, or that names no sample of it. A lease that was revoked from
-    a silent holder, and that no other got, is still its holder's.
-    """
+    """Return the answer to a sender that does not hold the group, or that names no sample of it. A lease that was
+    revoked from a silent holder, and that no other got, is still its holder's."""
     is_open = row is not None and row["state"] in (State.ADMITTED, State.LEASED)
     if row is None or not is_open or (row["attempt"], row["member_id"]) != (of.attempt, request.member_id):
         return exchange.stale(

@@ -93,10 +93,9 @@ class DropsInARow:
     def is_of_one_cause(self, batch: int, first_under_way: Callable[[str], int | None]) -> bool:
         """Return whether so many groups failed for one cause that the run should pause; `batch` is groups in a step.
 
-        `first_under_way` returns, for the reason of the drops, the first group whose attempt has not ended; groups after it
-        are not counted. A failure comes at once and a success takes its time, so in a data set with some bad prompts many
-        of them are dropped before the first good one is generated.
-        """
+        `first_under_way` returns, for the reason of the drops, the first group whose attempt has not ended; groups
+        after it are not counted. A failure comes at once and a success takes its time, so in a data set with some bad
+        prompts many of them are dropped before the first good one is generated."""
         limit = max(BATCHES_OF_ONE_CAUSE * batch, MIN_OF_ONE_CAUSE)
         if self.reason not in FAILED or self.number < limit:
             return False

@@ -2,8 +2,6 @@
 
 Every finished turn is in the ledger before the next one is sampled. So the holder of a lease has what all earlier ones have
 finished, and a result is accepted only if it consists of the journaled turns.
-
-Ends of samples' lives: what a life has journaled leaves the group, and its tokens are dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import NamedTuple
 
 from paceline.groups import Group
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
-from paceline.services.coordinator.exchange.uploads.turn_checks import GroupTurn
+from paceline.services.coordinator.exchange.uploads.upload_checks import GroupTurn
 from paceline.services.coordinator.ledger.segments import Frame, frame_size
 from paceline.services.coordinator.ledger.tables.episodes import (
     FAILED,

@@ -1,15 +1,10 @@
-"""Finds workers that hold leases, or tasks, far longer than the others need. Pure bookkeeping with its own clock, which
-the pool advances.
+"""What the exchange notes of the pace of workers, in memory. Pure; the pool advances its clock.
 
 A lease has no deadline, because a completion may take as long as it takes. But a worker that is heard of and submits
 nothing, while the others submit all the time, holds groups that they could generate. It is overdue when it has held a
 lease, and submitted nothing, for longer than LIMIT_MULTIPLE times the pool's median from lease to result, and LIMIT_S
 at least. A worker whose results are refused in a row is overdue too. Nobody is overdue unless another worker has
 submitted something since, or is idle and able to work.
-
-Counts of the groups that each worker completed since the coordinator's start. Pure; the scaling policy reads them.
-
-The unit is a group to train: a group of an evaluation counts by its share of the completions of one.
 """
 
 from __future__ import annotations
@@ -79,8 +74,7 @@ class LeaseDurations:
         self, now_s: float, held: Iterable[tuple[str, int, int]], able: Collection[str] = ()
     ) -> list[Overdue]:
         """Return the overdue workers. `held` are all leases that are out: worker, group, attempt; `able` are the
-        workers that could take them.
-        """
+        workers that could take them."""
         if self._checked_s is not None:
             self._now_s += min(max(0.0, now_s - self._checked_s), LONGEST_STEP_S)
         self._checked_s = now_s

@@ -1,9 +1,5 @@
-"""Leases: from admitted to leased, and back where a worker is gone. submissions.py handles the results.
-
-Workers that hold work which others could do: their leases and tasks go to others, and they get none before they
-submit something.
-
-`lease_durations.py` finds them; this module connects it to the ledger and acts on it.
+"""Leases: the one place where a group is given to a worker, or taken away from one that is gone or overdue.
+`submissions.py` is where a group comes back.
 """
 
 from __future__ import annotations
@@ -56,14 +52,13 @@ step's groups at once would hold up other requests."""
 
 def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
     """Answer requests for leases of different workers, each up to its room: evaluation first, then training, lowest
-    slot first. Data that the requests share is read once and written once.
-    """
+    slot first. Data that the requests share is read once and written once."""
     _reconcile_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
     free: list[tuple[sqlite3.Row, int]] = []
     if run.prompts is not None and not exchange.takes_no_work(run):
         group_size = run.spec.grpo.num_generations_per_prompt
         num_groups = sum(max(1, min(request.lease.room, MAX_ROOM) // group_size) for request in requests)
-        free = _admit_and_list_free(exchange, run, num_groups + quarantine.num_reserved(exchange))
+        free = _admit_and_list_free(exchange, run, num_groups + len(exchange.reserved))
     leases = _NewLeases(exchange, run, free)
     outcomes = [leases.answer(request) for request in requests]
     leases.write()
@@ -98,7 +93,7 @@ class _NewLeases:
         if quarantine.quarantined_groups(exchange, run):
             self.write()  # `choose` reads the groups that each worker holds
         payloads: list[Frame] = []
-        room, reserved = min(request.lease.room, MAX_ROOM), quarantine.num_reserved(exchange)
+        room, reserved = min(request.lease.room, MAX_ROOM), len(exchange.reserved)
         num_measured = max(room // self._val_size, 1 if room > 0 else 0)
         if engine := self._engine_of_evaluation(member_id):
             pinned_id, version = engine
@@ -146,10 +141,9 @@ class _NewLeases:
         step: int = 0,
         pinned: tuple[str, Version] | None = None,
     ) -> bool:
-        """Add a group to the reply; `oldest` is the oldest version that it can be sampled from, `pinned` an evaluation's worker
-        and version. Return False when what earlier attempts left cannot be read now or is too large for this reply, so that
-        the group has to wait.
-        """
+        """Add a group to the reply; `oldest` is the oldest version that it can be sampled from, `pinned` an
+        evaluation's worker and version. Return False when what earlier attempts left cannot be read now or is too large
+        for this reply, so that the group has to wait."""
         run, group_id = self._run, row["group_id"]
         try:
             prefix = self._prefix(group_id) if row["attempt"] else None
@@ -201,8 +195,7 @@ class _NewLeases:
 
     def _prefix(self, group_id: int) -> Payload | None:
         """Return the prefix that an earlier worker returned of the group; None also where it is damaged. Raises
-        UnopenedSegment.
-        """
+        UnopenedSegment."""
         try:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
@@ -221,8 +214,7 @@ class _NewLeases:
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
     """Admit up to `at_most` prompts in the seeded order, as far as the admission rule allows. The next request goes on
-    from there, also where a prompt cannot be read now.
-    """
+    from there, also where a prompt cannot be read now."""
     ledger, run_id = exchange.ledger, run.run_id
     counters = ledger.counters(run_id)
     admitted = counters.get("groups:ever_admitted", 0)
@@ -317,10 +309,8 @@ def group_seed(run: ActiveRun, group_id: int) -> int:
 
 
 def revoke_work(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
-    """Revoke the score tasks and, with `with_leases`, the leases of silent or overdue workers, which may return. The
-    first
-    result of any attempt wins. Return the number of groups.
-    """
+    """Revoke the score tasks and, with `with_leases`, the leases of silent or overdue workers, which may return. The first
+    result of any attempt wins. Return the number of groups."""
     number = exchange.groups.revoke_tasks(member_ids)
     if with_leases:
         number += exchange.groups.revoke_leases(member_ids)
@@ -373,20 +363,18 @@ def revoke_overdue(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue])
         exchange.overdue.add(member_id)
         scores = _scores(exchange, member_id)
         nothing = "no task before it submits scores" if scores else "no lease before it submits a group"
-        exchange.notice(
-            "warning", message=f"{member_id} gets {nothing}, and others get the {taken} that it holds: {why}"
-        )
+        exchange.warn(f"{member_id} gets {nothing}, and others get the {taken} that it holds: {why}")
 
 
 def note_submission(
-    exchange: Exchange, ages: LeaseDurations, member_id: str, group_id: int, attempt: int
+    exchange: Exchange, ages: LeaseDurations, member_id: str, result: pb.GroupResult | pb.ScoreResult
 ) -> None:
     """Note that a worker submits results; one that was overdue gets work again."""
-    ages.note_submission(member_id, group_id, attempt)
+    ages.note_submission(member_id, result.group_id, result.attempt)
     if member_id in exchange.overdue:
         exchange.overdue.remove(member_id)
         what = "scores and gets tasks" if _scores(exchange, member_id) else "a group and gets leases"
-        exchange.notice("warning", message=f"{member_id} has submitted {what} again")
+        exchange.warn(f"{member_id} has submitted {what} again")
 
 
 def _scores(exchange: Exchange, member_id: str) -> bool:

@@ -27,10 +27,9 @@ ALONE_CRASHES = 2
 def choose(
     exchange: Exchange, run: ActiveRun, member_id: str, rows: list[sqlite3.Row], room: int
 ) -> list[sqlite3.Row]:
-    """Return the groups of `rows` that a worker may get: either one quarantined group alone, or up to `room`
-    others. A quarantined group that waits reserves one worker, which gets nothing more until its other work is done.
-    `rows` should have `num_reserved` more than there is room for, so that quarantined groups do not delay the others.
-    """
+    """Return the groups of `rows` that a worker may get: either one quarantined group alone, or up to `room` others. A
+    quarantined group that waits reserves one worker, which gets nothing more until its other work is done. `rows`
+    should have `exchange.reserved` more than there is room for, so that quarantined groups do not delay the others."""
     quarantined = quarantined_groups(exchange, run)
     if not quarantined or room <= 0:
         return rows[: max(room, 0)]
@@ -60,23 +59,16 @@ def quarantined_groups(exchange: Exchange, run: ActiveRun) -> set[int]:
     return {group_id for group_id, deaths in deaths_by_group.items() if deaths >= SHARED_CRASHES}
 
 
-def num_reserved(exchange: Exchange) -> int:
-    """Return the number of quarantined groups that wait for a worker to finish its other work."""
-    return len(exchange.reserved)
-
-
 def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
-    """Count the crash of a worker for each group that it held, before its leases are revoked; drop groups that
-    are proven to cause crashes.
-    """
+    """Count the crash of a worker for each group that it held, before its leases are revoked; drop groups that are
+    proven to cause crashes."""
     for row in exchange.group_queries.work_of(run.run_id, member_id):
         _count(exchange, run, row, member_id, member_id)
 
 
 def on_score_crash(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, member_id: str) -> None:
     """Count the crash of a process that scored the group. Its worker lives on, so each of its crashes counts by itself,
-    and none is removed when the worker returns.
-    """
+    and none is removed when the worker returns."""
     _count(exchange, run, row, f"{member_id} scoring attempt {row['score_attempt']}", member_id)
 
 
@@ -84,24 +76,15 @@ def _count(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, mem
     """Count a death, by its name, for a group; drop the group when the limit is reached."""
     deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
     if deaths == SHARED_CRASHES:
-        exchange.notice(
-            "warning",
-            message=f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone",
+        exchange.warn(
+            f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone"
         )
     elif deaths >= SHARED_CRASHES + ALONE_CRASHES:
-        exchange.notice(
-            "warning",
-            message=f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "
-            f"{ALONE_CRASHES} with it alone; check its prompt and the log of {member_id}",
+        exchange.warn(
+            f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "
+            f"{ALONE_CRASHES} with it alone; check its prompt and the log of {member_id}"
         )
-        exchange.drop(run, row, "poison")
-        if row["class"] != "train":
-            evaluation.finish_if_done(exchange, run, row["class"])
-
-
-def clear_crashes(exchange: Exchange, member_id: str) -> None:
-    """Remove the crashes of a worker that is alive after all: no group ended it."""
-    exchange.ledger.deaths.remove_member(member_id)
+        evaluation.drop(exchange, run, row, "poison")
 
 
 def clear(exchange: Exchange, run: ActiveRun, group_id: int) -> None:

@@ -45,7 +45,7 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
         return Outcome(reply, empty=True)
     payloads: list[Frame] = []
     room = min(request.task.room, MAX_ROOM)
-    rows = exchange.group_queries.free_to_score(run.run_id, room + quarantine.num_reserved(exchange))
+    rows = exchange.group_queries.free_to_score(run.run_id, room + len(exchange.reserved))
     chosen, size_bytes = quarantine.choose(exchange, run, request.member_id, rows, room), 0
     workers = len(exchange.senders.of_role(common_pb2.ROLE_REWARD))
     trained = exchange.ledger.run(run.run_id)["next_step"]
@@ -92,7 +92,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
             f"attempt {score.attempt} at scoring group {score.group_id} was never {request.member_id}'s",
         )
     if row["state"] != State.GENERATED:
-        _note_submission(exchange, request)
+        leases.note_submission(exchange, exchange.task_durations, request.member_id, score)
         return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
     if score.digest != row["digest"]:
         return exchange.stale(
@@ -124,14 +124,13 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         return exchange.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
     reference: list[FloatArray] = []
     if _wants_reference(run, row):
-        fault = _fault_of_reference(arrived, row)
-        if fault:
+        if fault := _fault_of_reference(arrived, row):
             return exchange.refuse(request, fault)
         assert arrived.location is not None
         assert arrived.reference is not None
         reference.append(arrived.reference)
         exchange.ledger.add_payload(run.run_id, score.group_id, "reference", arrived.location)
-    _note_submission(exchange, request)
+    leases.note_submission(exchange, exchange.task_durations, request.member_id, score)
     quarantine.clear(exchange, run, score.group_id)
     exchange.ledger.invalidate(BATCH_DUE)
     scored = Scored(
@@ -171,13 +170,6 @@ def _has_advantage(
     return has_advantage(rewards_CF, run.spec, step, turns)
 
 
-def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
-    score = request.score
-    leases.note_submission(
-        exchange, exchange.task_durations, request.member_id, score.group_id, score.attempt
-    )
-
-
 def _step_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> int:
     """Return the step whose weights count for a group: of the next batch, or of the evaluation."""
     if row["class"] != "train":
@@ -212,16 +204,11 @@ def _was_given(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
 
 
 def _count_infrastructure_failure(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Count a failure of the infrastructure apart, because it never drops the group: the group is scored again. A warning
-    comes after 1, 2, 4, 8 … of them.
-    """
-    exchange.ledger.count(run.run_id, "failures:unavailable")
-    failures = exchange.ledger.counters(run.run_id)["failures:unavailable"]
-    if failures & (failures - 1) == 0:
-        exchange.notice(
-            "warning",
-            message=f"scoring group {request.score.group_id} has to wait, it is tried again ({failures} such failures "
-            f"in this run; they drop no group): {cut(request.score.error)}",
+    """Count a failure of the infrastructure apart, because it never drops the group: the group is scored again."""
+    if failures := exchange.count_failure(run, "unavailable"):
+        exchange.warn(
+            f"scoring group {request.score.group_id} has to wait, it is tried again ({failures} such failures "
+            f"in this run; they drop no group): {cut(request.score.error)}"
         )
 
 
@@ -234,10 +221,5 @@ def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row
     if score.error.endswith(ALIKE):
         allowed = failures
     exchange.groups.fail_scoring(run.run_id, row["group_id"], failures)
-    exchange.ledger.count(run.run_id, "failures:reward_failed")
-    exchange.note_failure(row, "scoring", "reward_failed", cut(score.error), failures, allowed)
-    if failures >= allowed:
-        exchange.drop(run, row, "reward_failed", error=cut(score.error))
-        if row["class"] != "train":
-            evaluation.finish_if_done(exchange, run, row["class"])
+    evaluation.fail(exchange, run, row, "scoring", "reward_failed", cut(score.error), failures, allowed)
     return exchange.committed(request)

@@ -1,8 +1,7 @@
-"""Handlers for generated groups and returned leases: from leased to generated.
+"""Submissions: the one place where a group comes back, generated or as a returned lease, and its checks against the
+ledger inside the transaction: few numbers for each group.
 
-Checks of a group against the ledger before it is committed, inside the transaction: few numbers for each group.
-
-`array_checks.py` has checked every number before. Faults are answered INVALID, with the field, its value and the bound.
+`uploads/` has checked every number before. Faults are answered INVALID, with the field, its value and the bound.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ MAX_ERROR_CHARS = 4096
 
 def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """Commit a generated group that has been checked and stored. The first valid result of any attempt wins while the
-    group waits for one.
-    """
+    group waits for one."""
     request, group = arrived.request, arrived.group
     result = request.group
     row = exchange.group(run, result.group_id)
@@ -53,27 +51,27 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     if row["state"] not in (State.ADMITTED, State.LEASED) and (arrived.is_decided or group is not None):
         if group is not None and result.digest != row["digest"]:  # else it is the winner, sent again
             exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
-            _note_submission(exchange, request)
+            leases.note_submission(exchange, exchange.lease_durations, request.member_id, result)
         return exchange.duplicate(request, f"group {result.group_id} is {row['state']} already")
-    if (
-        arrived.is_decided
-    ):  # it was when the result arrived; its record was found damaged since, and the group is generated again
+    # It was decided when the result arrived; its record was found damaged since, and the group is generated again.
+    if arrived.is_decided:
         return exchange.stale(request, f"group {result.group_id} is {row['state']} again")
     if group is None or arrived.location is None:
         exchange.lease_durations.note_refusal(request.member_id)
         return exchange.refuse(request, arrived.fault)
     if fault := _fault_of_form(run, group, run.group_size(row["class"])):
         return exchange.refuse(request, f"group {result.group_id} {fault}")
-    if row["class"] != "train" and not evaluation.is_of(
-        group, pinned := evaluation.pinned_version(exchange, run, row)
-    ):
-        if row["lease_step"] == pinned.step:  # else another version was pinned since
-            exchange.lease_durations.note_refusal(request.member_id)
-        if group.rows is None or result.attempt == row["attempt"]:  # else another worker plays its episodes
-            exchange.groups.readmit(run.run_id, result.group_id)
-        return exchange.stale(request, "tokens of another version than the evaluation's")
-    fault = _fault(exchange, run, arrived, row, result.attempt)
-    journal = None
+    if row["class"] != "train":
+        pinned = evaluation.pinned_version(exchange, run, row)
+        if any(span[:2] != pinned for completion in group.completions for span in completion.spans):
+            if row["lease_step"] == pinned.step:  # else another version was pinned since
+                exchange.lease_durations.note_refusal(request.member_id)
+            if (
+                group.rows is None or result.attempt == row["attempt"]
+            ):  # else another worker plays its episodes
+                exchange.groups.readmit(run.run_id, result.group_id)
+            return exchange.stale(request, "tokens of another version than the evaluation's")
+    fault, journal = _fault(exchange, run, arrived, row, result.attempt), None
     if not fault and group.rows is not None:
         journal = journals.of_group(exchange, run, result.group_id)
         fault = journals.fault_of_result(journal, group, arrived.turns)
@@ -89,7 +87,7 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     if row["attempt"] > 1 or journal is not None:  # what earlier attempts have returned, and the journal
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
     exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.location)
-    _note_submission(exchange, request)
+    leases.note_submission(exchange, exchange.lease_durations, request.member_id, result)
     quarantine.clear(exchange, run, result.group_id)
     generated = Generated(group.num_tokens, group.num_sequence_tokens, group.oldest_step, result.digest)
     exchange.groups.commit(run.run_id, result.group_id, generated)
@@ -102,9 +100,7 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
 
 
 def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Accept a lease that a worker returns, because it drains (perhaps with unfinished samples) or because of a bad
-    prompt.
-    """
+    """Accept a lease that a worker returns, because it drains (perhaps with unfinished samples) or for a bad prompt."""
     request = arrived.request
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
@@ -139,12 +135,10 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
                 request,
                 f"group {returned.group_id} came back with {len(prefix.completions)} samples, not {expected}",
             )
-        fault = _fault(exchange, run, arrived, row, returned.attempt)
-        if fault:
+        if fault := _fault(exchange, run, arrived, row, returned.attempt):
             return exchange.refuse(request, f"the prefix of group {returned.group_id}: {fault}")
         exchange.ledger.add_payload(run.run_id, returned.group_id, "prefix", arrived.location)
-        oldest = prefix.oldest_step
-        oldest = oldest if oldest >= 0 else row["lease_step"]
+        oldest = prefix.oldest_step if prefix.oldest_step >= 0 else row["lease_step"]
         exchange.groups.set_prefix_step(run.run_id, returned.group_id, oldest)
     exchange.groups.end_lease(run.run_id, returned.group_id, request.member_id, returned.attempt)
     return exchange.committed(request)
@@ -159,13 +153,6 @@ def _fault_of_form(run: ActiveRun, group: Group, expected: int) -> str:
     if number != expected:
         return f"has {number} {'completions' if group.rows is None else 'samples'}, not {expected}"
     return ""
-
-
-def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
-    result = request.group
-    leases.note_submission(
-        exchange, exchange.lease_durations, request.member_id, result.group_id, result.attempt
-    )
 
 
 def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:
@@ -183,12 +170,7 @@ def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row
     allowed = 1 if is_final else run.spec.grpo.max_generation_failures
     failures, error = row["generation_failures"] + 1, returned.data_error[:MAX_ERROR_CHARS]
     exchange.groups.fail_generation(run.run_id, row["group_id"], failures)
-    exchange.ledger.count(run.run_id, f"failures:{reason}")
-    exchange.note_failure(row, "generating", reason, error, failures, allowed)
-    if failures >= allowed:
-        exchange.drop(run, row, reason, error=error)
-        if row["class"] != "train":
-            evaluation.finish_if_done(exchange, run, row["class"])
+    evaluation.fail(exchange, run, row, "generating", reason, error, failures, allowed)
     return exchange.committed(request)
 
 
@@ -198,8 +180,7 @@ ARRAY_BYTES = 8
 
 def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
     """Return why the learner could not look up the largest token id; empty where it can, or where its vocabulary is not
-    known yet.
-    """
+    known yet."""
     vocab_size = exchange.ledger.run(run.run_id)["vocab_size"]
     if vocab_size and max_id >= vocab_size:
         return f"token id {max_id} is not below the vocabulary's size {vocab_size}"
@@ -213,8 +194,7 @@ def fault_of_group(
     where it can.
 
     The tokens of a worker are of versions that it acknowledged, or that are on their way to it; the prefix of its lease
-    is of versions that an earlier holder had. The turns of rows were compared when they were journaled.
-    """
+    is of versions that an earlier holder had. The turns of rows were compared when they were journaled."""
     if group.rows is not None:
         return ""
     versions = {span[:2] for c in group.completions for span in c.spans}
@@ -253,10 +233,10 @@ def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: 
     row = exchange.ledger.run(run.run_id)
     # Each worker's version is compared only where these are not enough.
     if session > row["session"] or step > row["published_step"]:
-        newest_session, newest_step = exchange.newest_session_and_step()
-        if session > (bound := max(row["session"], newest_session)):
+        versions = [*exchange.versions.values(), *exchange.offered.values()]
+        if session > (bound := max([row["session"], *(version.session for version in versions)])):
             return f"session {session} in spans is beyond the newest, {bound}"
-        if step > (bound := max(row["published_step"], newest_step)):
+        if step > (bound := max([row["published_step"], *(version.step for version in versions)])):
             return f"step {step} in spans is beyond the newest version's, {bound}"
     return ""
 

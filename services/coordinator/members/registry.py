@@ -3,21 +3,9 @@
 A member joins with Hello, lives by its reports, and leaves by a drain or by silence. A broken stream alone is not a
 death: the worker may come back within a time-out.
 
-Directives that wait for one member to read them. The queue is bounded by their kinds, so that few slow members are
-cut off.
-
-A newer directive replaces a waiting one of the same kind, and waiting acknowledgements are sent together. Few others
-remain: a member that does not read even those is cut off and has to reconnect.
-
-Pauses of the event loop: a disk blocked it, or its process was stopped.
-
-Members' silence is counted without these pauses, because no member could be heard meanwhile.
-
-Authentication of requests: each one carries the secret of its member's Welcome.
-
-A secret is valid from its Welcome to the member's next Welcome or its end. A request with the member's earlier secret
-is neither taken nor refused for good, because the worker sends it again after its next Welcome. A request of anyone who
-never was a member is refused.
+Each request to the exchange carries the secret of its member's Welcome. A secret is valid until the member's next Welcome
+or its end. A request with the member's earlier secret is neither taken nor refused for good, because the worker sends it
+again after its next Welcome. A request of anyone who never was a member is refused.
 """
 
 from __future__ import annotations

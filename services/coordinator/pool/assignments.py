@@ -1,15 +1,7 @@
 """Assignments of members: the run for workers, sessions for learners, and the lists by which they find each other.
 
 A learner that joins gets a new session, from the newest checkpoint that can be loaded; the run is paused when there is
-none and the samples before are gone. The roster (`services/coordinator/pool/assignments.py`) names the members that receive
-weights.
-
-The list of rollout workers that may be asked for tokens, which environment workers of the active run get at every change:
-a join, a leave, a version that was acknowledged, a drain, a suspicion, an expulsion.
-
-The roster: the rollout workers that receive weights. Each change gets a new number, which protos call `epoch`.
-
-It names the workers that are ready and not pinned by an evaluation, suspected or expelled.
+none and the samples before are gone.
 """
 
 from __future__ import annotations
@@ -336,8 +328,7 @@ class Assignments:
         newest = self._ledger.run(run.run_id)["session"]
         if session < newest or not self._numbers.note_session(run.run_id, newest, session):
             return
-        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
-            learner.session = 0
+        self.end_session()
         await self.assign_learner()
 
     def _begin_session(
@@ -353,18 +344,17 @@ class Assignments:
         while len(self._sessions) > SESSIONS_KEPT:
             self._sessions.pop(next(iter(self._sessions)))
         member.session = session
-        member.direct(
-            self._assignment(
-                row,
-                spec_yaml,
-                session=session,
-                start_step=start.step,
-                checkpoint_path=start.path,
-                checkpoint_sha256=start.sha256,
-                chain=start.chain,
-                publish_from_step=max(0, row["published_step"]),
-            )
+        assignment = self._assignment(
+            row,
+            spec_yaml,
+            session=session,
+            start_step=start.step,
+            checkpoint_path=start.path,
+            checkpoint_sha256=start.sha256,
+            chain=start.chain,
+            publish_from_step=max(0, row["published_step"]),
         )
+        member.direct(assignment)
         self.roster.clear()
         self.update_lists()
 

@@ -120,15 +120,11 @@ class HostPlans:
     def _hops(self, members: Sequence[Member], version: worker_pb2.HostVersion) -> list[Hop]:
         """Return the hosts in the order of the chain, without the learner's own."""
         sources = set(version.source_agent_ids)
+        hosts = [member.host for member in members if member.host is not None]
         hops = {
-            member.host.agent_id: Hop(
-                member.host.agent_id,
-                member.host.address,
-                member.host.zone,
-                self.speeds.is_slow(member.host.agent_id),
-            )
-            for member in members
-            if member.host is not None and member.host.agent_id not in sources
+            host.agent_id: Hop(host.agent_id, host.address, host.zone, self.speeds.is_slow(host.agent_id))
+            for host in hosts
+            if host.agent_id not in sources
         }
         learner = self._learner()
         zone = learner.host.zone if learner is not None and learner.host is not None else ""

@@ -3,13 +3,7 @@
 A worker that joins is assigned to the active run (`services/coordinator/pool/assignments.py`). A member that is silent
 for half the time-out is suspected: it leaves the roster, and work that others wait for is leased again. After the whole
 time-out it is removed; half of it is enough where its stream broke, unless it has a session. After one and a half of
-it a learner's rank is lost, and the others are told (`lost_ranks.py`). One owner: this class and its assignments change `Members` and `Exchange.versions`, nobody else.
-
-Ranks of learners that are silent while others of their learner are heard.
-
-The others wait in collectives for such a rank: they do not see that a process is stopped or that its host is gone. A rank that
-left in good order is not lost, and neither are ranks that the coordinator alone cannot hear: a learner whose ranks come back
-on new streams, after a break of the network or a restart, has the whole limit from then on.
+it a learner's rank is lost, and the others are told.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from paceline.groups import Version
 from paceline.models.folder_size import named_size
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.access.caller import current_caller
-from paceline.services.coordinator.exchange import evaluation, leases, quarantine
+from paceline.services.coordinator.exchange import evaluation, leases
 from paceline.services.coordinator.exchange.admission import holds_leases
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.state import ActiveRun
@@ -48,9 +42,10 @@ SILENT_TIMEOUTS = 1.5
 """Time-outs of a learner rank's silence after which its learner ends: 15 s with the default time-out."""
 
 IN_GOOD_ORDER = "in good order"
+"""Reason of a member that leaves without one of its faults."""
+
 LEFT = "left: "
 """Beginning of the event of a member that has left."""
-"""Reason of a member that leaves without one of its faults."""
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +76,10 @@ class Pool:
             # backoff.
             self._expect(member_id, role)
         run, holder = self._exchange.active, self.assignments.restore_session()
-        if run is not None and holder is not None and not self._has_left(run.run_id, holder):
+        if run is None or holder is None:
+            return
+        if not self._ledger.newest_of_member(run.run_id, holder).startswith(LEFT):
             self._expect(holder, common_pb2.ROLE_LEARNER, run)
-
-    def _has_left(self, run_id: str, member_id: str) -> bool:
-        return self._ledger.newest_of_member(run_id, member_id).startswith(LEFT)
 
     def _expect(self, member_id: str, role: common_pb2.Role.ValueType, run: ActiveRun | None = None) -> None:
         if self.members.get(member_id) is None:
@@ -196,13 +190,8 @@ class Pool:
             await self.assignments.begin_session_above_holder(member)
         self.assignments.update_lists()
         await self._add_member_event(member, "joined")
-        run = self._exchange.active
-        if (
-            member.role == common_pb2.ROLE_ROLLOUT
-            and member.version is None
-            and run is not None
-            and run.prompts
-        ):
+        run, loads = self._exchange.active, member.role == common_pb2.ROLE_ROLLOUT and member.version is None
+        if loads and run is not None and run.prompts:
             model = await asyncio.to_thread(named_size, run.spec.policy.model_name)
             await self._add_member_event(member, f"loads {model}")
 
@@ -230,14 +219,9 @@ class Pool:
                     evaluation.unpin_member(self._exchange, run, member.member_id)
                 notices = self._exchange.take_notices()
                 self._run_log.write_down(notices)
-        log.log(
-            logging.INFO if reason == IN_GOOD_ORDER else logging.WARNING,
-            "%s %s left (%s); %d leases revoked",
-            member.role_name,
-            member.member_id,
-            one_line(reason),
-            released,
-        )
+        level = logging.INFO if reason == IN_GOOD_ORDER else logging.WARNING
+        name = f"{member.role_name} {member.member_id}"
+        log.log(level, "%s left (%s); %d leases revoked", name, one_line(reason), released)
         self.assignments.update_lists()
         self._runs.server.wake("lease", "task")
         await self._add_member_event(member, f"{LEFT}{reason}")
@@ -328,9 +312,8 @@ class Pool:
             if not self._ledger.group_queries.num_held().keys() & set(silent):
                 return
             with self._ledger.transaction():
-                number = leases.revoke_work(
-                    self._exchange, silent, with_leases=self._exchange.learner_waits(run)
-                )
+                waits = self._exchange.learner_waits(run)
+                number = leases.revoke_work(self._exchange, silent, with_leases=waits)
         if number:
             log.info("%d groups of silent workers are leased to others: %s", number, ", ".join(silent))
             self._runs.server.wake("lease", "task")
@@ -352,12 +335,9 @@ class Pool:
             async with self._lock:
                 with self._ledger.transaction(synced=False):  # no reader sees it before a later sync
                     if what == "joined":
-                        quarantine.clear_crashes(self._exchange, member.member_id)
-                    self._ledger.add_event(
-                        run.run_id,
-                        "member",
-                        {"role": member.role_name, "member_id": member.member_id, "what": what},
-                    )
+                        self._ledger.deaths.remove_member(member.member_id)  # no group ended it
+                    content = {"role": member.role_name, "member_id": member.member_id, "what": what}
+                    self._ledger.add_event(run.run_id, "member", content)
             await self._runs.tell_watchers()
 
 

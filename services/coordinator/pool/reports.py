@@ -1,13 +1,8 @@
-"""Handlers of members' reports: weights that arrived, runs that are set up or cannot go on, checkpoints, publishes.
+"""Reports of members: who may make which, and what follows from it. `Pool` takes a report in, notes its time and passes it
+on to here.
 
-`Pool` takes a report in, notes its time and passes it on to here.
-
-Authority of reports: a report counts only if it comes from the right role and, for a learner, from the right
-session.
-
-Any other report comes from a member that is confused or lies. It is ignored, and the run goes on.
-
-Interface from the pool to the owner of the runs: events that it passes on, and state that it reads.
+A report counts only if it comes from the right role and, for a learner, from the right session. Any other comes from a
+member that is confused or lies: it is ignored, and the run goes on.
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
+from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.services.coordinator.ledger.folders import stored
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
 from paceline.services.coordinator.members.introduction import checked_host
@@ -35,13 +31,6 @@ from paceline.services.coordinator.reporting.token_files import TokenFiles, faul
 from paceline.services.coordinator.sessions import retention, starting_point
 from paceline.services.coordinator.text_limits import cut, finite_gauges, one_line, seconds
 from paceline.v1 import common_pb2, worker_pb2
-
-
-class Wakes(Protocol):
-    """The server of the exchange, for requests that wait for the pool."""
-
-    def wake(self, *kinds: str) -> None:
-        """Check the parked requests of these kinds again."""
 
 
 class WorkerFaults(Protocol):
@@ -55,35 +44,18 @@ class WorkerFaults(Protocol):
 
 
 class RunEvents(Protocol):
-    """The owner of the runs; the coordinator implements it."""
+    """The owner of the runs, to which the pool passes events on: the coordinator, which is above the pool."""
+
+    ledger: Ledger
+    exchange: Exchange
+    lock: asyncio.Lock
+    """The lock that serialises transactions."""
+    run_log: RunLog
+    server: ExchangeServer
+    stopping: bool
 
     @property
-    def ledger(self) -> Ledger:
-        """The record of all runs."""
-
-    @property
-    def exchange(self) -> Exchange:
-        """The state of the active run."""
-
-    @property
-    def lock(self) -> asyncio.Lock:
-        """The lock that serialises transactions."""
-
-    @property
-    def run_log(self) -> RunLog:
-        """The log of the active run's events."""
-
-    @property
-    def server(self) -> Wakes:
-        """The server with the parked requests."""
-
-    @property
-    def faults(self) -> WorkerFaults:
-        """The handlers of members' faults."""
-
-    @property
-    def stopping(self) -> bool:
-        """Return whether the coordinator ends."""
+    def faults(self) -> WorkerFaults: ...
 
     async def act_on(self, notices: list[Notice]) -> None:
         """Act on the notices of a transaction."""
@@ -100,6 +72,24 @@ class RunEvents(Protocol):
     async def tell_watchers(self) -> None:
         """Wake watchers, because there are new events."""
 
+
+WARNINGS_PERIOD_S = 60.0
+"""Period in which a member may warn WARNINGS_KEPT times, and report as many new faults."""
+
+MAX_HASH = 128
+"""Characters of a digest or a chain."""
+MAX_PATH_BYTES = 4096
+MAX_SOURCES = 4096
+TEXTS = {
+    "weight_ack": ("message",),
+    "run_report": ("error", "warning"),
+    "publish": ("error",),
+    "leave": ("reason",),
+}
+"""Texts of a report that people read."""
+
+FREE = ("heartbeat", "leave", "host_agent")
+"""Reports that any member may make at any time."""
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)
@@ -121,7 +111,6 @@ class Reports:
         self._members, self._assignments = members, assignments
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
-        self._authority = Authority(assignments, runs.ledger, runs.exchange)
         self._tokens = TokenFiles(runs.ledger.path.parent)
 
     async def take(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
@@ -129,10 +118,12 @@ class Reports:
         kind = request.WhichOneof("report")
         if kind == "hello":
             raise InvalidInput("hello is the first message of a stream, and there is one")
-        cut_texts(request)
-        refusal = self._authority.refusal(member, request)
+        for name in TEXTS.get(kind or "", ()):
+            report = getattr(request, kind or "")
+            setattr(report, name, cut(getattr(report, name)))
+        refusal = self._refusal(member, request)
         if refusal:
-            if self._authority.is_late(request):
+            if self._is_late(request):
                 return
             about = f"{kind} of {member.role_name} {member.member_id}"
             seldom.warning(about, "ignored a %s: %s", about, one_line(refusal))
@@ -248,8 +239,7 @@ class Reports:
             return
         refusal = starting_point.refusal(self._ledger, run, report)
         if refusal:
-            message = f"a checkpoint of session {report.session} is not registered: {refusal}"
-            await self._runs.warn([message])
+            await self._runs.warn([f"a checkpoint of session {report.session} is not registered: {refusal}"])
             return
         async with self._lock:
             with self._ledger.transaction():
@@ -267,77 +257,53 @@ class Reports:
         self._run_log.note_publish(report)
         if report.ok:
             return
-        log.warning(
-            "version %d did not reach %s: %s",
-            report.version.step,
-            report.member_id[:64],
-            one_line(report.error),
-        )
+        step, why = report.version.step, one_line(report.error)
+        log.warning("version %d did not reach %s: %s", step, report.member_id[:64], why)
         member = self._members.get(report.member_id)
         missed = report.failure in (worker_pb2.PUBLISH_FAILURE_LINK, worker_pb2.PUBLISH_FAILURE_SILENT)
         if missed and member is not None and report.epoch >= member.named_in:
             await self._expel(member, report)
 
+    # Authority
 
-def _version(reported: common_pb2.PolicyVersion) -> Version:
-    return Version(reported.session, reported.step)
-
-
-WARNINGS_PERIOD_S = 60.0
-"""Period in which a member may warn WARNINGS_KEPT times, and report as many new faults."""
-
-MAX_HASH = 128
-"""Characters of a digest or a chain."""
-MAX_PATH_BYTES = 4096
-MAX_SOURCES = 4096
-TEXTS = {
-    "weight_ack": ("message",),
-    "run_report": ("error", "warning"),
-    "publish": ("error",),
-    "leave": ("reason",),
-}
-"""Texts of a report that people read."""
-
-
-def cut_texts(report: worker_pb2.ConnectRequest) -> None:
-    """Cut the texts that end up in events, messages and logs."""
-    kind = report.WhichOneof("report") or ""
-    for name in TEXTS.get(kind, ()):
-        reported = getattr(report, kind)
-        setattr(reported, name, cut(getattr(reported, name)))
-
-
-class Authority:
-    """Checks of the reports of one coordinator's members."""
-
-    def __init__(self, assignments: Assignments, ledger: Ledger, exchange: Exchange):
-        self._assignments, self._ledger, self._exchange = assignments, ledger, exchange
-        self._checks: dict[str, Callable[[Member, worker_pb2.ConnectRequest, ActiveRun], str]] = {
-            "weight_offer": self._check_offer,
-            "weight_ack": self._check_ack,
-            "weight_progress": self._check_progress,
-            "run_report": self._check_run_report,
-            "checkpoint": self._check_checkpoint,
-            "staged": self._check_staged,
-            "publish": self._check_publish,
-            "host_version": self._check_host_version,
-            "token_statistics": self._check_token_statistics,
-        }
-
-    def refusal(self, member: Member, report: worker_pb2.ConnectRequest) -> str:
+    def _refusal(self, member: Member, request: worker_pb2.ConnectRequest) -> str:
         """Return why a report of this member does not count; empty when it does."""
-        kind = report.WhichOneof("report")
+        kind = request.WhichOneof("report")
         if kind is None:
             return "this coordinator does not know such a report; is it older than the worker?"
-        check = self._checks.get(kind)
-        if check is None:
+        if kind in FREE:
             return ""
-        run, run_id = self._exchange.active, getattr(report, kind).run_id
-        if run is None or run_id != run.run_id:
-            return f"run {run_id[:80]!r} is not the current one"
-        return check(member, report, run)
+        run, report = self._exchange.active, getattr(request, kind)
+        if run is None or report.run_id != run.run_id:
+            return f"run {report.run_id[:80]!r} is not the current one"
+        session = int(self._ledger.run(run.run_id)["session"])
+        match kind:
+            case "weight_offer" | "staged" | "publish":
+                return self._check_learner(member, report.version, session)
+            case "host_version":
+                hosts, agents = len(report.sources), len(report.source_agent_ids)
+                if not 0 < hosts <= MAX_SOURCES or hosts != agents:
+                    return f"it names {hosts} hosts of the learner and {agents} agents"
+                return self._check_learner(member, report.version, session)
+            case "weight_ack" | "weight_progress":
+                return self._check_receiver(member, report.member_id, report.version)
+            case "run_report":
+                return self._check_run_report(member, report, session)
+            case "checkpoint":
+                if not self._assignments.had_session(member, run.run_id, report.session):
+                    return f"session {report.session} was not this worker's"
+                is_long = max(len(report.sha256), len(report.chain)) > MAX_HASH
+                if is_long or len(report.path.encode()) > MAX_PATH_BYTES:
+                    return "its digest, chain or path is too long"
+            case "token_statistics":
+                if self._assignments.learner() is not member or report.session != session:
+                    return f"it does not have the learner's session {session}"
+                if report.step >= self._ledger.run(run.run_id)["next_batch"]:
+                    return f"step {report.step} has no batch yet"
+                return fault_of(report)
+        return ""
 
-    def is_late(self, report: worker_pb2.ConnectRequest) -> bool:
+    def _is_late(self, report: worker_pb2.ConnectRequest) -> bool:
         """Return whether a report acknowledges a version of a run that has ended meanwhile, as the last one of a run usually does."""
         if report.WhichOneof("report") != "weight_ack":
             return False
@@ -346,47 +312,12 @@ class Authority:
         except NotFound:
             return False
 
-    def _check_offer(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
-        return self._check_learner(member, report.weight_offer.version)
-
-    def _check_staged(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
-        return self._check_learner(member, report.staged.version)
-
-    def _check_host_version(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
-        version = report.host_version
-        if not 0 < len(version.sources) <= MAX_SOURCES or len(version.sources) != len(
-            version.source_agent_ids
-        ):
-            return f"it names {len(version.sources)} hosts of the learner and {len(version.source_agent_ids)} agents"
-        return self._check_learner(member, version.version)
-
-    def _check_publish(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
-        return self._check_learner(member, report.publish.version)
-
-    def _check_token_statistics(
-        self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun
-    ) -> str:
-        reported, row = report.token_statistics, self._ledger.run(run.run_id)
-        if self._assignments.learner() is not member or reported.session != row["session"]:
-            return f"it does not have the learner's session {row['session']}"
-        if reported.step >= row["next_batch"]:
-            return f"step {reported.step} has no batch yet"
-        return fault_of(reported)
-
-    def _check_learner(self, member: Member, version: common_pb2.PolicyVersion) -> str:
-        session = self._session()
+    def _check_learner(self, member: Member, version: common_pb2.PolicyVersion, session: int) -> str:
         if self._assignments.learner() is not member:
             return f"it does not have the learner's session {session}"
         if version.session != session:
             return f"version {version.step} is of session {version.session}, the newest is {session}"
         return ""
-
-    def _check_ack(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
-        return self._check_receiver(member, report.weight_ack.member_id, report.weight_ack.version)
-
-    def _check_progress(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
-        reported = report.weight_progress
-        return self._check_receiver(member, reported.member_id, reported.version)
 
     def _check_receiver(self, member: Member, member_id: str, reported: common_pb2.PolicyVersion) -> str:
         version = Version(reported.session, reported.step)
@@ -400,19 +331,7 @@ class Authority:
             return f"{tuple(version)} is a version that the run has not come to"
         return ""
 
-    def _check_checkpoint(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
-        reported = report.checkpoint
-        if not self._assignments.had_session(member, run.run_id, reported.session):
-            return f"session {reported.session} was not this worker's"
-        if (
-            max(len(reported.sha256), len(reported.chain)) > MAX_HASH
-            or len(reported.path.encode()) > MAX_PATH_BYTES
-        ):
-            return "its digest, chain or path is too long"
-        return ""
-
-    def _check_run_report(self, member: Member, report: worker_pb2.ConnectRequest, run: ActiveRun) -> str:
-        reported, session = report.run_report, self._session()
+    def _check_run_report(self, member: Member, reported: worker_pb2.RunReport, session: int) -> str:
         if member.role == common_pb2.ROLE_LEARNER:
             if reported.session != session:
                 return f"session {reported.session} is not the newest, {session}"
@@ -427,9 +346,8 @@ class Authority:
             return f"a {member.role_name} worker exports nothing and has no vocabulary"
         if reported.warning:
             return self._check_number("warned", member.warned_s)
-        if (
-            reported.error and member.role != common_pb2.ROLE_LEARNER
-        ):  # a learner's fault ends its session, and there are few sessions
+        # A learner's fault ends its session, and there are few sessions.
+        if reported.error and member.role != common_pb2.ROLE_LEARNER:
             is_repeated = member.fault is not None and member.fault.message == reported.error
             return "" if is_repeated else self._check_number("failed", member.failed_s)
         return ""
@@ -442,6 +360,6 @@ class Authority:
         said_s.append(now_s)
         return ""
 
-    def _session(self) -> int:
-        run = self._exchange.active
-        return int(self._ledger.run(run.run_id)["session"]) if run is not None else 0
+
+def _version(reported: common_pb2.PolicyVersion) -> Version:
+    return Version(reported.session, reported.step)

@@ -52,9 +52,8 @@ def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -
 
 
 def _end_damaged_life(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> bool:
-    """End the life of a sample one of whose turns cannot be read; return whether the record is a turn. A holder that has the
-    turn already is answered that its life has ended.
-    """
+    """End the life of a sample with a turn that cannot be read; return whether the record is a turn. Its holder is answered
+    that the life has ended."""
     turn = exchange.ledger.episodes.damaged(run.run_id, damaged)
     row = exchange.group(run, turn["group_id"]) if turn is not None else None
     if turn is None or row is None:
@@ -84,8 +83,5 @@ def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Non
 
 
 def _count(exchange: Exchange, run: ActiveRun, message: str) -> None:
-    """Count a damaged payload. A warning comes after 1, 2, 4, 8 … of them, because a lost segment holds thousands."""
-    exchange.ledger.count(run.run_id, "failures:damaged")
-    number = exchange.ledger.counters(run.run_id)["failures:damaged"]
-    if number & (number - 1) == 0:
-        exchange.notice("warning", message=f"{message} ({number} damaged payloads in this run)")
+    if number := exchange.count_failure(run, "damaged"):
+        exchange.warn(f"{message} ({number} damaged payloads in this run)")

@@ -1,20 +1,10 @@
-"""Selection of the scored groups that make the batch of a step.
+"""Selection of the scored groups that make the batch of a step, and the metrics of the batch.
 
 A batch that is fixed does not change while a session may train it. Before any session has, it can be taken apart
 because of some of its groups (damaged ones, or those that a person drops): the batch that is fixed next is its next
 revision, under a further link of the chain, and the replaced one stays on record.
 
-Metrics of a batch by the groups' rows: rewards, their spread, lengths and ages. Pure.
-
 Suffixes: G groups, C completions of a group, F reward functions.
-
-Rewards by the source of the prompts (`data.source_key`). Pure.
-
-Suffixes: G groups, C completions of a group.
-
-The sources of groups: their values of the data set's column `data.source_key`.
-
-`paceline drop`: a person drops groups from the batch that is due, and it is fixed anew.
 """
 
 from __future__ import annotations
@@ -43,8 +33,7 @@ from paceline.spec import RewardFunctionSection, RunSpec
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     """Fix the first batch that is not fixed, if it was asked for and is complete; return False if it has to wait.
 
-    However many ranks ask in a transaction, it is checked once, until a group is scored.
-    """
+    However many ranks ask in a transaction, it is checked once, until a group is scored."""
     row = exchange.ledger.run(run.run_id)
     if row["next_batch"] not in exchange.first_requested_s or row["next_batch"] > row["next_step"]:
         return False
@@ -89,9 +78,8 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
 def take_apart(
     exchange: Exchange, run: ActiveRun, step: int, taken_out: Collection[int], reason: str
 ) -> None:
-    """Replace the batch of `step`, which no session has trained: its groups return to `scored`, with their scores, and the next batch
-    of the step, without the groups in `taken_out`, is its next revision.
-    """
+    """Replace the batch of `step`, which no session has trained: its groups return to `scored`, with their scores, and
+    the next batch of the step, without the groups in `taken_out`, is its next revision."""
     ledger = exchange.ledger
     batch = ledger.batches.get(run.run_id, step)
     assert batch is not None
@@ -124,8 +112,7 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
 
 def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
     """Return the oldest version that the tokens of each live group can have: groups that are leased, or that have no
-    scores yet. Groups that are leased to a worker that may be gone are left out.
-    """
+    scores yet. Groups that are leased to a worker that may be gone are left out."""
     rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.suspected
     return [
         row["oldest"] for row in rows if row["state"] != State.LEASED or row["member_id"] not in suspected
@@ -142,11 +129,10 @@ def batch_metrics(
     step: int,
     sources_G: Sequence[object] | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of the batch of `step`; not-a-number where no function gave a reward. `sources_G` are the values of
-    `data.source_key`, None without one.
+    """Return the metrics of the batch of `step`; not-a-number where no function gave a reward. `sources_G` are the
+    values of `data.source_key`, None without one.
 
-    `reward` is the mean over groups of their mean reward; standard deviations are those of a sample (n - 1).
-    """
+    `reward` is the mean over groups of their mean reward; standard deviations are those of a sample (n - 1)."""
     completions = spec.grpo.num_generations_per_prompt
     rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
     rewards_SF = rewards_GCF.reshape(len(groups) * completions, rewards_GCF.shape[2])
@@ -264,8 +250,7 @@ REASON = "by_request"
 
 def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int], now_s: float) -> None:
     """End groups of the fixed, untrained batch as dropped(by_request). The batch is fixed anew at once when enough
-    scored groups are there, else when they are. Inside a transaction. Raises Conflict, InvalidInput.
-    """
+    scored groups are there, else when they are. Inside a transaction. Raises Conflict, InvalidInput."""
     if len(group_ids) > run.batch_size:
         raise InvalidInput(
             f"{len(group_ids)} groups are named, and a batch has {run.batch_size} (grpo.num_prompts_per_step)"
@@ -291,4 +276,4 @@ def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int]
     session_faults.reset(exchange, run.run_id)
     fixed = fix(exchange, run, now_s)
     when = "the batch is fixed anew" if fixed else "the batch is fixed anew when enough groups are scored"
-    exchange.notice("warning", message=f"groups {wanted} of step {step} were dropped by request; {when}")
+    exchange.warn(f"groups {wanted} of step {step} were dropped by request; {when}")

@@ -38,8 +38,7 @@ WORDS = {
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
     """Note that a session asks for a part. At its first request the session before it has ended, at the step that it
-    was training.
-    """
+    was training."""
     last = exchange.training
     if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
         last = Training(*in_hand)  # recorded in an earlier term
@@ -98,8 +97,7 @@ def record(
     world_size: int = 0,
 ) -> None:
     """Record that a session ended at `step`. Its first report counts, because the other ranks fail as a consequence;
-    but lack of memory counts whichever rank reports it. Pauses the run when too many sessions ended there.
-    """
+    but lack of memory counts whichever rank reports it. Pauses the run when too many sessions ended there."""
     fault = SessionFault(session, step, kind, message)
     added = exchange.ledger.session_faults.add(run.run_id, fault, outranks=MEMORY)
     last = exchange.training
@@ -107,7 +105,7 @@ def record(
         world_size, exchange.training = last.world_size, None
     if not added:
         return
-    exchange.notice("warning", message=f"session {session} of the learner ended at step {step}: {message}")
+    exchange.warn(f"session {session} of the learner ended at step {step}: {message}")
     faults = _in_a_row(exchange, run)
     if len(faults) >= ANY_FAULTS or (
         len({fault.kind for fault in faults[:SAME_FAULTS]}) == 1 and len(faults) >= SAME_FAULTS
@@ -125,8 +123,7 @@ def _possible_causes(
     exchange: Exchange, run: ActiveRun, fault: SessionFault, rank: int | None, world_size: int
 ) -> list[int]:
     """Return the groups of the part of the rank that reported, or of the whole batch; for lack of memory the longest
-    first.
-    """
+    first."""
     groups: list[sqlite3.Row] = []
     if rank is not None and world_size > rank:
         parts = exchange.splits.get(run.run_id, fault.step, world_size)

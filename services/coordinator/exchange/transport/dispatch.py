@@ -1,7 +1,5 @@
-"""Dispatch of a request to the handler that answers it.
-
-Handling of requests in savepoints: the changes of a request that fails are rolled back alone, and the other requests of its
-transaction stay.
+"""Dispatch of a request to the handler that answers it, in a savepoint: the changes of a request that fails are rolled
+back alone, and the other requests of its transaction stay.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ ROLES = {kind: next(iter(roles)) for kind, roles in EXCHANGE.items() if kind not
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
     """Answer one request, inside a transaction. A result with payload frames has been through `intake` before.
 
-    Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing.
-    """
+    Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing."""
     request, run = arrived.request, exchange.active
     try:
         if arrived.kind == "lease":
@@ -84,8 +81,7 @@ def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outco
 
 def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:
     """Return the answer to a sender that is not (or no longer) a member of this term, at any time, also outside of a
-    transaction.
-    """
+    transaction."""
     if request.protocol != PROTOCOL:
         return exchange.refuse(
             request,
@@ -199,9 +195,8 @@ class IsolatedHandler:
 
     @contextmanager
     def together(self) -> Iterator[list[Outcome]]:
-        """Yield a list for the outcomes of several requests that share a savepoint. When one of them fails, all are rolled
-        back and the list is empty: the caller handles them one by one.
-        """
+        """Yield a list for the outcomes of several requests that share a savepoint. When one of them fails, all are
+        rolled back and the list is empty: the caller handles them one by one."""
         outcomes: list[Outcome] = []
         try:
             with self._undone_alone():

@@ -19,8 +19,7 @@ ItemT = TypeVar("ItemT")
 class PipelineThread(Generic[ItemT]):
     """A thread that calls `work` with one portion after another; the event loop then calls `then` with it.
 
-    A portion is all items that are there, but nothing more once `size` of its items comes to `portion_size`.
-    """
+    A portion is all items that are there, but nothing more once `size` of its items comes to `portion_size`."""
 
     def __init__(
         self,
@@ -46,8 +45,7 @@ class PipelineThread(Generic[ItemT]):
 
     async def run(self) -> None:
         """Run until cancelled; the portion under way is finished first. Raises what `work` raised, which ends the
-        thread.
-        """
+        thread."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         thread = threading.Thread(target=self._loop, args=(loop, failed), name=self._name)

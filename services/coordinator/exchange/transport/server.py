@@ -17,8 +17,6 @@ step does not hold up the others. The modules are in this folder and in `service
   sync      syncs commits while the next transactions go on; synced requests are answered between two of theirs
   read      reads arrays of tasks and batches from the disk
   send      event loop
-
-Requests that could be given nothing yet. They wait until something changes, or until their wait time ends.
 """
 
 from __future__ import annotations
@@ -108,8 +106,7 @@ class ToRead:
 class ExchangeServer:
     """The loops; `lock` keeps the control plane's transactions apart from those of the exchange.
 
-    `record` writes the notices down in the same transaction; `act` acts on them after its commit.
-    """
+    `record` writes the notices down in the same transaction; `act` acts on them after its commit."""
 
     def __init__(
         self,
@@ -224,8 +221,7 @@ class ExchangeServer:
 
     def _store(self, portion: list[PendingRequest]) -> None:
         """Store groups; wait where no segment can be begun for want of a file descriptor or a permission. Groups that
-        are not stored are not acknowledged, and MAX_PENDING_BYTES bounds their size.
-        """
+        are not stored are not acknowledged, and MAX_PENDING_BYTES bounds their size."""
         pause = ExponentialBackoff(STORE_AGAIN_S, MAX_STORE_AGAIN_S)
         while True:
             try:
@@ -262,8 +258,7 @@ class ExchangeServer:
 
     async def _transact(self, kinds: set[str], woken: set[str]) -> None:
         """Run one transaction for what is there; its answers wait for their sync. Parked requests of the `kinds` are
-        checked again; `woken` are those kinds for which something outside the exchange changed.
-        """
+        checked again; `woken` are those kinds for which something outside the exchange changed."""
         now_s, done = time.monotonic(), Done()
         self._leases_were_alone = alone = bool(self._leases) and not self._leases_were_alone
         async with self._lock:
@@ -291,7 +286,7 @@ class ExchangeServer:
                         done.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
                 if self._exchange.take_freed():
                     kinds.add("lease")
-                if "batch" in kinds - woken and not self._fix_and_check_served(now_s):
+                if "batch" in kinds - woken and not delivery.fix_and_check_served(self._exchange, now_s):
                     kinds.discard("batch")
                 max_leases = (
                     len(self._parked) if "lease" in kinds else (PARKED_AT_ONCE if self._ticked else 0)
@@ -307,11 +302,6 @@ class ExchangeServer:
                 done.notices = self._exchange.take_notices()
                 self._record(done.notices)
         self._syncs.put(done)
-
-    def _fix_and_check_served(self, now_s: float) -> bool:
-        """Return whether waiting ranks may get a batch, after fixing the one that is due; called once for all of them."""
-        run = self._exchange.active
-        return run is None or delivery.fix_and_check_served(self._exchange, run, now_s)
 
     def _sync(self, portion: list[Done]) -> None:
         self._exchange.ledger.sync()
@@ -428,9 +418,8 @@ class ParkedRequests:
     def answer_or_park(
         self, waiting: PendingRequest, outcome: Outcome, now_s: float
     ) -> list[tuple[PendingRequest, Outcome]]:
-        """Return the answers to send, or park the request when there is nothing to give yet. An earlier request of the same
-        sender is answered empty, because what is given now goes to the new one.
-        """
+        """Return the answers to send, or park the request when there is nothing to give yet. An earlier request of the
+        same sender is answered empty, because what is given now goes to the new one."""
         answers = []
         earlier = self._waiting.pop(waiting.key, None)
         if earlier is not None and earlier.request.request_id != waiting.request.request_id:
@@ -453,7 +442,6 @@ class ParkedRequests:
         return taken
 
     def _nothing(self, waiting: PendingRequest) -> Outcome:
-        """Return the answer that there is nothing yet."""
         reply = self._exchange.reply(waiting.request, pb.REPLY_STATUS_OK)
         if waiting.kind == "batch":
             reply.batch.state, reply.batch.step = pb.BATCH_STATE_WAIT, waiting.request.batch.step

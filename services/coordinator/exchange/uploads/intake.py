@@ -15,7 +15,7 @@ from paceline.array_frames import Buffer
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group
 from paceline.rate_limited_log import unforeseen
-from paceline.services.coordinator.exchange.uploads.turn_checks import (
+from paceline.services.coordinator.exchange.uploads.upload_checks import (
     ABORTED,
     FINISHED,
     GroupTurn,

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from paceline.services.coordinator.exchange.drift import (
+from paceline.services.coordinator.exchange.spot_check import (
     MAX_WORKERS,
     DriftTest,
     Finding,

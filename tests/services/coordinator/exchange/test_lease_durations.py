@@ -305,7 +305,9 @@ def test_a_reward_worker_that_cannot_work_has_no_free_hands(world: World) -> Non
 
 async def test_the_pool_takes_them_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "OVERDUE_CHECK_S", 0.0)
-    monkeypatch.setattr(overdue, "find", lambda *_: [Overdue("idle", "it has submitted nothing for 99 s")])
+    monkeypatch.setattr(
+        leases, "find_overdue", lambda *_: [Overdue("idle", "it has submitted nothing for 99 s")]
+    )
     plane = await Plane.started(tmp_path)
     try:
         run = await plane.submit()

@@ -106,7 +106,7 @@ async def test_a_learner_has_so_many_ranks_at_most(world: World) -> None:
 async def test_one_members_unanswered_requests_are_bounded_and_others_are_served(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_filter, "MAX_UNANSWERED", 5)
+    monkeypatch.setattr(receiver, "MAX_UNANSWERED", 5)
     async with serving(world) as service:
         flood, other = service.rollout("flood"), service.rollout("other")
         async with service.server._lock:  # nothing is answered meanwhile
@@ -173,9 +173,7 @@ async def test_a_result_that_is_sent_again_is_stored_once(world: World) -> None:
 
 def lease_that_is_refused() -> pb.ExchangeRequest:
     """Answered as it arrives, outside of any transaction."""
-    return pb.ExchangeRequest(
-        lease=pb.LeaseRequest(held=pb.Held(group_ids=range(receiver.MAX_HELD + 1)))
-    )
+    return pb.ExchangeRequest(lease=pb.LeaseRequest(held=pb.Held(group_ids=range(receiver.MAX_HELD + 1))))
 
 
 async def test_what_was_committed_before_a_restart_is_not_stored_again(world: World) -> None:

@@ -1,4 +1,15 @@
-"""Sequential test for a worker whose log-probabilities are wrong in the mean. Pure: numbers in, findings out.
+"""Spot check of the samplers: groups whose log-probabilities the learner compares with its own, and a sequential test for
+a worker whose log-probabilities are wrong in the mean. Pure: numbers in, findings out.
+
+Promise: such a worker is named in the run's events. Nothing else changes: its groups train as before, because a person has
+to judge whether the worker or the learner is at fault. The first FIRST_CHECKS groups of a worker, and then at least the
+share `logger.verify_share` of its groups, are due for a comparison, and the next group at once while the newest ones speak
+for a fault. No worker can foresee which. The same batch has the same choice, however often it is requested.
+
+A comparison costs no computation, because it is made where the learner computes log-probabilities anyway. So it needs a
+group whose tokens all have the version that the step starts from (age 0). A worker that is due is checked at its next such
+group. Groups that several workers had in turn are left out, because the ledger does not tell their tokens apart. State
+lives in memory, and a coordinator's restart begins the counts anew.
 
 An observation is one group: the mean over its tokens of log μ - log π in nats, where μ is what the worker reported and π
 what the learner computed with the same weights, with the standard error of that mean. A correct worker has a mean of a few
@@ -14,11 +25,6 @@ to the sum, which never falls below 0. A worker is named when a sum reaches THRE
 known, so an observation adds at most MAX_INCREMENT (no single group names a worker), counts as at most CLIP_SIGMAS σ, and
 σ is the largest of three estimates: the group's own standard error, the median of all groups' standard errors, and the
 spread of the groups around the median of their worker.
-
-Choice of the groups that the learner compares with its own log-probabilities. Pure.
-
-Promise: the first FIRST_CHECKS groups of a worker, and then at least the share `logger.verify_share` of its groups, are due for a
-comparison, and the next group at once while the newest ones speak for a fault. No worker can foresee which. The same batch has the same choice, however often it is requested.
 """
 
 from __future__ import annotations
@@ -87,6 +93,25 @@ class Finding(NamedTuple):
     """Median over all other workers of their means; None without others."""
     times: int
     """How often it has been named, this time included."""
+
+    def explain(self) -> str:
+        """Return the warning: the worker, the figures, and what to do."""
+        times = f" ({self.times} times so far)" if self.times > 1 else ""
+        text = (
+            f"log-probabilities of {self.member_id} are off by {self.mean:+.4f} nats a token in the mean of its newest "
+            f"{self.groups} compared groups{times}; the learner has computed them with the same weights"
+        )
+        if self.others is not None:
+            text += f", and for other workers it finds {self.others:+.4f}"
+        if self.others is not None and abs(self.others) <= TOLERATED:
+            return (
+                f"{text}. Its GPU, its kernels or its copy of the model may be broken: drain this worker and start it on "
+                "another device (docs/alerts.md)"
+            )
+        return (
+            f"{text}. Perhaps all workers are off: compare the engine's number format, attention kernels and sampling settings "
+            "with the learner's (docs/alerts.md)"
+        )
 
 
 @dataclass
@@ -223,6 +248,16 @@ class SpotCheck:
         if self.test.is_suspected(worker):
             self._until_due[worker] = 0
         return finding
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a step; none before the first comparison."""
+        if not self.test.groups:
+            return {}
+        return {
+            "spot_check/groups": float(self.test.groups),
+            "spot_check/largest_difference": self.test.largest_mean,
+            "spot_check/named_workers": float(len(self.test.named)),
+        }
 
     def chosen(self, chain: str) -> dict[int, str]:
         """Return the earlier choice for a batch; empty where there was none."""

@@ -1,11 +1,10 @@
-"""Checks of the turns of episodes, alone and as parts of a whole group, off the event loop: what no state of the ledger
-could make acceptable, and digests by which the transaction compares a group with its journal without reading either.
+"""Checks of the numbers of an upload, off the event loop and before anything is stored: everything that the learner
+relies on and that a worker could get wrong, and that no state of the ledger could make acceptable. Faults are answered
+INVALID, with the field, its value and the bound.
 
-The digest of a turn is XXH3-128 over its sampled tokens, their log-probabilities and their versions; that of its context over
-the tokens that the model read before.
-
-Checks of the numbers of an upload, off the event loop and before anything is stored: everything that the learner relies on
-and that a worker could get wrong. Faults are answered INVALID, with the field, its value and the bound.
+Of turns of episodes there are digests besides, by which the transaction compares a group with its journal without reading
+either: that of a turn is XXH3-128 over its sampled tokens, their log-probabilities and their versions; that of its context
+over the tokens that the model read before.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ class Limits(NamedTuple):
 
 def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
     """Check every number of a group; return its largest token id. Raises WireError. Of rows the sizes are checked by
-    `turn_checks.py`.
-    """
+    `turn_checks.py`."""
     num_prompt = len(arrays.prompt_ids)
     if num_prompt == 0:
         raise WireError("prompt_ids is empty, but a prompt has at least one token")
@@ -108,8 +106,7 @@ def _are_logprobs(values: FloatArray) -> bool:
 
     IEEE 754 orders the bits of floats of one sign as integers by their size, beyond them infinity and NaN. Taken as
     signed integers, negative floats are below positive ones, and the greatest of the negative is that of the largest
-    size.
-    """
+    size."""
     greatest = int(np.maximum.reduce(values.view(np.int32)))
     if greatest < 0:
         return bool(greatest <= MIN_LOGPROB_BITS - 2**32)
