@@ -13,8 +13,7 @@ from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.journals import end_life
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from paceline.services.coordinator.exchange.submissions import fault_of_ids, fault_of_versions
-from paceline.services.coordinator.exchange.uploads.intake import Arrived
-from paceline.services.coordinator.exchange.uploads.upload_checks import Limits, UploadedTurn
+from paceline.services.coordinator.exchange.uploads.intake import Arrived, UploadedTurn
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.tables.episodes import FAILED, RESTARTED, JournaledTurn
 from paceline.services.coordinator.text_limits import cut
@@ -177,7 +176,7 @@ def _fault_of_row(run: ActiveRun, turn: UploadedTurn, num_rows: int, row_tokens:
         return f"row {turn.row_index} is neither one of the sample's {num_rows} rows nor the next"
     if turn.row_index == num_rows and not turn.num_context:
         return f"context_ids is empty, but turn begins row {num_rows}, whose prompt has at least one token"
-    longest = Limits.of(run.spec).max_total_tokens
+    longest = run.spec.policy.max_total_sequence_length
     if row_tokens > longest:
         return f"its row has {row_tokens} tokens, more than policy.max_total_sequence_length {longest}"
     return ""

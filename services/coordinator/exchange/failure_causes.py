@@ -75,7 +75,6 @@ class DropsInARow:
 
     @property
     def number(self) -> int:
-        """Return the number of groups in the row."""
         return len(self._group_ids)
 
     def add(self, group_id: int, reason: str, error: str, totals: Collection[float] = ()) -> None:
@@ -103,7 +102,6 @@ class DropsInARow:
         return first is None or sum(group_id < first for group_id in self._group_ids) >= limit
 
     def explain(self, run_id: str) -> str:
-        """Return why a run is paused whose drops are of one cause, and what to do."""
         return (
             f"{self.number} groups in a row were dropped as {self.reason!r} for one cause: {self.error}. "
             f"{_REMEDIES[self.reason]}, then `paceline resume {run_id}`"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from paceline.groups import Group
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
-from paceline.services.coordinator.exchange.uploads.upload_checks import GroupTurn
+from paceline.services.coordinator.exchange.uploads.intake import GroupTurn
 from paceline.services.coordinator.ledger.segments import Frame, frame_size
 from paceline.services.coordinator.ledger.tables.episodes import (
     FAILED,
@@ -35,7 +35,6 @@ class SampleJournal(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Return whether it has its last turn."""
         return bool(self.turns and self.turns[-1]["last"])
 
     @property
@@ -47,7 +46,6 @@ class SampleJournal(NamedTuple):
 
     @property
     def left_out_turns(self) -> list[sqlite3.Row]:
-        """Return the turns that are no part of the sample's rows."""
         left_out = left_out_of(self.turns[-1]) if self.turns else frozenset()
         return [turn for turn in self.turns if turn["turn"] in left_out]
 
@@ -75,7 +73,6 @@ def frames_of(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, li
 
 
 def size_of(frames: dict[int, list[tuple[Frame, Frame]]]) -> int:
-    """Return the bytes of a group's turns."""
     return sum(frame_size(frame) for turns in frames.values() for turn in turns for frame in turn)
 
 

@@ -124,7 +124,6 @@ class Throughput:
         self.generated[member_id] += share
 
     def note_scored(self, member_id: str, share: float) -> None:
-        """Count a group that was scored."""
         self.scored[member_id] += share
 
     def keep(self, member_ids: Iterable[str]) -> None:

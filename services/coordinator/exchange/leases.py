@@ -335,15 +335,12 @@ def find_overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overd
     """Return the workers that hold leases or tasks for far longer than others need. Called every few seconds."""
     unable = exchange.overdue | exchange.suspected
     queries = exchange.group_queries
-    found = exchange.lease_durations.check(
-        now_s, queries.leases(run.run_id), _samplers(exchange, run) - unable
-    )
-    scorers = _able(exchange, common_pb2.ROLE_REWARD)
-    return found + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers - unable)
+    samplers, scorers = _samplers(exchange, run) - unable, _able(exchange, common_pb2.ROLE_REWARD) - unable
+    found = exchange.lease_durations.check(now_s, queries.leases(run.run_id), samplers)
+    return found + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers)
 
 
 def _samplers(exchange: Exchange, run: ActiveRun) -> set[str]:
-    """Return the workers that could take leases."""
     if holds_leases(run) == common_pb2.ROLE_ENVIRONMENT:
         return _able(exchange, common_pb2.ROLE_ENVIRONMENT)
     measured = evaluation.pending(exchange, run)

@@ -257,7 +257,6 @@ class Exchange(RunState):
         return range(1, self.ledger.run(run.run_id)["session"] + 1)
 
     def group(self, run: ActiveRun, group_id: int) -> sqlite3.Row | None:
-        """Return the row of a group, if there is one of that number."""
         if group_id > MAX_GROUP_ID:
             return None
         return self.group_queries.get(run.run_id, group_id)
@@ -396,7 +395,6 @@ class Exchange(RunState):
     def reply(
         self, request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = ""
     ) -> pb.ExchangeReply:
-        """Return a reply to fill in."""
         term, request_id = self.ledger.term, request.request_id
         return pb.ExchangeReply(
             protocol=PROTOCOL, request_id=request_id, term=term, status=status, message=message

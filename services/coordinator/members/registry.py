@@ -232,7 +232,6 @@ class Members:
         self._members[member.member_id] = member
 
     def remove(self, member_id: str) -> Member | None:
-        """Remove a member and return it."""
         return self._members.pop(member_id, None)
 
     def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
@@ -240,7 +239,6 @@ class Members:
         return [member for member in self._members.values() if member.role == role]
 
     def all(self) -> list[Member]:
-        """Return every member."""
         return list(self._members.values())
 
     def ignore_silence(self, pause_s: float, now_s: float) -> None:
@@ -282,7 +280,6 @@ class LoopLag:
         self._lag_s = 0.0
 
     async def watch(self) -> None:
-        """Beat until cancelled."""
         while True:
             await asyncio.sleep(max(0.0, self._due_s - self._clock()))
             self.beat()
@@ -328,7 +325,6 @@ class Senders:
 
     @property
     def ids(self) -> Set[str]:
-        """Return the ids of all members."""
         return self._members.keys()
 
     def enter(self, member: Member) -> None:
@@ -339,7 +335,6 @@ class Senders:
             self._keys[member.exchange_key] = member.member_id
 
     def leave(self, member_id: str) -> None:
-        """Remove a member."""
         member = self._members.pop(member_id, None)
         if member is None:
             return

@@ -125,7 +125,6 @@ class Assignments:
         self._num_later_sessions = 0
 
     async def assign_all(self) -> None:
-        """Assign the active run to all members."""
         for role in (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD, common_pb2.ROLE_ENVIRONMENT):
             for member in self._members.of_role(role):
                 self.assign(member)
@@ -196,7 +195,6 @@ class Assignments:
         return member if member is not None and member.session == session else None
 
     def had_session(self, member: Member, run_id: str, session: int) -> bool:
-        """Return whether this member was given the session."""
         return self._sessions.get((run_id, session)) == member.member_id
 
     def claim_session(self, hello: worker_pb2.Hello) -> int:

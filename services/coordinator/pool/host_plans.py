@@ -52,7 +52,6 @@ class HopSpeeds:
         return self._slow[agent_id] == SLOW_VERSIONS
 
     def is_slow(self, agent_id: str) -> bool:
-        """Return whether a host belongs to the end of the chain."""
         return self._slow.get(agent_id, 0) >= SLOW_VERSIONS
 
 

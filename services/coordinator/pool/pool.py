@@ -88,7 +88,6 @@ class Pool:
             self.members.add(expected)
 
     async def expire_silent(self) -> None:
-        """Suspect and remove silent members."""
         now_s = time.monotonic()
         if pause_s := self.lag.take():
             self.members.ignore_silence(pause_s, now_s)
@@ -265,7 +264,6 @@ class Pool:
             await self._reports.take(member, request)
 
     async def _note_left(self, session: int) -> None:
-        """Note that a learner ended its session in good order."""
         run = self._exchange.active
         if run is not None:
             async with self._lock:
@@ -365,7 +363,6 @@ class LostRanks:
             self._learners.setdefault(learner_id, _Learner(now_s)).joined_s = now_s
 
     def left(self, learner_id: str, member_id: str) -> None:
-        """Note that a rank has left in good order."""
         if learner_id in self._learners:
             self._learners[learner_id].heard_s.pop(member_id, None)
 

@@ -267,7 +267,6 @@ class Reports:
     # Authority
 
     def _refusal(self, member: Member, request: worker_pb2.ConnectRequest) -> str:
-        """Return why a report of this member does not count; empty when it does."""
         kind = request.WhichOneof("report")
         if kind is None:
             return "this coordinator does not know such a report; is it older than the worker?"

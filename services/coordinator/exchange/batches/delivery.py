@@ -161,7 +161,6 @@ def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def _answer(exchange: Exchange, request: pb.ExchangeRequest, state: pb.BatchState.ValueType) -> Outcome:
-    """Return a reply without a batch."""
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
     reply.batch.state, reply.batch.step = state, request.batch.step
     return Outcome(reply)

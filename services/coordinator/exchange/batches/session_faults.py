@@ -58,10 +58,7 @@ def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, wor
 
 def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) -> None:
     """Note that all ranks of a session have trained the step, so that it was not the cause of earlier ends."""
-    if exchange.training is not None and (exchange.training.session, exchange.training.step) == (
-        session,
-        step,
-    ):
+    if exchange.training is not None and exchange.training[:2] == (session, step):
         exchange.training = None
     exchange.ledger.session_faults.remove_step(run.run_id, step)
 
@@ -80,7 +77,6 @@ def reset(exchange: Exchange, run_id: str) -> None:
 
 
 def on_report(exchange: Exchange, run: ActiveRun, report: worker_pb2.RunReport, rank: int) -> None:
-    """Record the error that ended a rank in its step."""
     kind = MEMORY if report.fault == worker_pb2.FAULT_MEMORY else report.error.partition(":")[0][:64]
     record(exchange, run, report.session, report.step, kind, report.error, rank=rank)
 

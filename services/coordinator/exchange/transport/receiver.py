@@ -26,7 +26,7 @@ from paceline.services.coordinator.exchange.transport.router_socket import (
     PendingRequest,
     parse,
 )
-from paceline.services.coordinator.exchange.uploads.upload_checks import Limits
+from paceline.services.coordinator.exchange.uploads.intake import Limits
 from paceline.services.coordinator.ledger.groups import State
 from paceline.v1 import exchange_pb2 as pb
 

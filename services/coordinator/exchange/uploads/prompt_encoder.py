@@ -40,7 +40,6 @@ class Encoder:
         self._template_kwargs: dict[str, Any] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to one line."""
         try:
             if "policy" in request:
                 return self._load(request)
@@ -68,7 +67,6 @@ class WithoutTorch(PathFinder):
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a module; None for torch."""
         return None if fullname.partition(".")[0] == "torch" else super().find_spec(fullname, path, target)
 
 
