@@ -45,10 +45,8 @@ def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
     slot = exchange.ledger.run(run.run_id)["next_slot"]
     number = min(len(run.validation), run.spec.grpo.max_val_samples)
     try:
-        groups = [
-            (first + index, slot + SCORED_BETWEEN * index, *run.validation.draw(index))
-            for index in range(number)
-        ]
+        slots = range(slot, slot + SCORED_BETWEEN * number, SCORED_BETWEEN)
+        groups = [(first + index, slot, *run.validation.draw(index)) for index, slot in enumerate(slots)]
     except Unreadable as error:
         exchange.warn(f"the evaluation of version {step} is left out: {error}")
         return
@@ -57,7 +55,6 @@ def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
 
 
 def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:
-    """Return the evaluation that comes next, if any."""
     return exchange.ledger.evaluations.first_pending(run.run_id)
 
 

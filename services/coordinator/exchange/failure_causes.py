@@ -33,7 +33,6 @@ VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|(?<!\.py:)(?<![\w.])\d[\d,.]
 
 
 def cause_of(error: str) -> str:
-    """Return what errors of one cause have in common."""
     return VALUES.sub("…", EXCERPT.sub("", RAISED.sub(r"\1 \2", error)))[:500]
 
 
@@ -63,7 +62,6 @@ class DropsInARow:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, because a group could train."""
         self.reason = self.cause = self.error = ""
         self._group_ids: list[int] = []
         self.lowest, self.highest = math.inf, -math.inf
@@ -108,7 +106,6 @@ class DropsInARow:
         )
 
     def explain_limit(self, in_a_row: int, last_reason: str, run_id: str) -> str:
-        """Return why a run is paused that reached grpo.max_generation_batches."""
         text = (
             f"{in_a_row} groups in a row were dropped, the last as {last_reason!r}, without one that could train "
             "(grpo.max_generation_batches)"

@@ -131,9 +131,8 @@ def _fault_of_sample(journal: SampleJournal | None, turns: list[GroupTurn]) -> s
 
 def _turns_after_left_out(journal: SampleJournal) -> set[int]:
     """Return the turns before which the row has tokens of turns that are left out: they are context there."""
-    after, rows = set(), {turn["row_index"] for turn in journal.left_out_turns}
-    for row in rows:
-        left_out = {turn["turn"] for turn in journal.left_out_turns}
+    after, left_out = set(), {turn["turn"] for turn in journal.left_out_turns}
+    for row in {turn["row_index"] for turn in journal.left_out_turns}:
         before_is_left_out = False
         for turn in (turn for turn in journal.turns if turn["row_index"] == row):
             if before_is_left_out and turn["turn"] not in left_out:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 LIMIT_S = 60.0
 LIMIT_MULTIPLE = 10.0
@@ -31,13 +30,6 @@ WINDOW = 256
 
 LONGEST_STEP_S = 10.0
 """Longest time between two checks that counts: a longer one was a standstill of the coordinator, not of a worker."""
-
-
-class Overdue(NamedTuple):
-    """A worker that holds work which others could do."""
-
-    member_id: str
-    why: str
 
 
 class LeaseDurations:
@@ -72,8 +64,8 @@ class LeaseDurations:
 
     def check(
         self, now_s: float, held: Iterable[tuple[str, int, int]], able: Collection[str] = ()
-    ) -> list[Overdue]:
-        """Return the overdue workers. `held` are all leases that are out: worker, group, attempt; `able` are the
+    ) -> list[tuple[str, str]]:
+        """Return the overdue workers, each with the reason. `held` are all leases that are out: worker, group, attempt; `able` are the
         workers that could take them."""
         if self._checked_s is not None:
             self._now_s += min(max(0.0, now_s - self._checked_s), LONGEST_STEP_S)
@@ -86,7 +78,7 @@ class LeaseDurations:
         self._submitted_s = {m: s for m, s in self._submitted_s.items() if m in current}
         self._refused = {m: n for m, n in self._refused.items() if m in current}
         return [
-            Overdue(member_id, why)
+            (member_id, why)
             for member_id in oldest_s
             if (why := self._why(member_id, oldest_s[member_id], has_free=not oldest_s.keys() >= set(able)))
         ]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
 from paceline.errors import Unreadable
-from paceline.groups import Version, held_attempt, with_holder
+from paceline.groups import Version, with_holder
 from paceline.services.common.sampling_params import params_message
 from paceline.services.coordinator.exchange import evaluation, journals, quarantine
 from paceline.services.coordinator.exchange.admission import (
@@ -23,8 +23,8 @@ from paceline.services.coordinator.exchange.admission import (
     serving,
     step_of_group,
 )
-from paceline.services.coordinator.exchange.batches import damaged_groups
-from paceline.services.coordinator.exchange.lease_durations import LeaseDurations, Overdue
+from paceline.services.coordinator.exchange.batches import selection
+from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from paceline.services.coordinator.ledger.groups import NewLease
 from paceline.services.coordinator.ledger.segments import (
@@ -200,7 +200,7 @@ class _NewLeases:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
         except DamagedRecord as damaged:
-            damaged_groups.handle_damaged(self._exchange, self._run, damaged)
+            selection.handle_damaged(self._exchange, self._run, damaged)
             return None
 
     def _journal(self, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
@@ -209,7 +209,7 @@ class _NewLeases:
             try:
                 return journals.frames_of(self._exchange, self._run, group_id)
             except DamagedRecord as damaged:
-                damaged_groups.handle_damaged(self._exchange, self._run, damaged)
+                selection.handle_damaged(self._exchange, self._run, damaged)
 
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
@@ -297,11 +297,6 @@ def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> lis
     return free
 
 
-def was_given(row: sqlite3.Row, attempt: int, member_id: str) -> bool:
-    """Return whether the worker was given this attempt at the group, however long ago."""
-    return held_attempt(row["holders"], attempt) == member_id
-
-
 def group_seed(run: ActiveRun, group_id: int) -> int:
     """Return the seed of a group, 63 bits: a function of the spec's seed and the group's id."""
     text = f"{run.spec.seed}/{group_id}".encode()
@@ -331,8 +326,8 @@ def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = Fa
     return released
 
 
-def find_overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[Overdue]:
-    """Return the workers that hold leases or tasks for far longer than others need. Called every few seconds."""
+def find_overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[tuple[str, str]]:
+    """Return the workers that hold leases or tasks for far longer than others need, and why. Called every few seconds."""
     unable = exchange.overdue | exchange.suspected
     queries = exchange.group_queries
     samplers, scorers = _samplers(exchange, run) - unable, _able(exchange, common_pb2.ROLE_REWARD) - unable
@@ -352,7 +347,7 @@ def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
     return {member.member_id for member in exchange.senders.of_role(role) if member.fault is None}
 
 
-def revoke_overdue(exchange: Exchange, run: ActiveRun, found: Iterable[Overdue]) -> None:
+def revoke_overdue(exchange: Exchange, run: ActiveRun, found: Iterable[tuple[str, str]]) -> None:
     """Revoke the leases and tasks of overdue workers, in a transaction. A late result still counts if it is the first."""
     for member_id, why in found:
         taken = revoke_work(exchange, [member_id], with_leases=True)
@@ -375,6 +370,5 @@ def note_submission(
 
 
 def _scores(exchange: Exchange, member_id: str) -> bool:
-    """Return whether this is a reward worker."""
     member = exchange.senders.get(member_id)
     return member is not None and member.role == common_pb2.ROLE_REWARD

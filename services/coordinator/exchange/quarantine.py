@@ -54,7 +54,6 @@ def choose(
 
 
 def quarantined_groups(exchange: Exchange, run: ActiveRun) -> set[int]:
-    """Return the groups that are leased alone."""
     deaths_by_group = exchange.ledger.deaths.of_run(run.run_id)
     return {group_id for group_id, deaths in deaths_by_group.items() if deaths >= SHARED_CRASHES}
 

@@ -95,7 +95,6 @@ class Finding(NamedTuple):
     """How often it has been named, this time included."""
 
     def explain(self) -> str:
-        """Return the warning: the worker, the figures, and what to do."""
         times = f" ({self.times} times so far)" if self.times > 1 else ""
         text = (
             f"log-probabilities of {self.member_id} are off by {self.mean:+.4f} nats a token in the mean of its newest "
@@ -165,7 +164,6 @@ class DriftTest:
 
     @property
     def named(self) -> list[str]:
-        """Return the workers that have been named, sorted."""
         return sorted(member_id for member_id, worker in self._workers.items() if worker.named)
 
     def _add(self, member_id: str, worker: _Worker, observation: Observation) -> Finding | None:

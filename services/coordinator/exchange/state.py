@@ -8,7 +8,7 @@ restart continues from the file. Events for others to act on (a step was trained
 
 `services/coordinator/ledger/groups.py` has the states of a group and its transitions. In this folder `leases.py` gives
 groups to workers, `submissions.py` takes them back, `scores.py` has them scored, `batches/` trains them, and
-`evaluation.py` is about those that are only measured. A group with an environment comes turn by turn (`episodes.py`).
+`evaluation.py` is about those that are only measured.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ class ActiveRun:
         return self.spec.grpo.num_prompts_per_step
 
     def group_size(self, group_class: str) -> int:
-        """Return the completions of a group of this class."""
         grpo = self.spec.grpo
         return grpo.num_generations_per_prompt if group_class == "train" else grpo.val_samples_per_prompt
 
@@ -171,11 +170,9 @@ class Exchange(RunState):
         """Cache for `num_ahead`: (slot, groups before it that are in no batch yet)."""
 
     def notice(self, kind: str, **content: Any) -> None:
-        """Leave a notice for after the commit."""
         self.notices.append(Notice(kind, content, self.active.run_id if self.active else ""))
 
     def warn(self, message: str) -> None:
-        """Leave a warning for the run's events."""
         self.notice("warning", message=message)
 
     def count_failure(self, run: ActiveRun, kind: str) -> int:
@@ -185,7 +182,6 @@ class Exchange(RunState):
         return number if number & (number - 1) == 0 else 0
 
     def take_notices(self) -> list[Notice]:
-        """Return the notices since the last call."""
         notices, self.notices = self.notices, []
         return notices
 
@@ -227,7 +223,6 @@ class Exchange(RunState):
         return bool(0 < self.end_step <= max(row["next_batch"], row["next_step"]))
 
     def num_steps(self, run: ActiveRun) -> int:
-        """Return the steps after which the active run ends."""
         return self.end_step or run.spec.max_num_steps
 
     def withheld(self, run: ActiveRun) -> bool:
@@ -325,7 +320,6 @@ class Exchange(RunState):
         self.drops_in_a_row.first_group = first_group
 
     def end_drops_in_a_row(self, run: ActiveRun) -> None:
-        """Note that a group can train."""
         self.drops_in_a_row.reset()
         if self.ledger.run(run.run_id)["dropped_in_a_row"]:
             self.ledger.update_run(run.run_id, dropped_in_a_row=0)
@@ -359,7 +353,6 @@ class Exchange(RunState):
         self.ledger.note_removed_records(self.groups.remove(run_id, group_class))
 
     def _open_classes(self, run_id: str) -> list[str]:
-        """Return the classes of groups that may be open: training, and evaluations that are not done."""
         return ["train", *(f"eval:{step}" for step in self.ledger.evaluations.pending_steps(run_id))]
 
     def stop_work(self, run_id: str) -> None:

@@ -84,7 +84,6 @@ class DirectiveQueue:
         return len(self._acks) <= MAX_ACKS
 
     def end(self) -> None:
-        """End the queue: waiting directives are not sent, and no further ones are taken."""
         self._ended = True
         self._waiting.clear()
         self._acks.clear()

@@ -29,6 +29,15 @@ from paceline.v1 import common_pb2, worker_pb2
 NAMED = 16
 """Most members that a line of the log names: with thousands, each of which joins, the lines would fill the disk."""
 
+SESSIONS_KEPT = 64
+
+MAX_LATER_SESSIONS = 3
+"""Sessions of a coordinator's life that end because a worker holds weights of a later one. After a backup was put back
+there are at most that many kinds of survivors; a worker that claims later sessions again and again would let no
+session train."""
+
+log = logging.getLogger(__name__)
+
 
 class Roster:
     """The newest roster of the active run; `learner` returns the member that has to know it."""
@@ -94,16 +103,6 @@ def _named(member_ids: Sequence[str]) -> str:
     return ", ".join(member_ids[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-SESSIONS_KEPT = 64
-
-MAX_LATER_SESSIONS = 3
-"""Sessions of a coordinator's life that end because a worker holds weights of a later one. After a backup was put back
-there are at most that many kinds of survivors; a worker that claims later sessions again and again would let no
-session train."""
-
-log = logging.getLogger(__name__)
-
-
 class Assignments:
     """Assignments to the active run; `lock` serialises transactions, `pause` pauses a run with a reason."""
 
@@ -116,7 +115,6 @@ class Assignments:
         pause: Callable[[str, str], Awaitable[None]],
     ):
         self.roster = Roster(members, exchange, self.learner)
-        self.engines = EngineList(members, exchange)
         self._sessions: dict[tuple[str, int], str] = {}
         """Learner by run and session; the newest SESSIONS_KEPT."""
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
@@ -129,12 +127,12 @@ class Assignments:
             for member in self._members.of_role(role):
                 self.assign(member)
         await self.assign_learner()
-        self.engines.update()
+        self.update_engines()
 
     def update_lists(self) -> None:
         """Send the roster to the learner and the list of engines to the environment workers, where they have changed."""
         self.roster.update()
-        self.engines.update()
+        self.update_engines()
 
     async def fall_back(self, member: Member, report: worker_pb2.RunReport) -> None:
         """Begin the next session from an older checkpoint, because the newest session's cannot be loaded."""
@@ -370,15 +368,8 @@ class Assignments:
         )
         return worker_pb2.ConnectResponse(run=assignment)
 
-
-class EngineList:
-    """The list of the active run; it is sent whole, and only to members that have another one."""
-
-    def __init__(self, members: Members, exchange: Exchange):
-        self._members, self._exchange = members, exchange
-
-    def update(self) -> None:
-        """Send the list to every environment worker that has an older one."""
+    def update_engines(self) -> None:
+        """Send the whole list of engines to every environment worker of the active run that has an older one."""
         run = self._exchange.active
         if run is None or not run.spec.environment.is_used:
             return

@@ -117,7 +117,6 @@ class HostPlans:
         )
 
     def _hops(self, members: Sequence[Member], version: worker_pb2.HostVersion) -> list[Hop]:
-        """Return the hosts in the order of the chain, without the learner's own."""
         sources = set(version.source_agent_ids)
         hosts = [member.host for member in members if member.host is not None]
         hops = {

@@ -383,10 +383,8 @@ class LostRanks:
             if learner_id not in present:
                 del self._learners[learner_id]
                 continue
-            silent_s = {
-                member_id: now_s - max(heard_s, learner.joined_s)
-                for member_id, heard_s in learner.heard_s.items()
-            }
+            heard_s = learner.heard_s.items()
+            silent_s = {member_id: now_s - max(last_s, learner.joined_s) for member_id, last_s in heard_s}
             lost = [member_id for member_id in silent_s if silent_s[member_id] > self._limit_s]
             others = [m for m in present[learner_id] if m.connected and m.member_id not in lost]
             if lost and others:

@@ -134,7 +134,7 @@ class Reports:
                 member.gauges = member.functions.add_gauges(gauges)
                 if member.draining != request.heartbeat.draining:
                     member.draining = request.heartbeat.draining
-                    self._assignments.engines.update()
+                    self._assignments.update_engines()
             case "weight_offer":
                 receiver = self._members.get(request.weight_offer.member_id)
                 if receiver is not None and receiver.role == common_pb2.ROLE_ROLLOUT:
@@ -178,7 +178,7 @@ class Reports:
                 if ack.version.step > self._ledger.run(run.run_id)["published_step"]:
                     with self._ledger.transaction(synced=False):
                         self._ledger.update_run(run.run_id, published_step=ack.version.step)
-            self._assignments.engines.update()
+            self._assignments.update_engines()
             self._runs.server.wake("lease")
         if (learner := self._assignments.learner()) is not None:
             learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))
@@ -198,7 +198,7 @@ class Reports:
             return
         if report.error:
             await self._runs.faults.on_error(member, report)
-            self._assignments.engines.update()
+            self._assignments.update_engines()
             return
         is_set_up = member.role == common_pb2.ROLE_ROLLOUT and member.ready_run != run.run_id
         member.ready_run, member.expelled = run.run_id, False

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.services.coordinator.exchange.batches import damaged_groups, session_faults
+from paceline.services.coordinator.exchange.batches import selection, session_faults
 from paceline.services.coordinator.exchange.batches.selection import fix_if_due
 from paceline.services.coordinator.exchange.spot_check import Observation
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
@@ -47,7 +47,7 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
         if run.prompts is not None:
             part = _with_groups(exchange, run, request, part)
     except DamagedRecord as damaged:
-        damaged_groups.handle_damaged(exchange, run, damaged)
+        selection.handle_damaged(exchange, run, damaged)
         return wait  # later requests get the batch that is fixed anew
     except UnopenedSegment as fault:
         exchange.note_unopened(fault)

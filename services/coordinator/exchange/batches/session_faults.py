@@ -29,11 +29,7 @@ MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
 MAX_SHOWN_GROUPS = 8
 """Groups that a message lists as possible causes."""
 
-WORDS = {
-    MEMORY: "memory ran out",
-    REFUSED: "the receipt was refused",
-    SILENT: "its process ended without a word, as when the kernel ends one for lack of memory",
-}
+ENDED_SILENTLY = "its process ended without a word, as when the kernel ends one for lack of memory"
 
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
@@ -44,7 +40,7 @@ def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
         last = Training(*in_hand)  # recorded in an earlier term
     if last is not None and last.session < session:
         exchange.training = None
-        record(exchange, run, last.session, last.step, SILENT, WORDS[SILENT], world_size=last.world_size)
+        record(exchange, run, last.session, last.step, SILENT, ENDED_SILENTLY, world_size=last.world_size)
 
 
 def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, world_size: int) -> None:

@@ -104,15 +104,12 @@ class Connections:
         return len(self._by_descriptor)
 
     def opened(self, descriptor: int) -> None:
-        """Note that ZeroMQ has accepted a connection."""
         self._by_descriptor[descriptor] = Connection(self._clock(), memory=_resident_bytes())
 
     def closed(self, descriptor: int) -> None:
-        """Note that ZeroMQ has closed a connection."""
         self._by_descriptor.pop(descriptor, None)
 
     def is_of_member(self, descriptor: int) -> bool:
-        """Return whether a member has used this connection."""
         connection = self._by_descriptor.get(descriptor)
         return connection is not None and connection.of_member
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from paceline.errors import LedgerFault, WireError
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.services.common.access.rights import EXCHANGE
-from paceline.services.coordinator.exchange import episodes, leases, scores, submissions
+from paceline.services.coordinator.exchange import leases, scores, submissions
 from paceline.services.coordinator.exchange.admission import holds_leases
 from paceline.services.coordinator.exchange.batches import delivery
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
@@ -38,8 +38,7 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
     try:
         if arrived.kind == "lease":
             return handle_leases(exchange, [arrived])[0]
-        refusal = refusal_of_sender(exchange, request) or _refusal(exchange, arrived)
-        if refusal is not None:
+        if (refusal := refusal_of_sender(exchange, request) or _refusal(exchange, arrived)) is not None:
             return refusal
         assert run is not None
         match arrived.kind:
@@ -48,9 +47,9 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
             case "lease_return":
                 return submissions.return_lease(exchange, run, arrived)
             case "turn":
-                return episodes.submit_turn(exchange, run, arrived)
+                return submissions.submit_turn(exchange, run, arrived)
             case "episode_end":
-                return episodes.end_episode(exchange, run, request)
+                return submissions.end_episode(exchange, run, request)
             case "task":
                 return scores.assign_tasks(exchange, run, request)
             case "score":
@@ -84,8 +83,7 @@ def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcom
     transaction."""
     if request.protocol != PROTOCOL:
         return exchange.refuse(
-            request,
-            f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side",
+            request, f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side"
         )
     if request.term != exchange.ledger.term:
         return exchange.stale(

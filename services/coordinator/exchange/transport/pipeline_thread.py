@@ -30,11 +30,8 @@ class PipelineThread(Generic[ItemT]):
         size: Callable[[ItemT], int] = lambda item: 1,
         portion_size: int = 1,
     ):
-        self._name = name
-        self._work = work
-        self._then = then
-        self._size = size
-        self._portion_size = portion_size
+        self._name, self._work, self._then = name, work, then
+        self._size, self._portion_size = size, portion_size
         self._items: SimpleQueue[ItemT | None] = SimpleQueue()
         self.ending = threading.Event()
         """Event that is set when the thread has to end: `work` that waits for something gives up."""

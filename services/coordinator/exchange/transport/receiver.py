@@ -239,14 +239,12 @@ class RequestFilter:
         return bool(row["state"] != State.LEASED or row["attempt"] != submission.attempt)
 
     def let_in(self, waiting: PendingRequest) -> None:
-        """Count a request that is let in."""
         waiting.is_counted = True
         self._unanswered[waiting.request.member_id] += 1
         if waiting.arrived.has_bulk:
             self._under_way.setdefault(_key(waiting), waiting)
 
     def finished(self, waiting: PendingRequest) -> None:
-        """Count a request as answered, or parked."""
         if not waiting.is_counted:
             return
         waiting.is_counted = False

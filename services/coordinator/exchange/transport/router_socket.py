@@ -81,12 +81,10 @@ class PendingRequest:
 
     @property
     def request(self) -> pb.ExchangeRequest:
-        """The request itself."""
         return self.arrived.request
 
     @property
     def kind(self) -> str:
-        """Name of the request's body."""
         return self.arrived.kind
 
     @property
@@ -110,7 +108,6 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Bytes of its frames."""
         return len(self.header) + sum(map(len, self.payloads))
 
 

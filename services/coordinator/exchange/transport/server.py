@@ -33,7 +33,7 @@ from paceline.array_frames import Buffer
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import LedgerFault
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
-from paceline.services.coordinator.exchange.batches import damaged_groups, delivery
+from paceline.services.coordinator.exchange.batches import delivery, selection
 from paceline.services.coordinator.exchange.state import Exchange, Notice, Outcome
 from paceline.services.coordinator.exchange.transport.dispatch import IsolatedHandler, handle, handle_leases
 from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
@@ -70,12 +70,7 @@ PARKED_AT_ONCE = 64
 """Parked requests for leases that are checked when nothing has happened, the longest unchecked first: there may be
 thousands."""
 
-WAKES = {
-    "group": {"task"},
-    "score": {"batch"},
-    "receipt": {"batch", "lease"},
-    "lease_return": {"lease"},
-}
+WAKES = {"group": {"task"}, "score": {"batch"}, "receipt": {"batch", "lease"}, "lease_return": {"lease"}}
 """Kinds of parked requests whose answer an arrived request can change, by its kind."""
 
 log = logging.getLogger(__name__)
@@ -121,11 +116,8 @@ class ExchangeServer:
         encrypted: bool = False,
     ):
         """`encrypted`: connections use CURVE, and are those of members alone."""
-        self._exchange = exchange
-        self._prompts = prompts
-        self._lock = lock
-        self._record = record
-        self._act = act
+        self._exchange, self._prompts, self._lock = exchange, prompts, lock
+        self._record, self._act = record, act
         self._socket = ExchangeSocket(host, port, self._knows_key if encrypted else None)
         self.public_key = self._socket.public_key
         self.port = self._socket.port
@@ -150,11 +142,7 @@ class ExchangeServer:
         self._unopened: UnopenedSegment | None = None
         """Segment that storing waits for, for a warning in the run's events."""
         self._stores: PipelineThread[PendingRequest] = PipelineThread(
-            "store",
-            self._store,
-            self._queue,
-            size=lambda waiting: waiting.size,
-            portion_size=MAX_SYNC_BYTES,
+            "store", self._store, self._queue, size=lambda waiting: waiting.size, portion_size=MAX_SYNC_BYTES
         )
         self._checks: PipelineThread[PendingRequest] = PipelineThread("check", self._check)
         self._receiver = Receiver(exchange, self._socket, self._checks, self._queue)
@@ -170,8 +158,7 @@ class ExchangeServer:
 
     def _knows_key(self, key: bytes) -> bool:
         """Return whether a connection's public key is that of a member. ZeroMQ's thread calls it."""
-        known = self._exchange.senders.knows_key(key)
-        if not known:
+        if not (known := self._exchange.senders.knows_key(key)):
             self._exchange.note_intruder("connection", "", "the connection's key is no member's", "")
         return known
 
@@ -200,7 +187,6 @@ class ExchangeServer:
         self._socket.close()
 
     def _queue(self, portion: Sequence[PendingRequest]) -> None:
-        """Queue requests that can be answered: uploads that are stored, and all others as they arrive."""
         for waiting in portion:
             if waiting.kind == "lease":
                 self._leases.append(waiting)
@@ -272,14 +258,14 @@ class ExchangeServer:
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._leases and time.monotonic() < end_s:
                     for waiting, outcome in self._answer_leases(now_s):
-                        self._finish_request(waiting, outcome, now_s, done.answers)
+                        self._finish_request(waiting, outcome, now_s, done)
                     self._send_synced()  # they should not have to wait for the end of this transaction
                     if not alone:
                         break
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._others and not alone and time.monotonic() < end_s:
                     for waiting, outcome in self._answer_others(now_s, end_s):
-                        self._finish_request(waiting, outcome, now_s, done.answers)
+                        self._finish_request(waiting, outcome, now_s, done)
                         kinds |= WAKES.get(waiting.kind, set())
                         if waiting.kind == "score" and waiting.request.score.handed_back:
                             kinds.add("task")
@@ -288,17 +274,13 @@ class ExchangeServer:
                     kinds.add("lease")
                 if "batch" in kinds - woken and not delivery.fix_and_check_served(self._exchange, now_s):
                     kinds.discard("batch")
-                max_leases = (
-                    len(self._parked) if "lease" in kinds else (PARKED_AT_ONCE if self._ticked else 0)
-                )
-                self._ticked = False
+                at_tick, self._ticked = PARKED_AT_ONCE if self._ticked else 0, False
+                max_leases = len(self._parked) if "lease" in kinds else at_tick
                 for waiting in self._parked.take_due(kinds, max_leases, now_s):
                     if waiting.kind == "lease":
                         self._leases.append(waiting)
                     else:
-                        self._finish_request(
-                            waiting, self._handler.handle(waiting, now_s), now_s, done.answers
-                        )
+                        self._finish_request(waiting, self._handler.handle(waiting, now_s), now_s, done)
                 done.notices = self._exchange.take_notices()
                 self._record(done.notices)
         self._syncs.put(done)
@@ -362,16 +344,9 @@ class ExchangeServer:
             outcomes = [self._handler.handle(waiting, now_s) for waiting in taken]
         return list(zip(taken, outcomes, strict=True))
 
-    def _finish_request(
-        self,
-        waiting: PendingRequest,
-        outcome: Outcome,
-        now_s: float,
-        answers: list[tuple[PendingRequest, Outcome]],
-    ) -> None:
-        """Answer a request, or park it when there is nothing to give yet."""
+    def _finish_request(self, waiting: PendingRequest, outcome: Outcome, now_s: float, done: Done) -> None:
         self._receiver.filter.finished(waiting)
-        answers += self._parked.answer_or_park(waiting, outcome, now_s)
+        done.answers += self._parked.answer_or_park(waiting, outcome, now_s)
 
     # Read
 
@@ -388,11 +363,9 @@ class ExchangeServer:
         """Handle the damaged records of an unsent answer, and answer its request anew."""
         run, waiting = self._exchange.active, unread.waiting
         if run is not None:
-            damaged_groups.release_unsent(
-                self._exchange, run, unread.outcome.reply, waiting.request.member_id
-            )
+            selection.release_unsent(self._exchange, run, unread.outcome.reply, waiting.request.member_id)
             for damaged in unread.damaged:
-                damaged_groups.handle_damaged(self._exchange, run, damaged)
+                selection.handle_damaged(self._exchange, run, damaged)
         (self._leases if waiting.kind == "lease" else self._others).append(waiting)
 
 

@@ -31,13 +31,7 @@ from paceline.row_arrays import RowArrays
 from paceline.services.coordinator.ledger.segments import Location, PayloadStore, Record
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import (
-    CompletionArrays,
-    decode_reference,
-    parse_message,
-    split_completions,
-    split_rows,
-)
+from paceline.wire import CompletionArrays, decode_reference, parse_message, split_completions, split_rows
 
 
 @dataclass
@@ -151,7 +145,6 @@ def _decode(arrived: Arrived) -> Group:
 
 
 def _decode_begun(arrived: Arrived) -> Group:
-    """Return the unfinished samples of a returned lease. Raises WireError."""
     returned, frames = arrived.request.lease_return, arrived.frames
     if len(frames) != 1:
         raise WireError(f"a lease is returned with one payload frame at most, not {len(frames)}")
@@ -311,10 +304,7 @@ def check_turn(turn: pb.EpisodeTurn, frames: Sequence[Buffer], limits: Limits | 
             "state that the environment's `save` returns"
         )
     arrays, note = TurnArrays.decode(frames[0]), parse_message(pb.TurnNote, frames[1])
-    max_id = max(
-        check_ids("context_ids", arrays.context_ids),
-        check_ids("token_ids", arrays.token_ids),
-    )
+    max_id = max(check_ids("context_ids", arrays.context_ids), check_ids("token_ids", arrays.token_ids))
     check_logprobs("logprobs", arrays.logprobs)
     if limits is not None and len(arrays.token_ids) > limits.max_new_tokens:
         raise WireError(

@@ -122,12 +122,10 @@ class PromptCheck:
             arrived.fault, arrived.group, arrived.record = fault, None, None
 
     def take_warnings(self) -> list[str]:
-        """Return why the prompts of the run are not compared, once."""
         warnings, self._warnings = self._warnings, []
         return warnings
 
     def close(self) -> None:
-        """End the child. Nothing is checked any more."""
         if self._encoder is not None:
             self._encoder.end()
             self._encoder = None

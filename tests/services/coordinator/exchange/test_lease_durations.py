@@ -26,7 +26,6 @@ from paceline.services.coordinator.exchange.lease_durations import (
     MIN_RESULTS,
     NO_MEDIAN_S,
     LeaseDurations,
-    Overdue,
 )
 from paceline.services.coordinator.members.registry import Fault
 from paceline.services.coordinator.pool import pool
@@ -171,7 +170,7 @@ def test_what_is_kept_is_bounded() -> None:
 
 def take_overdue(world: World, *member_ids: str) -> None:
     """These workers are found to be overdue."""
-    found = [Overdue(member_id, "it sleeps") for member_id in member_ids]
+    found = [(member_id, "it sleeps") for member_id in member_ids]
     with world.ledger.transaction():
         leases.revoke_overdue(world.exchange, world.run, found)
     world.notices += world.exchange.take_notices()
@@ -305,9 +304,7 @@ def test_a_reward_worker_that_cannot_work_has_no_free_hands(world: World) -> Non
 
 async def test_the_pool_takes_them_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "OVERDUE_CHECK_S", 0.0)
-    monkeypatch.setattr(
-        leases, "find_overdue", lambda *_: [Overdue("idle", "it has submitted nothing for 99 s")]
-    )
+    monkeypatch.setattr(leases, "find_overdue", lambda *_: [("idle", "it has submitted nothing for 99 s")])
     plane = await Plane.started(tmp_path)
     try:
         run = await plane.submit()
