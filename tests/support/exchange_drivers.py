@@ -165,7 +165,7 @@ class World:
         self.exchange.senders.leave(member_id)
         with self.ledger.transaction():
             released = revoke_from_member(self.exchange, member_id, crashed=crashed)
-            evaluation.unpin_member(self.exchange, self.run, member_id)
+            self.ledger.evaluations.unpin_member(self.run_id, member_id)
         self.notices += self.exchange.take_notices()
         return released
 

@@ -99,11 +99,6 @@ def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Vers
     return Version(evaluation["pinned_session"], evaluation["pinned_step"])
 
 
-def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
-    """Unpin a worker that is gone: another one starts the evaluation anew."""
-    exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
-
-
 def unpin_if_generated(exchange: Exchange, run: ActiveRun, kind: str) -> None:
     """Unpin the worker of an evaluation once every group of it is generated or dropped: it takes new weights while they are scored."""
     row = pending(exchange, run)

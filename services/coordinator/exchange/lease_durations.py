@@ -103,20 +103,14 @@ class LeaseDurations:
 
 
 class Throughput:
-    """Groups by the worker whose result was committed."""
+    """Groups by the worker whose result was committed, since the coordinator's start; the scaling policy reads them. The unit
+    is a group to train: a group of an evaluation counts by its share of the completions of one."""
 
     def __init__(self) -> None:
         self.generated: defaultdict[str, float] = defaultdict(float)
         """Generated groups by rollout or environment worker."""
         self.scored: defaultdict[str, float] = defaultdict(float)
         """Scored groups by reward worker."""
-
-    def note_generated(self, member_id: str, share: float) -> None:
-        """Count a group that was generated; `share` is its completions by those of a group to train."""
-        self.generated[member_id] += share
-
-    def note_scored(self, member_id: str, share: float) -> None:
-        self.scored[member_id] += share
 
     def keep(self, member_ids: Iterable[str]) -> None:
         """Forget workers that are not among `member_ids`, so that the counts do not grow with every worker that ever was."""

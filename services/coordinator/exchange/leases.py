@@ -1,5 +1,15 @@
 """Leases: the one place where a group is given to a worker, or taken away from one that is gone or overdue.
 `submissions.py` is where a group comes back.
+
+Quarantine: groups that end their workers are found by leasing them alone, then dropped, so that one prompt cannot end a
+pool. A worker's crash proves nothing about one of the many groups that it held. So every group that it held is counted as
+present; a group that was present at SHARED_CRASHES crashes is quarantined: from then on it is leased alone, to a worker
+that first finishes its other work. It is dropped(poison) when ALONE_CRASHES more workers have crashed with nothing else in
+hand.
+
+The promise: a group is never dropped because of a fault of a network or a host. A worker that falls silent on a standing
+connection (stopped, cut off, its host gone) has not crashed, a worker that leaves in good order has not either, and the
+count of a worker that returns is removed. Generating and scoring are counted apart.
 """
 
 from __future__ import annotations
@@ -15,7 +25,7 @@ from paceline.data.prompts import PromptSource
 from paceline.errors import Unreadable
 from paceline.groups import Version, with_holder
 from paceline.services.common.sampling_params import params_message
-from paceline.services.coordinator.exchange import evaluation, journals, quarantine
+from paceline.services.coordinator.exchange import evaluation, journals
 from paceline.services.coordinator.exchange.admission import (
     admissible,
     holds_leases,
@@ -38,6 +48,12 @@ from paceline.tracing import group_traceparent, span
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import parse_message
+
+SHARED_CRASHES = 2
+"""Crashes at which a group was present among others before it is quarantined."""
+
+ALONE_CRASHES = 2
+"""Further crashes, with the group alone in hand, after which it is dropped."""
 
 MAX_ROOM = 1 << 16
 """Most completions in one answer, whatever room a worker states."""
@@ -90,7 +106,7 @@ class _NewLeases:
         reach = reach_of(exchange, run, member_id, self._engines)
         if reach is None or run.prompts is None or member_id in exchange.overdue:
             return Outcome(reply, empty=True)
-        if quarantine.quarantined_groups(exchange, run):
+        if quarantined_groups(exchange, run):
             self.write()  # `choose` reads the groups that each worker holds
         payloads: list[Frame] = []
         room, reserved = min(request.lease.room, MAX_ROOM), len(exchange.reserved)
@@ -98,10 +114,10 @@ class _NewLeases:
         if engine := self._engine_of_evaluation(member_id):
             pinned_id, version = engine
             measured = evaluation.to_lease(exchange, run, pinned_id, version, num_measured + reserved)
-            for row in quarantine.choose(exchange, run, member_id, measured, num_measured):
+            for row in choose_groups(exchange, run, member_id, measured, num_measured):
                 added = self._add(member_id, row, version.step, reply, payloads, pinned=engine)
                 room -= self._val_size * added
-        if quarantine.quarantined_groups(exchange, run):
+        if quarantined_groups(exchange, run):
             self.write()
         num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
         wanted = num_groups + reserved if num_groups else 0
@@ -110,7 +126,7 @@ class _NewLeases:
         )
         steps = {row["group_id"]: step for row, step in leasable}
         free = [row for row, _ in leasable]
-        for row in quarantine.choose(exchange, run, member_id, free, num_groups):
+        for row in choose_groups(exchange, run, member_id, free, num_groups):
             step = steps[row["group_id"]]
             if self._add(member_id, row, reach.oldest(step, run.max_age), reply, payloads, step=step):
                 self._free.remove((row, step))
@@ -315,7 +331,7 @@ def revoke_work(exchange: Exchange, member_ids: list[str], *, with_leases: bool)
 def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
     """Revoke every lease and task of a member that is gone; return the number of leases."""
     if crashed and exchange.active is not None:
-        quarantine.on_crash(exchange, exchange.active, member_id)
+        on_crash(exchange, exchange.active, member_id)
     exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}
     exchange.versions.pop(member_id, None)
     exchange.offered.pop(member_id, None)
@@ -351,7 +367,7 @@ def revoke_overdue(exchange: Exchange, run: ActiveRun, found: Iterable[tuple[str
     """Revoke the leases and tasks of overdue workers, in a transaction. A late result still counts if it is the first."""
     for member_id, why in found:
         taken = revoke_work(exchange, [member_id], with_leases=True)
-        evaluation.unpin_member(exchange, run, member_id)
+        exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
         exchange.overdue.add(member_id)
         scores = _scores(exchange, member_id)
         nothing = "no task before it submits scores" if scores else "no lease before it submits a group"
@@ -372,3 +388,72 @@ def note_submission(
 def _scores(exchange: Exchange, member_id: str) -> bool:
     member = exchange.senders.get(member_id)
     return member is not None and member.role == common_pb2.ROLE_REWARD
+
+
+def choose_groups(
+    exchange: Exchange, run: ActiveRun, member_id: str, rows: list[sqlite3.Row], room: int
+) -> list[sqlite3.Row]:
+    """Return the groups of `rows` that a worker may get: either one quarantined group alone, or up to `room` others. A
+    quarantined group that waits reserves one worker, which gets nothing more until its other work is done. `rows`
+    should have `exchange.reserved` more than there is room for, so that quarantined groups do not delay the others."""
+    quarantined = quarantined_groups(exchange, run)
+    if not quarantined or room <= 0:
+        return rows[: max(room, 0)]
+    held = {row["group_id"] for row in exchange.group_queries.work_of(run.run_id, member_id)}
+    if quarantined & held:
+        return []
+    reserved = exchange.reserved
+    for row in rows:
+        group_id = row["group_id"]
+        if group_id not in quarantined or reserved.get(group_id, member_id) != member_id:
+            continue
+        if group_id not in reserved and member_id in reserved.values():
+            continue
+        reserved[group_id] = member_id
+        if held:
+            return []
+        del reserved[group_id]
+        return [row]
+    if member_id in reserved.values():
+        return []
+    return [row for row in rows if row["group_id"] not in quarantined][:room]
+
+
+def quarantined_groups(exchange: Exchange, run: ActiveRun) -> set[int]:
+    deaths_by_group = exchange.ledger.deaths.of_run(run.run_id)
+    return {group_id for group_id, deaths in deaths_by_group.items() if deaths >= SHARED_CRASHES}
+
+
+def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
+    """Count the crash of a worker for each group that it held, before its leases are revoked; drop groups that are
+    proven to cause crashes."""
+    for row in exchange.group_queries.work_of(run.run_id, member_id):
+        _count_death(exchange, run, row, member_id, member_id)
+
+
+def on_score_crash(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, member_id: str) -> None:
+    """Count the crash of a process that scored the group. Its worker lives on, so each of its crashes counts by itself,
+    and none is removed when the worker returns."""
+    _count_death(exchange, run, row, f"{member_id} scoring attempt {row['score_attempt']}", member_id)
+
+
+def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, member_id: str) -> None:
+    """Count a death, by its name, for a group; drop the group when the limit is reached."""
+    deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
+    if deaths == SHARED_CRASHES:
+        exchange.warn(
+            f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone"
+        )
+    elif deaths >= SHARED_CRASHES + ALONE_CRASHES:
+        exchange.warn(
+            f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "
+            f"{ALONE_CRASHES} with it alone; check its prompt and the log of {member_id}"
+        )
+        evaluation.drop(exchange, run, row, "poison")
+
+
+def clear_deaths(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
+    """Reset the count of a group that a worker has finished; scoring counts anew."""
+    if group_id in exchange.ledger.deaths.of_run(run.run_id):
+        exchange.ledger.deaths.remove_group(run.run_id, group_id)
+    exchange.reserved.pop(group_id, None)

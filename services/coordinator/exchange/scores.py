@@ -14,7 +14,7 @@ from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.rewards import totals
 from paceline.services.common.worker.logged_extra import extra_line
 from paceline.services.common.worker.trainer_state import trainer_state, with_trainer_state
-from paceline.services.coordinator.exchange import evaluation, leases, quarantine
+from paceline.services.coordinator.exchange import evaluation, leases
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, Outcome
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
@@ -46,7 +46,7 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     payloads: list[Frame] = []
     room = min(request.task.room, MAX_ROOM)
     rows = exchange.group_queries.free_to_score(run.run_id, room + len(exchange.reserved))
-    chosen, size_bytes = quarantine.choose(exchange, run, request.member_id, rows, room), 0
+    chosen, size_bytes = leases.choose_groups(exchange, run, request.member_id, rows, room), 0
     workers = len(exchange.senders.of_role(common_pb2.ROLE_REWARD))
     trained = exchange.ledger.run(run.run_id)["next_step"]
     state = trainer_state(run.spec, trained, len(run.prompts or ()), workers)
@@ -126,7 +126,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         reference.append(arrived.reference)
         exchange.ledger.add_payload(run.run_id, score.group_id, "reference", arrived.location)
     leases.note_submission(exchange, exchange.task_durations, request.member_id, score)
-    quarantine.clear(exchange, run, score.group_id)
+    leases.clear_deaths(exchange, run, score.group_id)
     exchange.ledger.invalidate(BATCH_DUE)
     scored = Scored(
         rewards=rewards_CF.astype("<f4").tobytes(),
@@ -135,7 +135,7 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         reward=float(valid_C.mean()) if len(valid_C) else None,
     )
     exchange.groups.score(run.run_id, score.group_id, scored)
-    exchange.throughput.note_scored(request.member_id, run.share_of_group(row["class"]))
+    exchange.throughput.scored[request.member_id] += run.share_of_group(row["class"])
     if line := extra_line(score.group_id, row["digest"], score.extra_json, size):
         exchange.notice("extra", line=line)
     if row["class"] != "train":
@@ -192,7 +192,7 @@ def _take_back(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, 
     score = request.score
     exchange.groups.end_task(run.run_id, score.group_id, request.member_id, score.attempt)
     if score.crashed:
-        quarantine.on_score_crash(exchange, run, row, request.member_id)
+        leases.on_score_crash(exchange, run, row, request.member_id)
     if score.error and (failures := exchange.count_failure(run, "unavailable")):
         exchange.warn(
             f"scoring group {score.group_id} has to wait, it is tried again ({failures} such failures "

@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.errors import SpecError
 from paceline.groups import Completion, Group, IntArray, Version, held_attempt
-from paceline.services.coordinator.exchange import evaluation, journals, leases, quarantine
+from paceline.services.coordinator.exchange import evaluation, journals, leases
 from paceline.services.coordinator.exchange.journals import end_life
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from paceline.services.coordinator.exchange.uploads.intake import Arrived, UploadedTurn
@@ -92,10 +92,10 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
     exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.location)
     leases.note_submission(exchange, exchange.lease_durations, request.member_id, result)
-    quarantine.clear(exchange, run, result.group_id)
+    leases.clear_deaths(exchange, run, result.group_id)
     generated = Generated(group.num_tokens, group.num_sequence_tokens, group.oldest_step, result.digest)
     exchange.groups.commit(run.run_id, result.group_id, generated)
-    exchange.throughput.note_generated(request.member_id, run.share_of_group(row["class"]))
+    exchange.throughput.generated[request.member_id] += run.share_of_group(row["class"])
     if row["class"] == "train":
         exchange.drops_in_a_row.end_of_generation()
     else:

@@ -21,7 +21,7 @@ from paceline.groups import Version
 from paceline.models.folder_size import named_size
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.access.caller import current_caller
-from paceline.services.coordinator.exchange import evaluation, leases
+from paceline.services.coordinator.exchange import leases
 from paceline.services.coordinator.exchange.admission import holds_leases
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.state import ActiveRun
@@ -215,7 +215,7 @@ class Pool:
             with self._kept_on_fault(member), self._ledger.transaction(synced=False):
                 released = leases.revoke_from_member(self._exchange, member.member_id, crashed=crashed)
                 if run is not None:
-                    evaluation.unpin_member(self._exchange, run, member.member_id)
+                    self._ledger.evaluations.unpin_member(run.run_id, member.member_id)
                 notices = self._exchange.take_notices()
                 self._run_log.write_down(notices)
         level = logging.INFO if reason == IN_GOOD_ORDER else logging.WARNING

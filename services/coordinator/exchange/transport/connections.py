@@ -166,11 +166,6 @@ class Connections:
             return f"{under_way} bytes came on it that are not read yet, {MAX_UNREAD_BYTES} are allowed"
         if connection.of_member:
             return ""
-        return self._strangers_fault(connection, strangers_bytes, strangers, all_read)
-
-    def _strangers_fault(
-        self, connection: Connection, strangers_bytes: int, strangers: int, all_read: bool
-    ) -> str:
         silent_s = self._clock() - connection.opened_s
         if connection.refused > MAX_REFUSED:
             return f"{connection.refused} messages on it were refused, and no member has spoken on it"

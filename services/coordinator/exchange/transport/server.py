@@ -35,7 +35,12 @@ from paceline.errors import LedgerFault
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.services.coordinator.exchange.batches import delivery, selection
 from paceline.services.coordinator.exchange.state import Exchange, Notice, Outcome
-from paceline.services.coordinator.exchange.transport.dispatch import IsolatedHandler, handle, handle_leases
+from paceline.services.coordinator.exchange.transport.dispatch import (
+    handle,
+    handle_alone,
+    handle_leases,
+    handled_together,
+)
 from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
 from paceline.services.coordinator.exchange.transport.receiver import Receiver
 from paceline.services.coordinator.exchange.transport.router_socket import ExchangeSocket, PendingRequest
@@ -121,7 +126,6 @@ class ExchangeServer:
         self._socket = ExchangeSocket(host, port, self._knows_key if encrypted else None)
         self.public_key = self._socket.public_key
         self.port = self._socket.port
-        self._handler = IsolatedHandler(exchange)
         self._parked = ParkedRequests(exchange)
         self._wake: set[str] = set()
         self._leases: deque[PendingRequest] = deque()
@@ -280,7 +284,9 @@ class ExchangeServer:
                     if waiting.kind == "lease":
                         self._leases.append(waiting)
                     else:
-                        self._finish_request(waiting, self._handler.handle(waiting, now_s), now_s, done)
+                        self._finish_request(
+                            waiting, handle_alone(self._exchange, waiting, now_s), now_s, done
+                        )
                 done.notices = self._exchange.take_notices()
                 self._record(done.notices)
         self._syncs.put(done)
@@ -326,22 +332,22 @@ class ExchangeServer:
         ):
             waiting = self._leases.popleft()
             by_member[waiting.request.member_id] = waiting
-        with self._handler.together() as outcomes:
+        with handled_together(self._exchange) as outcomes:
             outcomes += handle_leases(self._exchange, [waiting.arrived for waiting in by_member.values()])
         if not outcomes:
-            outcomes = [self._handler.handle(waiting, now_s) for waiting in by_member.values()]
+            outcomes = [handle_alone(self._exchange, waiting, now_s) for waiting in by_member.values()]
         return list(zip(by_member.values(), outcomes, strict=True))
 
     def _answer_others(self, now_s: float, end_s: float) -> list[tuple[PendingRequest, Outcome]]:
         """Answer some of the other requests, until `end_s` at most."""
         taken: list[PendingRequest] = []
-        with self._handler.together() as outcomes:
+        with handled_together(self._exchange) as outcomes:
             while self._others and len(taken) < OTHERS_AT_ONCE and (not taken or time.monotonic() < end_s):
                 taken.append(self._others.popleft())
                 outcomes.append(handle(self._exchange, taken[-1].arrived, now_s))
                 self._send_synced()
         if not outcomes:
-            outcomes = [self._handler.handle(waiting, now_s) for waiting in taken]
+            outcomes = [handle_alone(self._exchange, waiting, now_s) for waiting in taken]
         return list(zip(taken, outcomes, strict=True))
 
     def _finish_request(self, waiting: PendingRequest, outcome: Outcome, now_s: float, done: Done) -> None:
