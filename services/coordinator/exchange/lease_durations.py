@@ -65,7 +65,7 @@ class LeaseDurations:
     def check(
         self, now_s: float, held: Iterable[tuple[str, int, int]], able: Collection[str] = ()
     ) -> list[tuple[str, str]]:
-        """Return the overdue workers, each with the reason. `held` are all leases that are out: worker, group, attempt; `able` are the
+        """Return the overdue workers and why. `held` are all leases that are out: worker, group, attempt; `able` are the
         workers that could take them."""
         if self._checked_s is not None:
             self._now_s += min(max(0.0, now_s - self._checked_s), LONGEST_STEP_S)

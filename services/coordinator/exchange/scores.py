@@ -188,7 +188,7 @@ def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
 
 
 def _take_back(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
-    """End a task without scores. A failure of the infrastructure drops no group, which is scored again: it is counted apart."""
+    """End a task without scores. A failure of the infrastructure is counted apart, because it drops no group."""
     score = request.score
     exchange.groups.end_task(run.run_id, score.group_id, request.member_id, score.attempt)
     if score.crashed:

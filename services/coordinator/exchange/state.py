@@ -115,7 +115,7 @@ class RunState:
 
     active: ActiveRun | None = None
     offered: dict[str, Version] = field(default_factory=dict)
-    """Newest version that is, or was, on its way to each rollout worker: it may sample from it before it acknowledges it."""
+    """Newest version that went out to each rollout worker: it may sample from it before it acknowledges it."""
     overdue: set[str] = field(default_factory=set)
     """Workers that held leases or tasks for too long: they get none before they have submitted something."""
     reserved: dict[int, str] = field(default_factory=dict)
@@ -192,7 +192,8 @@ class Exchange(RunState):
             return
         self._unopened_warned_s = now_s
         self.warn(
-            f"{fault}. Groups wait for it, and it is tried again by itself; check its permissions and at the limit of open files"
+            f"{fault}. Groups wait for it, and it is tried again by itself; check its permissions and at the limit of "
+            "open files"
         )
 
     # Versions

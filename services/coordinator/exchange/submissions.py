@@ -70,9 +70,8 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
         if any(span[:2] != pinned for completion in group.completions for span in completion.spans):
             if row["lease_step"] == pinned.step:  # else another version was pinned since
                 exchange.lease_durations.note_refusal(request.member_id)
-            if (
-                group.rows is None or result.attempt == row["attempt"]
-            ):  # else another worker plays its episodes
+            # Else another worker plays its episodes.
+            if group.rows is None or result.attempt == row["attempt"]:
                 exchange.groups.readmit(run.run_id, result.group_id)
             return exchange.stale(request, "tokens of another version than the evaluation's")
     fault, journal = _fault(exchange, run, arrived, row, result.attempt), None

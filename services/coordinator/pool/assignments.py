@@ -40,7 +40,9 @@ log = logging.getLogger(__name__)
 
 
 class Roster:
-    """The newest roster of the active run; `learner` returns the member that has to know it."""
+    """The newest roster of the active run: the rollout workers that receive weights, which are ready and not pinned by an
+    evaluation, suspected or expelled. Each change gets a new number, which protos call `epoch`. `learner` returns the member
+    that has to know it."""
 
     def __init__(self, members: Members, exchange: Exchange, learner: Callable[[], Member | None]):
         self._members, self._exchange, self._learner = members, exchange, learner

@@ -110,7 +110,7 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
-    """Return the difference between a receipt and its part, which a run without batches has not; empty when both agree."""
+    """Return how a receipt differs from its part, which a run without batches has not; empty when both agree."""
     if part is None:
         return f"trained groups {[group.group_id for group in receipt.groups]}" if receipt.groups else ""
     expected = [row["group_id"] for row in part]

@@ -81,7 +81,7 @@ class Connection:
     of_member: bool = False
 
     def under_way(self, came: int, memory: int, all_read: bool) -> int:
-        """Return the bytes of messages that are not read, when `came` bytes have come and this process has `memory` bytes."""
+        """Return the bytes of unread messages, when `came` bytes have come and this process has `memory` bytes."""
         if self.read and all_read:
             self.read, self.mark = 0, came
         size = max(0, came - self.mark - self.read)
@@ -159,7 +159,7 @@ class Connections:
     def _fault(
         self, connection: Connection, under_way: int, strangers_bytes: int, strangers: int, all_read: bool
     ) -> str:
-        """Return why a connection is cut off; empty where it stays. Called for the oldest first: members speak at once."""
+        """Return why a connection is cut off; empty where it stays. Called for the oldest first."""
         if all_read and under_way > MAX_BYTES:
             return f"{under_way} bytes came on it without the end of a message, {MAX_BYTES} are allowed"
         if under_way > MAX_UNREAD_BYTES:
@@ -186,7 +186,7 @@ class Connections:
         return ""
 
     def cut(self, descriptor: int) -> bool:
-        """End a connection; ZeroMQ notices and frees what it has kept. False when the number is another file's, or none."""
+        """End a connection; ZeroMQ frees what it has kept. False when the number is another file's, or none."""
         with contextlib.suppress(OSError, ValueError), _borrowed(descriptor) as connection:
             name = connection.getsockname()
             if isinstance(name, tuple) and name[1] == self._port:
