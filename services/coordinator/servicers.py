@@ -14,8 +14,7 @@ from paceline.errors import InvalidInput, Unavailable
 from paceline.services.common.processes.file_limit import Capacity
 from paceline.services.common.serving.grpc_server import with_status, with_stream_status
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
-from paceline.services.coordinator.members.caller_certificate import check_certificate
-from paceline.services.coordinator.members.introduction import check_hello, check_key
+from paceline.services.coordinator.members.introduction import check_certificate, check_hello, check_key
 from paceline.services.coordinator.members.registry import Member
 from paceline.services.coordinator.reporting.run_messages import page, run_message
 from paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc

@@ -18,8 +18,7 @@ from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.leases import revoke_from_member
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice, Outcome
 from paceline.services.coordinator.exchange.transport.dispatch import handle
-from paceline.services.coordinator.exchange.uploads.array_checks import Limits
-from paceline.services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
+from paceline.services.coordinator.exchange.uploads.intake import Arrived, Limits, store, validate_upload
 from paceline.services.coordinator.ledger import pruning
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import read_frame
@@ -166,7 +165,7 @@ class World:
         self.exchange.senders.leave(member_id)
         with self.ledger.transaction():
             released = revoke_from_member(self.exchange, member_id, crashed=crashed)
-            evaluation.unpin_member(self.exchange, self.run, member_id)
+            self.ledger.evaluations.unpin_member(self.run_id, member_id)
         self.notices += self.exchange.take_notices()
         return released
 

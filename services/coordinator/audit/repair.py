@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.errors import LedgerFault, NotFound
 from paceline.services.coordinator.audit import artifacts
-from paceline.services.coordinator.exchange.batches import damaged_groups
+from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.group_queries import OPEN_SQL
 from paceline.services.coordinator.ledger.integrity.file_check import check_file
@@ -77,7 +77,7 @@ def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
         try:
             ledger.payloads.payload(row).read()
         except DamagedRecord as damaged:
-            damaged_groups.handle_damaged(exchange, run, damaged)
+            selection.handle_damaged(exchange, run, damaged)
             state = ledger.db.execute(
                 "SELECT state FROM groups WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"])
             ).fetchone()["state"]
@@ -97,7 +97,7 @@ def _begin_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
             try:
                 ledger.payloads.payload(turn).read()
             except DamagedRecord as damaged:
-                damaged_groups.handle_damaged(exchange, run, damaged)
+                selection.handle_damaged(exchange, run, damaged)
                 say(f"group {group_id}: sample {turn['sample']} begins again: {damaged}")
 
 

@@ -1,10 +1,19 @@
-"""Admission: how far generation may run ahead of training. Pure arithmetic, no state.
+"""Admission and ages: how far generation may run ahead of training, and which versions a holder of a lease can sample
+from.
 
-B groups make a step; η bounds the age, in steps, of tokens at admission and at a lease. With `in_order` no trained token is
-older; with `ready_first` late groups train up to `hard_max_age_steps`.
+B groups make a step; η bounds the age, in steps, of tokens at admission and at a lease. With `in_order` no trained token
+is older; with `ready_first` late groups train up to `hard_max_age_steps`. A rollout worker has its own version. An
+environment worker has none: it asks any engine (a rollout worker that serves tokens) that is new enough for the step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paceline.groups import Version
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.v1 import common_pb2
 
 
 def admissible(
@@ -13,8 +22,7 @@ def admissible(
     """Return the number of groups that may be admitted now.
 
     A group is admitted while open < (η + 1)·B, where open counts the groups that are neither trained nor dropped, and
-    never more than the remaining steps need: admitted - dropped < max_steps·B. η = 0 is synchronous GRPO.
-    """
+    never more than the remaining steps need: admitted - dropped < max_steps·B. η = 0 is synchronous GRPO."""
     return max(0, min((max_age + 1) * batch - open_groups, max_steps * batch - (admitted - dropped)))
 
 
@@ -36,3 +44,57 @@ def must_wait(live_oldest: list[int], step: int, max_age: int) -> bool:
     A group has that age at one step only, so it holds up one batch at most; a group that is older already is past help.
     """
     return any(step - oldest == max_age for oldest in live_oldest)
+
+
+class Engine(NamedTuple):
+    """A rollout worker that may be asked for tokens."""
+
+    member_id: str
+    address: str
+    version: Version
+    """Version that it acknowledged last."""
+
+
+class Reach(NamedTuple):
+    """The versions that a worker can sample from."""
+
+    steps: tuple[int, ...]
+
+    def may_lease(self, step: int, max_age: int) -> bool:
+        """Return whether one of them is at most η behind the step."""
+        return any(may_lease(version_step, step, max_age) for version_step in self.steps)
+
+    def oldest(self, step: int, max_age: int) -> int:
+        """Return the oldest of them that is at most η behind the step."""
+        return min(version_step for version_step in self.steps if may_lease(version_step, step, max_age))
+
+
+def serving(exchange: Exchange, run: ActiveRun) -> list[Engine]:
+    """Return the rollout workers that are ready and not draining, expelled or suspected, by their ids."""
+    engines = [
+        Engine(member.member_id, member.address, exchange.versions[member.member_id])
+        for member in exchange.senders.of_role(common_pb2.ROLE_ROLLOUT)
+        if member.ready_run == run.run_id
+        and member.connected
+        and member.fault is None
+        and not (member.draining or member.expelled or member.suspected)
+        and member.member_id in exchange.versions
+    ]
+    return sorted(engines)
+
+
+def holds_leases(run: ActiveRun) -> common_pb2.Role.ValueType:
+    """Return the role whose workers hold the leases of a run."""
+    return common_pb2.ROLE_ENVIRONMENT if run.spec.environment.is_used else common_pb2.ROLE_ROLLOUT
+
+
+def reach_of(exchange: Exchange, run: ActiveRun, member_id: str, engines: Sequence[Engine]) -> Reach | None:
+    """Return the versions that a worker can sample from; None for one that gets no leases of this run."""
+    member = exchange.senders.get(member_id)
+    if member is None or member.role != holds_leases(run):
+        return None
+    if member.role == common_pb2.ROLE_ENVIRONMENT:
+        steps = tuple(sorted({engine.version.step for engine in engines}))
+        return Reach(steps) if steps else None
+    version = exchange.versions.get(member_id)
+    return None if version is None else Reach((version.step,))

@@ -5,8 +5,6 @@ evaluation is generated, while the others go on. Scoring does not need it. With 
 of the evaluation's leases ask. Tokens of another version than the pinned one are refused and generated again. The groups
 of the newest evaluations and of the first one stay in the ledger (`logger.keep_evaluations`).
 
-Result of an evaluation from the groups' rows. Pure.
-
 Suffixes: G groups (prompts), C completions of a group, F reward functions.
 """
 
@@ -20,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import Unreadable
-from paceline.groups import FloatArray, Group, Version
+from paceline.groups import FloatArray, Version
 from paceline.rewards import Rewards, totals
-from paceline.services.coordinator.exchange.engines import Engine
-from paceline.services.coordinator.exchange.group_sources import sources_of
-from paceline.services.coordinator.exchange.source_rewards import rewards_by_source
+from paceline.services.coordinator.exchange.admission import Engine
+from paceline.services.coordinator.exchange.batches.selection import rewards_by_source, sources_of
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.groups import State
 from paceline.spec import RunSpec
@@ -39,8 +36,7 @@ the batches for as long as it takes."""
 
 def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
     """Queue an evaluation of version `step` or, once that is gone, of the next one that a worker holds. It is left out,
-    with a warning, when its prompts cannot be read now.
-    """
+    with a warning, when its prompts cannot be read now."""
     assert run.validation is not None
     if exchange.ledger.evaluations.exists(run.run_id, step):
         return
@@ -49,19 +45,16 @@ def begin(exchange: Exchange, run: ActiveRun, step: int) -> None:
     slot = exchange.ledger.run(run.run_id)["next_slot"]
     number = min(len(run.validation), run.spec.grpo.max_val_samples)
     try:
-        groups = [
-            (first + index, slot + SCORED_BETWEEN * index, *run.validation.draw(index))
-            for index in range(number)
-        ]
+        slots = range(slot, slot + SCORED_BETWEEN * number, SCORED_BETWEEN)
+        groups = [(first + index, slot, *run.validation.draw(index)) for index, slot in enumerate(slots)]
     except Unreadable as error:
-        exchange.notice("warning", message=f"the evaluation of version {step} is left out: {error}")
+        exchange.warn(f"the evaluation of version {step} is left out: {error}")
         return
     exchange.ledger.evaluations.add(run.run_id, step)
     exchange.groups.admit(run.run_id, f"eval:{step}", groups)
 
 
 def pending(exchange: Exchange, run: ActiveRun) -> sqlite3.Row | None:
-    """Return the evaluation that comes next, if any."""
     return exchange.ledger.evaluations.first_pending(run.run_id)
 
 
@@ -88,9 +81,8 @@ def to_lease(
 
 
 def choose_engine(exchange: Exchange, run: ActiveRun, engines: Sequence[Engine]) -> Engine | None:
-    """Return the engine for the evaluation that comes next: the pinned one, else the first of those with the newest version.
-    None without an evaluation, and while no such engine serves.
-    """
+    """Return the engine for the evaluation that comes next: the pinned one, else the first of those with the newest
+    version. None without an evaluation, and while no such engine serves."""
     row = pending(exchange, run) if run.validation is not None else None
     if row is None:
         return None
@@ -105,16 +97,6 @@ def pinned_version(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Vers
     evaluation = exchange.ledger.evaluations.get(run.run_id, int(row["class"].split(":")[1]))
     assert evaluation is not None
     return Version(evaluation["pinned_session"], evaluation["pinned_step"])
-
-
-def is_of(group: Group, version: Version) -> bool:
-    """Return whether every token was sampled under this version."""
-    return all(span[:2] == version for c in group.completions for span in c.spans)
-
-
-def unpin_member(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
-    """Unpin a worker that is gone: another one starts the evaluation anew."""
-    exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
 
 
 def unpin_if_generated(exchange: Exchange, run: ActiveRun, kind: str) -> None:
@@ -145,10 +127,33 @@ def finish_if_done(exchange: Exchange, run: ActiveRun, kind: str) -> None:
     exchange.notice("evaluated", requested_step=step, **result)
 
 
+def fail(
+    exchange: Exchange,
+    run: ActiveRun,
+    row: sqlite3.Row,
+    work: str,
+    reason: str,
+    error: str,
+    number: int,
+    most: int,
+) -> None:
+    """Take the failure `number` of an attempt at a group's `work`; the last one that is allowed drops the group."""
+    exchange.ledger.count(run.run_id, f"failures:{reason}")
+    exchange.note_failure(row, work, reason, error, number, most)
+    if number >= most:
+        drop(exchange, run, row, reason, error)
+
+
+def drop(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, reason: str, error: str = "") -> None:
+    """Drop a group that fails again and again; it may be the last of its evaluation."""
+    exchange.drop(run, row, reason, error=error)
+    if row["class"] != "train":
+        finish_if_done(exchange, run, row["class"])
+
+
 def _remove_surplus(exchange: Exchange, run: ActiveRun) -> None:
-    """Remove the groups of the evaluation that is not to be kept any more, now that one more has ended. The first one of
-    the run stays, because later ones are compared with it.
-    """
+    """Remove the groups of the evaluation that is surplus now that one more has ended. The first one of the run stays,
+    because later ones are compared with it."""
     logger = run.spec.logger
     ended = exchange.ledger.evaluations.ended_steps(run.run_id)
     if not logger.keep_samples or not logger.keep_evaluations:
@@ -218,11 +223,9 @@ def _mean(values_GC: Rewards) -> tuple[float | None, float | None]:
     means = sums_G[counts_G > 0] / counts_G[counts_G > 0]
     if not len(means):
         return None, None
-    spread = (
-        float(means.std(ddof=1)) if (means != means[0]).any() else 0.0
-    )  # 0 for equal numbers, without a residue
-    stderr = spread / math.sqrt(len(means)) if len(means) > 1 else None
-    return float(means.mean()), stderr
+    # 0 for equal numbers, without a residue
+    spread = float(means.std(ddof=1)) if (means != means[0]).any() else 0.0
+    return float(means.mean()), spread / math.sqrt(len(means)) if len(means) > 1 else None
 
 
 def _pass_at(values_GC: FloatArray) -> float | None:

@@ -33,7 +33,6 @@ VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|(?<!\.py:)(?<![\w.])\d[\d,.]
 
 
 def cause_of(error: str) -> str:
-    """Return what errors of one cause have in common."""
     return VALUES.sub("…", EXCERPT.sub("", RAISED.sub(r"\1 \2", error)))[:500]
 
 
@@ -63,7 +62,6 @@ class DropsInARow:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, because a group could train."""
         self.reason = self.cause = self.error = ""
         self._group_ids: list[int] = []
         self.lowest, self.highest = math.inf, -math.inf
@@ -75,7 +73,6 @@ class DropsInARow:
 
     @property
     def number(self) -> int:
-        """Return the number of groups in the row."""
         return len(self._group_ids)
 
     def add(self, group_id: int, reason: str, error: str, totals: Collection[float] = ()) -> None:
@@ -93,10 +90,9 @@ class DropsInARow:
     def is_of_one_cause(self, batch: int, first_under_way: Callable[[str], int | None]) -> bool:
         """Return whether so many groups failed for one cause that the run should pause; `batch` is groups in a step.
 
-        `first_under_way` returns, for the reason of the drops, the first group whose attempt has not ended; groups after it
-        are not counted. A failure comes at once and a success takes its time, so in a data set with some bad prompts many
-        of them are dropped before the first good one is generated.
-        """
+        `first_under_way` returns, for the reason of the drops, the first group whose attempt has not ended; groups
+        after it are not counted. A failure comes at once and a success takes its time, so in a data set with some bad
+        prompts many of them are dropped before the first good one is generated."""
         limit = max(BATCHES_OF_ONE_CAUSE * batch, MIN_OF_ONE_CAUSE)
         if self.reason not in FAILED or self.number < limit:
             return False
@@ -104,14 +100,12 @@ class DropsInARow:
         return first is None or sum(group_id < first for group_id in self._group_ids) >= limit
 
     def explain(self, run_id: str) -> str:
-        """Return why a run is paused whose drops are of one cause, and what to do."""
         return (
             f"{self.number} groups in a row were dropped as {self.reason!r} for one cause: {self.error}. "
             f"{_REMEDIES[self.reason]}, then `paceline resume {run_id}`"
         )
 
     def explain_limit(self, in_a_row: int, last_reason: str, run_id: str) -> str:
-        """Return why a run is paused that reached grpo.max_generation_batches."""
         text = (
             f"{in_a_row} groups in a row were dropped, the last as {last_reason!r}, without one that could train "
             "(grpo.max_generation_batches)"

@@ -11,11 +11,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from paceline.groups import Group
-from paceline.services.coordinator.exchange.batches import damaged_groups
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
-from paceline.services.coordinator.exchange.uploads.turn_checks import GroupTurn
-from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, frame_size
-from paceline.services.coordinator.ledger.tables.episodes import LEFT_OUT, EndedLife, Lives, left_out_of
+from paceline.services.coordinator.exchange.uploads.intake import GroupTurn
+from paceline.services.coordinator.ledger.segments import Frame, frame_size
+from paceline.services.coordinator.ledger.tables.episodes import (
+    FAILED,
+    LEFT_OUT,
+    EndedLife,
+    Lives,
+    left_out_of,
+)
 from paceline.v1 import exchange_pb2 as pb
 
 FIRST_LIFE = Lives(1, 0, given_up=False)
@@ -30,7 +35,6 @@ class SampleJournal(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Return whether it has its last turn."""
         return bool(self.turns and self.turns[-1]["last"])
 
     @property
@@ -42,7 +46,6 @@ class SampleJournal(NamedTuple):
 
     @property
     def left_out_turns(self) -> list[sqlite3.Row]:
-        """Return the turns that are no part of the sample's rows."""
         left_out = left_out_of(self.turns[-1]) if self.turns else frozenset()
         return [turn for turn in self.turns if turn["turn"] in left_out]
 
@@ -61,23 +64,15 @@ def of_group(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, Sam
 
 
 def frames_of(exchange: Exchange, run: ActiveRun, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
-    """Return arrays and note of each turn of a group, by sample. A life with a turn that cannot be read ends. Raises
-    UnopenedSegment.
-    """
-    while True:
-        try:
-            frames: dict[int, list[tuple[Frame, Frame]]] = {}
-            for turn in exchange.ledger.episodes.of_group(run.run_id, group_id):
-                payload = exchange.ledger.payloads.payload(turn)
-                frames.setdefault(turn["sample"], []).append((payload.arrays, payload.header))
-        except DamagedRecord as damaged:
-            damaged_groups.handle_damaged(exchange, run, damaged)
-        else:
-            return frames
+    """Return arrays and note of each turn of a group, by sample. Raises DamagedRecord, UnopenedSegment."""
+    frames: dict[int, list[tuple[Frame, Frame]]] = {}
+    for turn in exchange.ledger.episodes.of_group(run.run_id, group_id):
+        payload = exchange.ledger.payloads.payload(turn)
+        frames.setdefault(turn["sample"], []).append((payload.arrays, payload.header))
+    return frames
 
 
 def size_of(frames: dict[int, list[tuple[Frame, Frame]]]) -> int:
-    """Return the bytes of a group's turns."""
     return sum(frame_size(frame) for turns in frames.values() for turn in turns for frame in turn)
 
 
@@ -136,9 +131,8 @@ def _fault_of_sample(journal: SampleJournal | None, turns: list[GroupTurn]) -> s
 
 def _turns_after_left_out(journal: SampleJournal) -> set[int]:
     """Return the turns before which the row has tokens of turns that are left out: they are context there."""
-    after, rows = set(), {turn["row_index"] for turn in journal.left_out_turns}
-    for row in rows:
-        left_out = {turn["turn"] for turn in journal.left_out_turns}
+    after, left_out = set(), {turn["turn"] for turn in journal.left_out_turns}
+    for row in {turn["row_index"] for turn in journal.left_out_turns}:
         before_is_left_out = False
         for turn in (turn for turn in journal.turns if turn["row_index"] == row):
             if before_is_left_out and turn["turn"] not in left_out:
@@ -172,3 +166,36 @@ def end_left_out(
     exchange.ledger.episodes.add_ended(lives)
     if row["class"] == "train":
         exchange.ledger.count(run.run_id, f"tokens:dropped:{LEFT_OUT}", sum(life.tokens for life in lives))
+
+
+def end_life(
+    exchange: Exchange,
+    run: ActiveRun,
+    row: sqlite3.Row,
+    sample: int,
+    reason: str,
+    error: str,
+    *,
+    give_up: bool = False,
+) -> None:
+    """End the current life of a sample of an open group: its turns are removed, and its tokens dropped for `reason`."""
+    ledger, run_id, group_id = exchange.ledger, run.run_id, row["group_id"]
+    lives = ledger.episodes.lives(run_id, group_id, sample)
+    turns = [turn for turn in ledger.episodes.of_group(run_id, group_id) if turn["sample"] == sample]
+    tokens = sum(turn["tokens"] for turn in turns)
+    ended = EndedLife(
+        run_id,
+        group_id,
+        sample,
+        lives.current,
+        reason,
+        error,
+        len(turns),
+        tokens,
+        given_up=give_up,
+        counts=reason == FAILED,
+    )
+    ledger.note_removed_records(ledger.episodes.end(ended))
+    exchange.groups.set_journal(run_id, group_id, *ledger.episodes.total(run_id, group_id))
+    if row["class"] == "train":
+        ledger.count(run_id, f"tokens:dropped:{reason}", tokens)

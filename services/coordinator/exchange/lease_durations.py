@@ -1,5 +1,4 @@
-"""Finds workers that hold leases, or tasks, far longer than the others need. Pure bookkeeping with its own clock, which
-the pool advances.
+"""What the exchange notes of the pace of workers, in memory. Pure; the pool advances its clock.
 
 A lease has no deadline, because a completion may take as long as it takes. But a worker that is heard of and submits
 nothing, while the others submit all the time, holds groups that they could generate. It is overdue when it has held a
@@ -11,9 +10,8 @@ submitted something since, or is idle and able to work.
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 LIMIT_S = 60.0
 LIMIT_MULTIPLE = 10.0
@@ -32,13 +30,6 @@ WINDOW = 256
 
 LONGEST_STEP_S = 10.0
 """Longest time between two checks that counts: a longer one was a standstill of the coordinator, not of a worker."""
-
-
-class Overdue(NamedTuple):
-    """A worker that holds work which others could do."""
-
-    member_id: str
-    why: str
 
 
 class LeaseDurations:
@@ -73,10 +64,9 @@ class LeaseDurations:
 
     def check(
         self, now_s: float, held: Iterable[tuple[str, int, int]], able: Collection[str] = ()
-    ) -> list[Overdue]:
-        """Return the overdue workers. `held` are all leases that are out: worker, group, attempt; `able` are the
-        workers that could take them.
-        """
+    ) -> list[tuple[str, str]]:
+        """Return the overdue workers and why. `held` are all leases that are out: worker, group, attempt; `able` are the
+        workers that could take them."""
         if self._checked_s is not None:
             self._now_s += min(max(0.0, now_s - self._checked_s), LONGEST_STEP_S)
         self._checked_s = now_s
@@ -88,7 +78,7 @@ class LeaseDurations:
         self._submitted_s = {m: s for m, s in self._submitted_s.items() if m in current}
         self._refused = {m: n for m, n in self._refused.items() if m in current}
         return [
-            Overdue(member_id, why)
+            (member_id, why)
             for member_id in oldest_s
             if (why := self._why(member_id, oldest_s[member_id], has_free=not oldest_s.keys() >= set(able)))
         ]
@@ -110,3 +100,21 @@ class LeaseDurations:
             return ""
         needed = f"need {median_s:.0f} s from lease to result" if enough_results else "have nothing to do"
         return f"it has submitted nothing for {waited_s:.0f} s, and others {needed} (the limit is {limit_s:.0f} s)"
+
+
+class Throughput:
+    """Groups by the worker whose result was committed, since the coordinator's start; the scaling policy reads them. The unit
+    is a group to train: a group of an evaluation counts by its share of the completions of one."""
+
+    def __init__(self) -> None:
+        self.generated: defaultdict[str, float] = defaultdict(float)
+        """Generated groups by rollout or environment worker."""
+        self.scored: defaultdict[str, float] = defaultdict(float)
+        """Scored groups by reward worker."""
+
+    def keep(self, member_ids: Iterable[str]) -> None:
+        """Forget workers that are not among `member_ids`, so that the counts do not grow with every worker that ever was."""
+        kept = set(member_ids)
+        for counts in (self.generated, self.scored):
+            for member_id in counts.keys() - kept:
+                del counts[member_id]

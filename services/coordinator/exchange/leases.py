@@ -1,4 +1,16 @@
-"""Leases: from admitted to leased, and back where a worker is gone. submissions.py handles the results."""
+"""Leases: the one place where a group is given to a worker, or taken away from one that is gone or overdue.
+`submissions.py` is where a group comes back.
+
+Quarantine: groups that end their workers are found by leasing them alone, then dropped, so that one prompt cannot end a
+pool. A worker's crash proves nothing about one of the many groups that it held. So every group that it held is counted as
+present; a group that was present at SHARED_CRASHES crashes is quarantined: from then on it is leased alone, to a worker
+that first finishes its other work. It is dropped(poison) when ALONE_CRASHES more workers have crashed with nothing else in
+hand.
+
+The promise: a group is never dropped because of a fault of a network or a host. A worker that falls silent on a standing
+connection (stopped, cut off, its host gone) has not crashed, a worker that leaves in good order has not either, and the
+count of a worker that returns is removed. Generating and scoring are counted apart.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +18,23 @@ import hashlib
 import itertools
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
 from paceline.errors import Unreadable
-from paceline.groups import Version, held_attempt, with_holder
+from paceline.groups import Version, with_holder
 from paceline.services.common.sampling_params import params_message
-from paceline.services.coordinator.exchange import evaluation, journals, quarantine
-from paceline.services.coordinator.exchange.admission import admissible, step_of_group
-from paceline.services.coordinator.exchange.batches import damaged_groups
-from paceline.services.coordinator.exchange.engines import reach_of, serving
+from paceline.services.coordinator.exchange import evaluation, journals
+from paceline.services.coordinator.exchange.admission import (
+    admissible,
+    holds_leases,
+    reach_of,
+    serving,
+    step_of_group,
+)
+from paceline.services.coordinator.exchange.batches import selection
+from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
 from paceline.services.coordinator.ledger.groups import NewLease
 from paceline.services.coordinator.ledger.segments import (
@@ -27,8 +45,15 @@ from paceline.services.coordinator.ledger.segments import (
     read_frame,
 )
 from paceline.tracing import group_traceparent, span
+from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import parse_message
+
+SHARED_CRASHES = 2
+"""Crashes at which a group was present among others before it is quarantined."""
+
+ALONE_CRASHES = 2
+"""Further crashes, with the group alone in hand, after which it is dropped."""
 
 MAX_ROOM = 1 << 16
 """Most completions in one answer, whatever room a worker states."""
@@ -43,14 +68,13 @@ step's groups at once would hold up other requests."""
 
 def lease_groups(exchange: Exchange, run: ActiveRun, requests: Sequence[pb.ExchangeRequest]) -> list[Outcome]:
     """Answer requests for leases of different workers, each up to its room: evaluation first, then training, lowest
-    slot first. Data that the requests share is read once and written once.
-    """
+    slot first. Data that the requests share is read once and written once."""
     _reconcile_held(exchange, run, [request for request in requests if request.lease.HasField("held")])
     free: list[tuple[sqlite3.Row, int]] = []
     if run.prompts is not None and not exchange.takes_no_work(run):
         group_size = run.spec.grpo.num_generations_per_prompt
         num_groups = sum(max(1, min(request.lease.room, MAX_ROOM) // group_size) for request in requests)
-        free = _admit_and_list_free(exchange, run, num_groups + quarantine.num_reserved(exchange))
+        free = _admit_and_list_free(exchange, run, num_groups + len(exchange.reserved))
     leases = _NewLeases(exchange, run, free)
     outcomes = [leases.answer(request) for request in requests]
     leases.write()
@@ -82,18 +106,18 @@ class _NewLeases:
         reach = reach_of(exchange, run, member_id, self._engines)
         if reach is None or run.prompts is None or member_id in exchange.overdue:
             return Outcome(reply, empty=True)
-        if quarantine.quarantined_groups(exchange, run):
+        if quarantined_groups(exchange, run):
             self.write()  # `choose` reads the groups that each worker holds
         payloads: list[Frame] = []
-        room, reserved = min(request.lease.room, MAX_ROOM), quarantine.num_reserved(exchange)
+        room, reserved = min(request.lease.room, MAX_ROOM), len(exchange.reserved)
         num_measured = max(room // self._val_size, 1 if room > 0 else 0)
         if engine := self._engine_of_evaluation(member_id):
             pinned_id, version = engine
             measured = evaluation.to_lease(exchange, run, pinned_id, version, num_measured + reserved)
-            for row in quarantine.choose(exchange, run, member_id, measured, num_measured):
+            for row in choose_groups(exchange, run, member_id, measured, num_measured):
                 added = self._add(member_id, row, version.step, reply, payloads, pinned=engine)
                 room -= self._val_size * added
-        if quarantine.quarantined_groups(exchange, run):
+        if quarantined_groups(exchange, run):
             self.write()
         num_groups = max(room // self._group_size, 1 if room > 0 and not reply.lease.leases else 0)
         wanted = num_groups + reserved if num_groups else 0
@@ -102,7 +126,7 @@ class _NewLeases:
         )
         steps = {row["group_id"]: step for row, step in leasable}
         free = [row for row, _ in leasable]
-        for row in quarantine.choose(exchange, run, member_id, free, num_groups):
+        for row in choose_groups(exchange, run, member_id, free, num_groups):
             step = steps[row["group_id"]]
             if self._add(member_id, row, reach.oldest(step, run.max_age), reply, payloads, step=step):
                 self._free.remove((row, step))
@@ -133,15 +157,14 @@ class _NewLeases:
         step: int = 0,
         pinned: tuple[str, Version] | None = None,
     ) -> bool:
-        """Add a group to the reply; `oldest` is the oldest version that it can be sampled from, `pinned` an evaluation's worker
-        and version. Return False when what earlier attempts left cannot be read now or is too large for this reply, so that
-        the group has to wait.
-        """
+        """Add a group to the reply; `oldest` is the oldest version that it can be sampled from, `pinned` an
+        evaluation's worker and version. Return False when what earlier attempts left cannot be read now or is too large
+        for this reply, so that the group has to wait."""
         run, group_id = self._run, row["group_id"]
         try:
             prefix = self._prefix(group_id) if row["attempt"] else None
             has_journal = row["attempt"] and run.spec.environment.is_used
-            journal = journals.frames_of(self._exchange, run, group_id) if has_journal else {}
+            journal = self._journal(group_id) if has_journal else {}
         except UnopenedSegment as fault:
             self._exchange.note_unopened(fault)
             return False
@@ -188,20 +211,26 @@ class _NewLeases:
 
     def _prefix(self, group_id: int) -> Payload | None:
         """Return the prefix that an earlier worker returned of the group; None also where it is damaged. Raises
-        UnopenedSegment.
-        """
+        UnopenedSegment."""
         try:
             prefix = self._exchange.ledger.payload(self._run.run_id, group_id, "prefix")
             return None if prefix is None else prefix._replace(header=read_frame(prefix.header))
         except DamagedRecord as damaged:
-            damaged_groups.handle_damaged(self._exchange, self._run, damaged)
+            selection.handle_damaged(self._exchange, self._run, damaged)
             return None
+
+    def _journal(self, group_id: int) -> dict[int, list[tuple[Frame, Frame]]]:
+        """Return the journal of a group; a life with a turn that cannot be read ends. Raises UnopenedSegment."""
+        while True:
+            try:
+                return journals.frames_of(self._exchange, self._run, group_id)
+            except DamagedRecord as damaged:
+                selection.handle_damaged(self._exchange, self._run, damaged)
 
 
 def admit(exchange: Exchange, run: ActiveRun, at_most: int) -> None:
     """Admit up to `at_most` prompts in the seeded order, as far as the admission rule allows. The next request goes on
-    from there, also where a prompt cannot be read now.
-    """
+    from there, also where a prompt cannot be read now."""
     ledger, run_id = exchange.ledger, run.run_id
     counters = ledger.counters(run_id)
     admitted = counters.get("groups:ever_admitted", 0)
@@ -284,11 +313,6 @@ def _admit_and_list_free(exchange: Exchange, run: ActiveRun, number: int) -> lis
     return free
 
 
-def was_given(row: sqlite3.Row, attempt: int, member_id: str) -> bool:
-    """Return whether the worker was given this attempt at the group, however long ago."""
-    return held_attempt(row["holders"], attempt) == member_id
-
-
 def group_seed(run: ActiveRun, group_id: int) -> int:
     """Return the seed of a group, 63 bits: a function of the spec's seed and the group's id."""
     text = f"{run.spec.seed}/{group_id}".encode()
@@ -296,10 +320,8 @@ def group_seed(run: ActiveRun, group_id: int) -> int:
 
 
 def revoke_work(exchange: Exchange, member_ids: list[str], *, with_leases: bool) -> int:
-    """Revoke the score tasks and, with `with_leases`, the leases of silent or overdue workers, which may return. The
-    first
-    result of any attempt wins. Return the number of groups.
-    """
+    """Revoke the score tasks and, with `with_leases`, the leases of silent or overdue workers, which may return. The first
+    result of any attempt wins. Return the number of groups."""
     number = exchange.groups.revoke_tasks(member_ids)
     if with_leases:
         number += exchange.groups.revoke_leases(member_ids)
@@ -309,7 +331,7 @@ def revoke_work(exchange: Exchange, member_ids: list[str], *, with_leases: bool)
 def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = False) -> int:
     """Revoke every lease and task of a member that is gone; return the number of leases."""
     if crashed and exchange.active is not None:
-        quarantine.on_crash(exchange, exchange.active, member_id)
+        on_crash(exchange, exchange.active, member_id)
     exchange.reserved = {group: holder for group, holder in exchange.reserved.items() if holder != member_id}
     exchange.versions.pop(member_id, None)
     exchange.offered.pop(member_id, None)
@@ -318,3 +340,120 @@ def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = Fa
     released = exchange.groups.revoke_leases([member_id])
     exchange.groups.revoke_tasks([member_id])
     return released
+
+
+def find_overdue(exchange: Exchange, run: ActiveRun, now_s: float) -> list[tuple[str, str]]:
+    """Return the workers that hold leases or tasks for far longer than others need, and why. Called every few seconds."""
+    unable = exchange.overdue | exchange.suspected
+    queries = exchange.group_queries
+    samplers, scorers = _samplers(exchange, run) - unable, _able(exchange, common_pb2.ROLE_REWARD) - unable
+    found = exchange.lease_durations.check(now_s, queries.leases(run.run_id), samplers)
+    return found + exchange.task_durations.check(now_s, queries.tasks(run.run_id), scorers)
+
+
+def _samplers(exchange: Exchange, run: ActiveRun) -> set[str]:
+    if holds_leases(run) == common_pb2.ROLE_ENVIRONMENT:
+        return _able(exchange, common_pb2.ROLE_ENVIRONMENT)
+    measured = evaluation.pending(exchange, run)
+    oldest_step = 0 if measured is None else measured["step"]
+    return {m for m, version in exchange.versions.items() if version.step >= oldest_step}
+
+
+def _able(exchange: Exchange, role: common_pb2.Role.ValueType) -> set[str]:
+    return {member.member_id for member in exchange.senders.of_role(role) if member.fault is None}
+
+
+def revoke_overdue(exchange: Exchange, run: ActiveRun, found: Iterable[tuple[str, str]]) -> None:
+    """Revoke the leases and tasks of overdue workers, in a transaction. A late result still counts if it is the first."""
+    for member_id, why in found:
+        taken = revoke_work(exchange, [member_id], with_leases=True)
+        exchange.ledger.evaluations.unpin_member(run.run_id, member_id)
+        exchange.overdue.add(member_id)
+        scores = _scores(exchange, member_id)
+        nothing = "no task before it submits scores" if scores else "no lease before it submits a group"
+        exchange.warn(f"{member_id} gets {nothing}, and others get the {taken} that it holds: {why}")
+
+
+def note_submission(
+    exchange: Exchange, ages: LeaseDurations, member_id: str, result: pb.GroupResult | pb.ScoreResult
+) -> None:
+    """Note that a worker submits results; one that was overdue gets work again."""
+    ages.note_submission(member_id, result.group_id, result.attempt)
+    if member_id in exchange.overdue:
+        exchange.overdue.remove(member_id)
+        what = "scores and gets tasks" if _scores(exchange, member_id) else "a group and gets leases"
+        exchange.warn(f"{member_id} has submitted {what} again")
+
+
+def _scores(exchange: Exchange, member_id: str) -> bool:
+    member = exchange.senders.get(member_id)
+    return member is not None and member.role == common_pb2.ROLE_REWARD
+
+
+def choose_groups(
+    exchange: Exchange, run: ActiveRun, member_id: str, rows: list[sqlite3.Row], room: int
+) -> list[sqlite3.Row]:
+    """Return the groups of `rows` that a worker may get: either one quarantined group alone, or up to `room` others. A
+    quarantined group that waits reserves one worker, which gets nothing more until its other work is done. `rows`
+    should have `exchange.reserved` more than there is room for, so that quarantined groups do not delay the others."""
+    quarantined = quarantined_groups(exchange, run)
+    if not quarantined or room <= 0:
+        return rows[: max(room, 0)]
+    held = {row["group_id"] for row in exchange.group_queries.work_of(run.run_id, member_id)}
+    if quarantined & held:
+        return []
+    reserved = exchange.reserved
+    for row in rows:
+        group_id = row["group_id"]
+        if group_id not in quarantined or reserved.get(group_id, member_id) != member_id:
+            continue
+        if group_id not in reserved and member_id in reserved.values():
+            continue
+        reserved[group_id] = member_id
+        if held:
+            return []
+        del reserved[group_id]
+        return [row]
+    if member_id in reserved.values():
+        return []
+    return [row for row in rows if row["group_id"] not in quarantined][:room]
+
+
+def quarantined_groups(exchange: Exchange, run: ActiveRun) -> set[int]:
+    deaths_by_group = exchange.ledger.deaths.of_run(run.run_id)
+    return {group_id for group_id, deaths in deaths_by_group.items() if deaths >= SHARED_CRASHES}
+
+
+def on_crash(exchange: Exchange, run: ActiveRun, member_id: str) -> None:
+    """Count the crash of a worker for each group that it held, before its leases are revoked; drop groups that are
+    proven to cause crashes."""
+    for row in exchange.group_queries.work_of(run.run_id, member_id):
+        _count_death(exchange, run, row, member_id, member_id)
+
+
+def on_score_crash(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, member_id: str) -> None:
+    """Count the crash of a process that scored the group. Its worker lives on, so each of its crashes counts by itself,
+    and none is removed when the worker returns."""
+    _count_death(exchange, run, row, f"{member_id} scoring attempt {row['score_attempt']}", member_id)
+
+
+def _count_death(exchange: Exchange, run: ActiveRun, row: sqlite3.Row, death: str, member_id: str) -> None:
+    """Count a death, by its name, for a group; drop the group when the limit is reached."""
+    deaths = exchange.ledger.deaths.add(run.run_id, row["group_id"], death)
+    if deaths == SHARED_CRASHES:
+        exchange.warn(
+            f"group {row['group_id']} was present when {deaths} workers died; from now on it is leased alone"
+        )
+    elif deaths >= SHARED_CRASHES + ALONE_CRASHES:
+        exchange.warn(
+            f"group {row['group_id']} was dropped: {deaths} workers died with it, the last "
+            f"{ALONE_CRASHES} with it alone; check its prompt and the log of {member_id}"
+        )
+        evaluation.drop(exchange, run, row, "poison")
+
+
+def clear_deaths(exchange: Exchange, run: ActiveRun, group_id: int) -> None:
+    """Reset the count of a group that a worker has finished; scoring counts anew."""
+    if group_id in exchange.ledger.deaths.of_run(run.run_id):
+        exchange.ledger.deaths.remove_group(run.run_id, group_id)
+    exchange.reserved.pop(group_id, None)

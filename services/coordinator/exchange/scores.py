@@ -14,8 +14,8 @@ from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.rewards import totals
 from paceline.services.common.worker.logged_extra import extra_line
 from paceline.services.common.worker.trainer_state import trainer_state, with_trainer_state
-from paceline.services.coordinator.exchange import evaluation, overdue, quarantine
-from paceline.services.coordinator.exchange.batches import damaged_groups
+from paceline.services.coordinator.exchange import evaluation, leases
+from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange, Outcome
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.services.coordinator.ledger.groups import Scored, State
@@ -45,8 +45,8 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
         return Outcome(reply, empty=True)
     payloads: list[Frame] = []
     room = min(request.task.room, MAX_ROOM)
-    rows = exchange.group_queries.free_to_score(run.run_id, room + quarantine.num_reserved(exchange))
-    chosen, size_bytes = quarantine.choose(exchange, run, request.member_id, rows, room), 0
+    rows = exchange.group_queries.free_to_score(run.run_id, room + len(exchange.reserved))
+    chosen, size_bytes = leases.choose_groups(exchange, run, request.member_id, rows, room), 0
     workers = len(exchange.senders.of_role(common_pb2.ROLE_REWARD))
     trained = exchange.ledger.run(run.run_id)["next_step"]
     state = trainer_state(run.spec, trained, len(run.prompts or ()), workers)
@@ -54,7 +54,7 @@ def assign_tasks(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
         try:
             payload = exchange.ledger.payload(run.run_id, row["group_id"])
         except DamagedRecord as damaged:
-            damaged_groups.handle_damaged(exchange, run, damaged)
+            selection.handle_damaged(exchange, run, damaged)
             continue
         except UnopenedSegment as fault:
             exchange.note_unopened(fault)
@@ -86,37 +86,32 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
     row = exchange.group(run, score.group_id)
     if row is None:
         return exchange.stale(request, f"no group {score.group_id} in run {run.run_id}")
-    if not _was_given(row, request):
-        return exchange.stale(
-            request,
-            f"attempt {score.attempt} at scoring group {score.group_id} was never {request.member_id}'s",
-        )
+    # A failure that is sent again must not count again.
+    holds = (row["scorer_id"], row["score_attempt"]) == (request.member_id, score.attempt)
+    if not holds and held_attempt(row["scorers"], score.attempt) != request.member_id:
+        attempt = f"attempt {score.attempt} at scoring group {score.group_id}"
+        return exchange.stale(request, f"{attempt} was never {request.member_id}'s")
     if row["state"] != State.GENERATED:
-        _note_submission(exchange, request)
+        leases.note_submission(exchange, exchange.task_durations, request.member_id, score)
         return exchange.duplicate(request, f"group {score.group_id} is {row['state']} already")
     if score.digest != row["digest"]:
         return exchange.stale(
             request, f"group {score.group_id} holds another text than the one that was scored"
         )
-    if (score.handed_back or score.error) and not _holds(row, request):
+    if (score.handed_back or score.error) and not holds:
         return exchange.stale(request, f"the task of group {score.group_id} is not held by this attempt")
     if score.handed_back:
-        exchange.groups.end_task(run.run_id, score.group_id, request.member_id, score.attempt)
-        if score.crashed:
-            quarantine.on_score_crash(exchange, run, row, request.member_id)
-        if score.error:
-            _count_infrastructure_failure(exchange, run, request)
-        return exchange.committed(request)
+        return _take_back(exchange, run, request, row)
     if score.error:
         return _failed(exchange, run, request, row)
     functions = list(score.functions)
     if functions != [reward.label for reward in run.spec.rewards]:
         return exchange.refuse(request, f"scores of {functions}, but the run's functions are others")
-    rewards_CF = decode_rewards(score.rewards, run.group_size(row["class"]))
+    size = run.group_size(row["class"])
+    rewards_CF = decode_rewards(score.rewards, size)
     if rewards_CF.shape[1] != len(functions) or np.isinf(rewards_CF).any():
-        return exchange.refuse(
-            request, f"rewards of shape {rewards_CF.shape} with {len(functions)} functions"
-        )
+        shape = rewards_CF.shape
+        return exchange.refuse(request, f"rewards of shape {shape} with {len(functions)} functions")
     step = _step_of(exchange, run, row)
     totals_C = totals(rewards_CF, run.spec.rewards, step)
     valid_C = totals_C[~np.isnan(totals_C)]
@@ -124,15 +119,14 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         return exchange.refuse(request, f"the weighted rewards of group {score.group_id} are not finite")
     reference: list[FloatArray] = []
     if _wants_reference(run, row):
-        fault = _fault_of_reference(arrived, row)
-        if fault:
+        if fault := _fault_of_reference(arrived, row):
             return exchange.refuse(request, fault)
         assert arrived.location is not None
         assert arrived.reference is not None
         reference.append(arrived.reference)
         exchange.ledger.add_payload(run.run_id, score.group_id, "reference", arrived.location)
-    _note_submission(exchange, request)
-    quarantine.clear(exchange, run, score.group_id)
+    leases.note_submission(exchange, exchange.task_durations, request.member_id, score)
+    leases.clear_deaths(exchange, run, score.group_id)
     exchange.ledger.invalidate(BATCH_DUE)
     scored = Scored(
         rewards=rewards_CF.astype("<f4").tobytes(),
@@ -141,9 +135,8 @@ def submit_scores(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outco
         reward=float(valid_C.mean()) if len(valid_C) else None,
     )
     exchange.groups.score(run.run_id, score.group_id, scored)
-    exchange.throughput.note_scored(request.member_id, run.share_of_group(row["class"]))
-    line = extra_line(score.group_id, row["digest"], score.extra_json, run.group_size(row["class"]))
-    if line:
+    exchange.throughput.scored[request.member_id] += run.share_of_group(row["class"])
+    if line := extra_line(score.group_id, row["digest"], score.extra_json, size):
         exchange.notice("extra", line=line)
     if row["class"] != "train":
         evaluation.finish_if_done(exchange, run, row["class"])
@@ -171,13 +164,6 @@ def _has_advantage(
     return has_advantage(rewards_CF, run.spec, step, turns)
 
 
-def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
-    score = request.score
-    overdue.note_submission(
-        exchange, exchange.task_durations, request.member_id, score.group_id, score.attempt
-    )
-
-
 def _step_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> int:
     """Return the step whose weights count for a group: of the next batch, or of the evaluation."""
     if row["class"] != "train":
@@ -201,28 +187,18 @@ def _fault_of_reference(arrived: Arrived, row: sqlite3.Row) -> str:
     return ""
 
 
-def _holds(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
-    """Return whether the sender has the task now. A failure that is sent again must not count again."""
-    return bool(row["scorer_id"] == request.member_id and row["score_attempt"] == request.score.attempt)
-
-
-def _was_given(row: sqlite3.Row, request: pb.ExchangeRequest) -> bool:
-    """Return whether the sender was given this attempt at the scoring, however long ago."""
-    return _holds(row, request) or held_attempt(row["scorers"], request.score.attempt) == request.member_id
-
-
-def _count_infrastructure_failure(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> None:
-    """Count a failure of the infrastructure apart, because it never drops the group: the group is scored again. A warning
-    comes after 1, 2, 4, 8 … of them.
-    """
-    exchange.ledger.count(run.run_id, "failures:unavailable")
-    failures = exchange.ledger.counters(run.run_id)["failures:unavailable"]
-    if failures & (failures - 1) == 0:
-        exchange.notice(
-            "warning",
-            message=f"scoring group {request.score.group_id} has to wait, it is tried again ({failures} such failures "
-            f"in this run; they drop no group): {cut(request.score.error)}",
+def _take_back(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
+    """End a task without scores. A failure of the infrastructure is counted apart, because it drops no group."""
+    score = request.score
+    exchange.groups.end_task(run.run_id, score.group_id, request.member_id, score.attempt)
+    if score.crashed:
+        leases.on_score_crash(exchange, run, row, request.member_id)
+    if score.error and (failures := exchange.count_failure(run, "unavailable")):
+        exchange.warn(
+            f"scoring group {score.group_id} has to wait, it is tried again ({failures} such failures "
+            f"in this run; they drop no group): {cut(score.error)}"
         )
+    return exchange.committed(request)
 
 
 def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row: sqlite3.Row) -> Outcome:
@@ -234,10 +210,5 @@ def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row
     if score.error.endswith(ALIKE):
         allowed = failures
     exchange.groups.fail_scoring(run.run_id, row["group_id"], failures)
-    exchange.ledger.count(run.run_id, "failures:reward_failed")
-    exchange.note_failure(row, "scoring", "reward_failed", cut(score.error), failures, allowed)
-    if failures >= allowed:
-        exchange.drop(run, row, "reward_failed", error=cut(score.error))
-        if row["class"] != "train":
-            evaluation.finish_if_done(exchange, run, row["class"])
+    evaluation.fail(exchange, run, row, "scoring", "reward_failed", cut(score.error), failures, allowed)
     return exchange.committed(request)

@@ -2,12 +2,13 @@
 
 This file holds what every handler needs: the run, its members, and replies. The exchange is a pure state machine over
 the ledger: `services/coordinator/exchange/transport/dispatch.py` takes one request inside a transaction and returns the
-reply; `services/coordinator/exchange/transport/server.py` commits, then sends. No state of a group lives in memory, so a restart continues from the file. Events for others to act on (a
-step was trained, the run cannot go on) are left in `notices`.
+reply; `services/coordinator/exchange/transport/server.py` commits, then sends. No state of a group lives in memory, so a
+restart continues from the file. Events for others to act on (a step was trained, the run cannot go on) are left in
+`notices`.
 
-`services/coordinator/ledger/groups.py` has the states of a group and its transitions. In this folder
-`leases.py`, `submissions.py` and `scores.py` decide on the first half of them, `batches/` on the second, and
-`evaluation.py` on the groups that are only measured.
+`services/coordinator/ledger/groups.py` has the states of a group and its transitions. In this folder `leases.py` gives
+groups to workers, `submissions.py` takes them back, `scores.py` has them scored, `batches/` trains them, and
+`evaluation.py` is about those that are only measured.
 """
 
 from __future__ import annotations
@@ -23,15 +24,12 @@ from paceline.array_frames import Buffer
 from paceline.data.prompts import PromptSource
 from paceline.groups import Version
 from paceline.services.coordinator.exchange.failure_causes import DropsInARow, FailureCounts
-from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
-from paceline.services.coordinator.exchange.spot_choice import SpotCheck
-from paceline.services.coordinator.exchange.throughput import Throughput
+from paceline.services.coordinator.exchange.lease_durations import LeaseDurations, Throughput
+from paceline.services.coordinator.exchange.spot_check import SpotCheck
 from paceline.services.coordinator.ledger.batch_split import Splits
-from paceline.services.coordinator.ledger.group_queries import GroupQueries
-from paceline.services.coordinator.ledger.groups import Groups
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import Frame, StoredFrame, UnopenedSegment
-from paceline.services.coordinator.members.senders import Senders
+from paceline.services.coordinator.members.registry import Senders
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
@@ -73,9 +71,8 @@ class Notice:
     """An event of a transaction that others act on after its commit."""
 
     kind: str
-    """`step` (a step was trained), `paused` (until a person resumes the run),
-    `evaluated`, `pinned` (a worker keeps its version), `metrics` (of a learner's step), `extra` (columns that reward functions logged),
-    `warning`."""
+    """`step` (a step was trained), `paused` (until a person resumes the run), `evaluated`, `pinned` (a worker keeps its
+    version), `metrics` (of a learner's step), `extra` (columns that reward functions logged), `warning`."""
     content: dict[str, Any]
     run_id: str = ""
     """Run of the event; another one may be active when it is acted on."""
@@ -99,7 +96,6 @@ class ActiveRun:
         return self.spec.grpo.num_prompts_per_step
 
     def group_size(self, group_class: str) -> int:
-        """Return the completions of a group of this class."""
         grpo = self.spec.grpo
         return grpo.num_generations_per_prompt if group_class == "train" else grpo.val_samples_per_prompt
 
@@ -113,98 +109,91 @@ class ActiveRun:
         return self.spec.async_grpo.max_trajectory_age_steps
 
 
-class Exchange:
+@dataclass(eq=False)
+class RunState:
+    """What the exchange knows of the active run and has in no file; it begins anew when the run is over or stops."""
+
+    active: ActiveRun | None = None
+    offered: dict[str, Version] = field(default_factory=dict)
+    """Newest version that went out to each rollout worker: it may sample from it before it acknowledges it."""
+    overdue: set[str] = field(default_factory=set)
+    """Workers that held leases or tasks for too long: they get none before they have submitted something."""
+    reserved: dict[int, str] = field(default_factory=dict)
+    """Worker that takes nothing new until it is free for a quarantined group, by group id."""
+    first_requested_s: dict[int, float] = field(default_factory=dict)
+    """Time of the first request for the batch of a step, by step."""
+    first_complete_s: dict[int, float] = field(default_factory=dict)
+    """Time from which the batch of a step could have been fixed, by step (`ready_first`)."""
+    training: Training | None = None
+    ranks: int = 0
+    """Number of ranks of the learner that has the newest session; 0 until it has reported it."""
+    end_step: int = 0
+    """Steps after which the run ends because its hours are over (`max_hours`); 0 while they are not."""
+    yields_to: str = ""
+    """Run of a higher priority that the active run makes room for: nothing new is leased, and no batch is fixed."""
+    unreadable_data: str = ""
+    """Reason why the next prompt cannot be read; empty while it can."""
+    failure_counts: FailureCounts = field(default_factory=FailureCounts)
+    drops_in_a_row: DropsInARow = field(default_factory=DropsInARow)
+    spot_check: SpotCheck = field(default_factory=SpotCheck)
+    """Comparisons of the samplers' log-probabilities with the learner's."""
+
+
+class Exchange(RunState):
     """State of the exchange, one per coordinator. Called by its event loop only, always inside a transaction of the
-    ledger.
-    """
+    ledger."""
 
     def __init__(self, ledger: Ledger):
+        super().__init__()
         self.ledger = ledger
-        self.active: ActiveRun | None = None
+        self.groups, self.group_queries = ledger.groups, ledger.group_queries
+        self.splits = Splits(ledger.db)
         self.senders = Senders()
         """Members. Other senders get no leases and no tasks, because nobody would notice their death."""
         self.suspected: set[str] = set()
         """Members that may be gone: no batch waits for their work, and others may get it."""
-        self.lease_durations = LeaseDurations()
-        """Durations of leases."""
-        self.task_durations = LeaseDurations()
-        """Durations of tasks."""
-        self.throughput = Throughput()
-        """Groups that each worker completed."""
-        self.overdue: set[str] = set()
-        """Workers that held leases or tasks for too long: they get none before they have submitted something."""
         self.versions: dict[str, Version] = {}
         """Version that each rollout worker acknowledged, by member id."""
-        self.offered: dict[str, Version] = {}
-        """Newest version that is, or was, on its way to each: the worker may sample from it before it acknowledges
-        it."""
+        self.lease_durations = LeaseDurations()
+        self.task_durations = LeaseDurations()
+        self.throughput = Throughput()
         self.notices: list[Notice] = []
-        self.first_requested_s: dict[int, float] = {}
-        """Time of the first request for the batch of a step, by step."""
-        self.first_complete_s: dict[int, float] = {}
-        """Time from which the batch of a step could have been fixed, by step (`ready_first`)."""
         self.admission_closed = ""
         """Reason why no group is admitted for now; empty when the admission rule alone decides."""
-        self.end_step = 0
-        """Steps after which the active run ends because its hours are over (`max_hours`); 0 while they are not."""
-        self.yields_to = ""
-        """Run of a higher priority that the active run makes room for: nothing new is leased, and no batch is fixed."""
-        self.unreadable_data = ""
-        """Reason why the next prompt cannot be read; empty while it can."""
-        self.reserved: dict[int, str] = {}
-        """Worker that takes nothing new until it is free for a quarantined group, by group id."""
-        self.ranks = 0
-        """Number of ranks of the learner that has the newest session; 0 until it has reported it."""
-        self.splits = Splits(ledger.db)
-        self.training: Training | None = None
-        """Step of the newest session whose parts were served last (`paceline.services.coordinator.exchange.batches.session_faults`)."""
-
         self.note_intruder: Callable[[str, str, str, str], None] = lambda kind, member_id, why, address: None
         """Called for a request whose sender is not who it says, or sends what is for others to send: its kind, the member that
         it names, the reason and the peer's address, where it can be seen. For the audit log; from any thread."""
-
-        self.failure_counts = FailureCounts()
-        self.drops_in_a_row = DropsInARow()
-        self.spot_check = SpotCheck()
-        """Comparisons of the samplers' log-probabilities with the learner's."""
-
         self._freed = False
         self._unopened_warned_s = -math.inf
         """Time of the last warning of a segment that cannot be opened."""
         self._counted = (0, 0)
         """Cache for `num_ahead`: (slot, groups before it that are in no batch yet)."""
 
-    @property
-    def groups(self) -> Groups:
-        """Transitions of groups."""
-        return self.ledger.groups
-
-    @property
-    def group_queries(self) -> GroupQueries:
-        """Queries on groups."""
-        return self.ledger.group_queries
-
     def notice(self, kind: str, **content: Any) -> None:
-        """Leave a notice for after the commit."""
         self.notices.append(Notice(kind, content, self.active.run_id if self.active else ""))
 
+    def warn(self, message: str) -> None:
+        self.notice("warning", message=message)
+
+    def count_failure(self, run: ActiveRun, kind: str) -> int:
+        """Count a failure that may come in thousands; return their number if a warning is due: after 1, 2, 4, 8 …, else 0."""
+        self.ledger.count(run.run_id, f"failures:{kind}")
+        number = self.ledger.counters(run.run_id)[f"failures:{kind}"]
+        return number if number & (number - 1) == 0 else 0
+
     def take_notices(self) -> list[Notice]:
-        """Return the notices since the last call."""
         notices, self.notices = self.notices, []
         return notices
 
     def note_unopened(self, fault: UnopenedSegment) -> None:
-        """Leave a warning that a group cannot be read or stored because a segment cannot be opened now. It is tried
-        again.
-        """
+        """Warn that a group cannot be read or stored because a segment cannot be opened now. It is tried again."""
         now_s = time.monotonic()
         if now_s - self._unopened_warned_s < UNOPENED_PERIOD_S:
             return
         self._unopened_warned_s = now_s
-        self.notice(
-            "warning",
-            message=f"{fault}. Groups wait for it, and it is tried again by itself; check its permissions and at the limit "
-            "of open files",
+        self.warn(
+            f"{fault}. Groups wait for it, and it is tried again by itself; check its permissions and at the limit of "
+            "open files"
         )
 
     # Versions
@@ -215,16 +204,8 @@ class Exchange:
 
     def newest_of(self, member_id: str) -> Version | None:
         """Return the newest version that a worker's tokens can be of; None where none is on record."""
-        acknowledged, offered = self.versions.get(member_id), self.offered.get(member_id)
-        if acknowledged is None or offered is None:
-            return acknowledged or offered
-        return max(acknowledged, offered)
-
-    def newest_session_and_step(self) -> tuple[int, int]:
-        """Return the newest session and the newest step among the workers' versions, which may be of different ones."""
-        versions = [*self.versions.values(), *self.offered.values()]
-        sessions, steps = [version.session for version in versions], [version.step for version in versions]
-        return max(sessions, default=0), max(steps, default=-1)
+        found = (self.versions.get(member_id), self.offered.get(member_id))
+        return max((version for version in found if version is not None), default=None)
 
     # Shared by the handlers
 
@@ -243,26 +224,21 @@ class Exchange:
         return bool(0 < self.end_step <= max(row["next_batch"], row["next_step"]))
 
     def num_steps(self, run: ActiveRun) -> int:
-        """Return the steps after which the active run ends."""
         return self.end_step or run.spec.max_num_steps
 
     def withheld(self, run: ActiveRun) -> bool:
-        """Return whether the run is paused for a reason that the learner would meet again, so that it is given nothing
-        at all.
-        """
+        """Return whether the run is paused for a reason that the learner would meet again: it is given nothing at all."""
         row = self.ledger.run(run.run_id)
         return bool(row["state"] == "paused" and row["message"])
 
     def scoring_withheld(self, run: ActiveRun) -> bool:
-        """Return whether the run is paused because its reward functions fail. After `resume` the corrected functions score
-        the waiting groups.
-        """
+        """Return whether the run is paused because its reward functions fail. After `resume` the corrected functions
+        score the waiting groups."""
         return self.withheld(run) and self.ledger.drop_reason_of_pause(run.run_id) == "reward_failed"
 
     def pause(self, run: ActiveRun, message: str, drop_reason: str = "") -> None:
-        """Pause the run for a reason that needs a person; a part of the transaction that found the reason. `drop_reason` is
-        that of the groups whose drops are the reason.
-        """
+        """Pause the run for a reason that needs a person; a part of the transaction that found the reason.
+        `drop_reason` is that of the groups whose drops are the reason."""
         if self.withheld(run):
             return
         self.ledger.update_run(run.run_id, state="paused", message=message)
@@ -277,7 +253,6 @@ class Exchange:
         return range(1, self.ledger.run(run.run_id)["session"] + 1)
 
     def group(self, run: ActiveRun, group_id: int) -> sqlite3.Row | None:
-        """Return the row of a group, if there is one of that number."""
         if group_id > MAX_GROUP_ID:
             return None
         return self.group_queries.get(run.run_id, group_id)
@@ -289,8 +264,7 @@ class Exchange:
 
     def num_ahead(self, run: ActiveRun, slot: int) -> int:
         """Return the number of groups in slots before `slot` that are open and in no batch yet. Counts on from the slot
-        of the last call, because leases are granted in the order of slots.
-        """
+        of the last call, because leases are granted in the order of slots."""
         start, ahead = self._counted if self._counted[0] <= slot else (0, 0)
         ahead += self.group_queries.num_waiting(run.run_id, start, slot)
         self._counted = (slot, ahead)
@@ -315,8 +289,7 @@ class Exchange:
         totals: Collection[float] = (),
     ) -> None:
         """End a group as dropped(reason) and free its slot; its tokens move in the books. `error` is the text of its
-        failure, `totals` the rewards of its completions. Pauses the run after too many drops in a row.
-        """
+        failure, `totals` the rewards of its completions. Pauses the run after too many drops in a row."""
         self._drop(run.run_id, row, reason, row["tokens"] if tokens is None else tokens)
         if row["class"] != "train" or reason == "by_request":
             return
@@ -334,18 +307,13 @@ class Exchange:
     def note_failure(
         self, row: sqlite3.Row, work: str, reason: str, error: str, failures: int, allowed: int
     ) -> None:
-        """Leave a warning that an attempt at a group's `work` failed, unless equal failures have been reported: they are
-        counted.
-        """
+        """Warn that an attempt at a group's `work` failed; equal failures that have been reported are only counted."""
         if failures < allowed:
             if self.failure_counts.failed(error):
-                message = f"{work} group {row['group_id']} failed ({failures} of {allowed}): {error}"
-                self.notice("warning", message=message)
+                self.warn(f"{work} group {row['group_id']} failed ({failures} of {allowed}): {error}")
         elif number := self.failure_counts.dropped(error):
             alike = f", the {number}th for this cause" if number > 1 else ""
-            self.notice(
-                "warning", message=f"group {row['group_id']} was dropped as {reason!r}{alike}: {error}"
-            )
+            self.warn(f"group {row['group_id']} was dropped as {reason!r}{alike}: {error}")
 
     def clear_failures(self, first_group: int) -> None:
         """Begin all counts of failures anew, with groups from `first_group` on, because a person resumes the run."""
@@ -353,7 +321,6 @@ class Exchange:
         self.drops_in_a_row.first_group = first_group
 
     def end_drops_in_a_row(self, run: ActiveRun) -> None:
-        """Note that a group can train."""
         self.drops_in_a_row.reset()
         if self.ledger.run(run.run_id)["dropped_in_a_row"]:
             self.ledger.update_run(run.run_id, dropped_in_a_row=0)
@@ -387,13 +354,11 @@ class Exchange:
         self.ledger.note_removed_records(self.groups.remove(run_id, group_class))
 
     def _open_classes(self, run_id: str) -> list[str]:
-        """Return the classes of groups that may be open: training, and evaluations that are not done."""
         return ["train", *(f"eval:{step}" for step in self.ledger.evaluations.pending_steps(run_id))]
 
     def stop_work(self, run_id: str) -> None:
         """Stop work on the run, which may go on later: open groups stay open, and their leases and tasks are
-        revoked.
-        """
+        revoked."""
         for group_class in self._open_classes(run_id):
             self.groups.revoke_class(run_id, group_class)
         self.ledger.evaluations.unpin_all(run_id)
@@ -401,49 +366,30 @@ class Exchange:
 
     def _deactivate(self, run_id: str) -> None:
         if self.active is not None and self.active.run_id == run_id:
-            self.active = None
-            self.first_requested_s.clear()
-            self.first_complete_s.clear()
-            self.training, self.ranks = None, 0
-            self.unreadable_data, self.yields_to, self.end_step = "", "", 0
-            self.reserved.clear()
-            self.offered.clear()
-            self.overdue.clear()
-            self.spot_check = SpotCheck()
-            self.failure_counts, self.drops_in_a_row = FailureCounts(), DropsInARow()
+            RunState.__init__(self)
 
     # Replies
 
-    def answer(
-        self, request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = ""
-    ) -> Outcome:
-        """Return a reply without body."""
-        return Outcome(self.reply(request, status, message))
-
     def committed(self, request: pb.ExchangeRequest) -> Outcome:
         """Answer that the result is in the ledger once this transaction is."""
-        return self.answer(request, pb.REPLY_STATUS_COMMITTED)
+        return Outcome(self.reply(request, pb.REPLY_STATUS_COMMITTED))
 
     def duplicate(self, request: pb.ExchangeRequest, message: str) -> Outcome:
         """Answer that an earlier result won."""
-        return self.answer(request, pb.REPLY_STATUS_DUPLICATE, message)
+        return Outcome(self.reply(request, pb.REPLY_STATUS_DUPLICATE, message))
 
     def stale(self, request: pb.ExchangeRequest, message: str) -> Outcome:
         """Answer that the request is outdated."""
-        return self.answer(request, pb.REPLY_STATUS_STALE, message)
+        return Outcome(self.reply(request, pb.REPLY_STATUS_STALE, message))
 
     def refuse(self, request: pb.ExchangeRequest, message: str) -> Outcome:
         """Answer that the message can never be accepted."""
-        return self.answer(request, pb.REPLY_STATUS_INVALID, message)
+        return Outcome(self.reply(request, pb.REPLY_STATUS_INVALID, message))
 
     def reply(
         self, request: pb.ExchangeRequest, status: pb.ReplyStatus.ValueType, message: str = ""
     ) -> pb.ExchangeReply:
-        """Return a reply to fill in."""
+        term, request_id = self.ledger.term, request.request_id
         return pb.ExchangeReply(
-            protocol=PROTOCOL,
-            request_id=request.request_id,
-            term=self.ledger.term,
-            status=status,
-            message=message,
+            protocol=PROTOCOL, request_id=request_id, term=term, status=status, message=message
         )

@@ -1,17 +1,34 @@
-"""Handlers for generated groups and returned leases: from leased to generated."""
+"""Submissions: the one place where a group comes back (generated, as a returned lease, or turn by turn), with its checks
+against the ledger inside the transaction: few numbers for each group.
+
+`uploads/` has checked every number before. Faults are answered INVALID, with the field, its value and the bound.
+
+A turn of an episode is committed once, by the attempt that holds its group, in the order of its sample's turns. While a
+group is open, its row has the tokens of its journal, so the token accounting balances after every turn.
+"""
 
 from __future__ import annotations
 
+import json
 import sqlite3
+from collections.abc import Collection
+from typing import NamedTuple
 
-from paceline.groups import Group
-from paceline.services.coordinator.exchange import evaluation, journals, overdue, quarantine
-from paceline.services.coordinator.exchange.leases import was_given
+import numpy as np
+
+from paceline.errors import SpecError
+from paceline.groups import Completion, Group, IntArray, Version, held_attempt
+from paceline.services.coordinator.exchange import evaluation, journals, leases
+from paceline.services.coordinator.exchange.journals import end_life
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
-from paceline.services.coordinator.exchange.uploads.group_checks import fault_of_group, fault_of_ids
-from paceline.services.coordinator.exchange.uploads.intake import Arrived
+from paceline.services.coordinator.exchange.uploads.intake import Arrived, UploadedTurn
 from paceline.services.coordinator.ledger.groups import Generated, State
+from paceline.services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment
+from paceline.services.coordinator.ledger.tables.episodes import FAILED, RESTARTED, JournaledTurn
+from paceline.services.coordinator.text_limits import cut
+from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import MAX_MESSAGE_BYTES, decode_completions, parse_message
 
 FINAL_DATA_ERRORS = frozenset({"bad_prompt", "prompt_too_long"})
 """Reasons of a failed attempt after which every other attempt would fail alike, so that the group is dropped at once."""
@@ -26,42 +43,38 @@ MAX_ERROR_CHARS = 4096
 
 def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
     """Commit a generated group that has been checked and stored. The first valid result of any attempt wins while the
-    group waits for one.
-    """
+    group waits for one."""
     request, group = arrived.request, arrived.group
     result = request.group
     row = exchange.group(run, result.group_id)
     if row is None:
         return exchange.stale(request, f"no group {result.group_id} in run {run.run_id}")
-    if not was_given(row, result.attempt, request.member_id):
-        return exchange.stale(
-            request,
-            f"attempt {result.attempt} of group {result.group_id} was never leased to {request.member_id}",
-        )
+    if held_attempt(row["holders"], result.attempt) != request.member_id:
+        attempt = f"attempt {result.attempt} of group {result.group_id}"
+        return exchange.stale(request, f"{attempt} was never leased to {request.member_id}")
     if row["state"] not in (State.ADMITTED, State.LEASED) and (arrived.is_decided or group is not None):
         if group is not None and result.digest != row["digest"]:  # else it is the winner, sent again
             exchange.ledger.count(run.run_id, "tokens:wasted", group.num_tokens)
-            _note_submission(exchange, request)
+            leases.note_submission(exchange, exchange.lease_durations, request.member_id, result)
         return exchange.duplicate(request, f"group {result.group_id} is {row['state']} already")
-    if (
-        arrived.is_decided
-    ):  # it was when the result arrived; its record was found damaged since, and the group is generated again
+    # It was decided when the result arrived; its record was found damaged since, and the group is generated again.
+    if arrived.is_decided:
         return exchange.stale(request, f"group {result.group_id} is {row['state']} again")
     if group is None or arrived.location is None:
         exchange.lease_durations.note_refusal(request.member_id)
         return exchange.refuse(request, arrived.fault)
     if fault := _fault_of_form(run, group, run.group_size(row["class"])):
         return exchange.refuse(request, f"group {result.group_id} {fault}")
-    if row["class"] != "train" and not evaluation.is_of(
-        group, pinned := evaluation.pinned_version(exchange, run, row)
-    ):
-        if row["lease_step"] == pinned.step:  # else another version was pinned since
-            exchange.lease_durations.note_refusal(request.member_id)
-        if group.rows is None or result.attempt == row["attempt"]:  # else another worker plays its episodes
-            exchange.groups.readmit(run.run_id, result.group_id)
-        return exchange.stale(request, "tokens of another version than the evaluation's")
-    fault = _fault(exchange, run, arrived, row, result.attempt)
-    journal = None
+    if row["class"] != "train":
+        pinned = evaluation.pinned_version(exchange, run, row)
+        if any(span[:2] != pinned for completion in group.completions for span in completion.spans):
+            if row["lease_step"] == pinned.step:  # else another version was pinned since
+                exchange.lease_durations.note_refusal(request.member_id)
+            # Else another worker plays its episodes.
+            if group.rows is None or result.attempt == row["attempt"]:
+                exchange.groups.readmit(run.run_id, result.group_id)
+            return exchange.stale(request, "tokens of another version than the evaluation's")
+    fault, journal = _fault(exchange, run, arrived, row, result.attempt), None
     if not fault and group.rows is not None:
         journal = journals.of_group(exchange, run, result.group_id)
         fault = journals.fault_of_result(journal, group, arrived.turns)
@@ -77,11 +90,11 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
     if row["attempt"] > 1 or journal is not None:  # what earlier attempts have returned, and the journal
         exchange.ledger.remove_payloads(run.run_id, result.group_id)
     exchange.ledger.add_payload(run.run_id, result.group_id, "result", arrived.location)
-    _note_submission(exchange, request)
-    quarantine.clear(exchange, run, result.group_id)
+    leases.note_submission(exchange, exchange.lease_durations, request.member_id, result)
+    leases.clear_deaths(exchange, run, result.group_id)
     generated = Generated(group.num_tokens, group.num_sequence_tokens, group.oldest_step, result.digest)
     exchange.groups.commit(run.run_id, result.group_id, generated)
-    exchange.throughput.note_generated(request.member_id, run.share_of_group(row["class"]))
+    exchange.throughput.generated[request.member_id] += run.share_of_group(row["class"])
     if row["class"] == "train":
         exchange.drops_in_a_row.end_of_generation()
     else:
@@ -90,9 +103,7 @@ def submit_group(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
 
 
 def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
-    """Accept a lease that a worker returns, because it drains (perhaps with unfinished samples) or because of a bad
-    prompt.
-    """
+    """Accept a lease that a worker returns, because it drains (perhaps with unfinished samples) or for a bad prompt."""
     request = arrived.request
     returned = request.lease_return
     row = exchange.group(run, returned.group_id)
@@ -101,15 +112,12 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
         exchange.groups.clear_holder(run.run_id, returned.group_id)
     held = (returned.attempt, request.member_id)
     if row is None or row["state"] != State.LEASED or (row["attempt"], row["member_id"]) != held:
-        return exchange.stale(
-            request,
-            f"attempt {returned.attempt} of group {returned.group_id} is not leased to {request.member_id}",
-        )
+        attempt = f"attempt {returned.attempt} of group {returned.group_id}"
+        return exchange.stale(request, f"{attempt} is not leased to {request.member_id}")
     if returned.data_error_reason not in DATA_ERRORS:
-        return exchange.refuse(
-            request,
-            f"data_error_reason {returned.data_error_reason[:64]!r} is none of {', '.join(sorted(DATA_ERRORS - {''}))}",
-        )
+        allowed = ", ".join(sorted(DATA_ERRORS - {""}))
+        reason = returned.data_error_reason[:64]
+        return exchange.refuse(request, f"data_error_reason {reason!r} is none of {allowed}")
     if returned.data_error:
         return _failed(exchange, run, request, row)
     if arrived.frames and run.spec.environment.is_used:
@@ -123,16 +131,12 @@ def return_lease(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcom
             return exchange.refuse(request, arrived.fault)
         expected = run.spec.grpo.num_generations_per_prompt
         if prefix.rows is not None or len(prefix.completions) != expected:
-            return exchange.refuse(
-                request,
-                f"group {returned.group_id} came back with {len(prefix.completions)} samples, not {expected}",
-            )
-        fault = _fault(exchange, run, arrived, row, returned.attempt)
-        if fault:
+            back = f"group {returned.group_id} came back with {len(prefix.completions)} samples"
+            return exchange.refuse(request, f"{back}, not {expected}")
+        if fault := _fault(exchange, run, arrived, row, returned.attempt):
             return exchange.refuse(request, f"the prefix of group {returned.group_id}: {fault}")
         exchange.ledger.add_payload(run.run_id, returned.group_id, "prefix", arrived.location)
-        oldest = prefix.oldest_step
-        oldest = oldest if oldest >= 0 else row["lease_step"]
+        oldest = prefix.oldest_step if prefix.oldest_step >= 0 else row["lease_step"]
         exchange.groups.set_prefix_step(run.run_id, returned.group_id, oldest)
     exchange.groups.end_lease(run.run_id, returned.group_id, request.member_id, returned.attempt)
     return exchange.committed(request)
@@ -143,17 +147,9 @@ def _fault_of_form(run: ActiveRun, group: Group, expected: int) -> str:
     if run.spec.environment.is_used != (group.rows is not None):
         has, needs = ("rows", "no") if group.rows is not None else ("no rows", "an")
         return f"has {has}, but the run has {needs} environment"
-    number = group.num_samples
-    if number != expected:
-        return f"has {number} {'completions' if group.rows is None else 'samples'}, not {expected}"
+    if group.num_samples != expected:
+        return f"has {group.num_samples} {'completions' if group.rows is None else 'samples'}, not {expected}"
     return ""
-
-
-def _note_submission(exchange: Exchange, request: pb.ExchangeRequest) -> None:
-    result = request.group
-    overdue.note_submission(
-        exchange, exchange.lease_durations, request.member_id, result.group_id, result.attempt
-    )
 
 
 def _fault(exchange: Exchange, run: ActiveRun, arrived: Arrived, row: sqlite3.Row, attempt: int) -> str:
@@ -171,10 +167,305 @@ def _failed(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, row
     allowed = 1 if is_final else run.spec.grpo.max_generation_failures
     failures, error = row["generation_failures"] + 1, returned.data_error[:MAX_ERROR_CHARS]
     exchange.groups.fail_generation(run.run_id, row["group_id"], failures)
-    exchange.ledger.count(run.run_id, f"failures:{reason}")
-    exchange.note_failure(row, "generating", reason, error, failures, allowed)
-    if failures >= allowed:
-        exchange.drop(run, row, reason, error=error)
-        if row["class"] != "train":
-            evaluation.finish_if_done(exchange, run, row["class"])
+    evaluation.fail(exchange, run, row, "generating", reason, error, failures, allowed)
     return exchange.committed(request)
+
+
+ARRAY_BYTES = 8
+"""Size of a token in a payload frame: its id and its log-probability."""
+
+
+def fault_of_ids(exchange: Exchange, run: ActiveRun, max_id: int) -> str:
+    """Return why the learner could not look up the largest token id; empty where it can, or where its vocabulary is not
+    known yet."""
+    vocab_size = exchange.ledger.run(run.run_id)["vocab_size"]
+    if vocab_size and max_id >= vocab_size:
+        return f"token id {max_id} is not below the vocabulary's size {vocab_size}"
+    return ""
+
+
+def fault_of_group(
+    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, attempt: int, member_id: str, group: Group
+) -> str:
+    """Return why the result of an attempt cannot be true: its versions, or a prefix that it does not go on from. Empty
+    where it can.
+
+    The tokens of a worker are of versions that it acknowledged, or that are on their way to it; the prefix of its lease
+    is of versions that an earlier holder had. The turns of rows were compared when they were journaled."""
+    if group.rows is not None:
+        return ""
+    versions = {span[:2] for c in group.completions for span in c.spans}
+    newest, step = Version(*max(versions, default=(0, 0))), max([step for _, step in versions], default=0)
+    held = exchange.newest_of(member_id)
+    is_held = held is not None and newest <= held and step <= held.step
+    fault = "" if is_held else _fault_of_existence(exchange, run, newest.session, step)
+    if fault:
+        return fault
+    try:
+        prefix = _prefix_of(exchange, run, row)
+    except (DamagedRecord, UnopenedSegment):
+        return ""  # the prefix cannot be compared; the result replaces it
+    if held is not None and newest > held:
+        lost = attempt > 1 and prefix is None and exchange.ledger.counters(run.run_id).get("failures:damaged")
+        if not lost and (prefix is None or newest > prefix.newest):
+            return f"version {tuple(newest)} in spans is newer than {tuple(held)}, the newest that {member_id} acknowledged"
+    if prefix is None or attempt <= prefix.attempt:  # leased before the prefix was returned
+        return ""
+    return _fault_of_continuation(prefix, group)
+
+
+def fault_of_versions(exchange: Exchange, run: ActiveRun, versions: Collection[Version]) -> str:
+    """Return why the run has not come to one of these versions; empty where it has. Any rollout worker may have sampled from
+    them, also one that left before it could acknowledge them: a version is published once the batch before it is fixed.
+    """
+    row, newest = exchange.ledger.run(run.run_id), max(versions)
+    step = max(version.step for version in versions)
+    if newest.session > row["session"] or step > row["next_batch"]:
+        return _fault_of_existence(exchange, run, newest.session, step)
+    return ""
+
+
+def _fault_of_existence(exchange: Exchange, run: ActiveRun, session: int, step: int) -> str:
+    """Return why the newest session and step of a group's tokens are not the run's; empty where they are."""
+    row = exchange.ledger.run(run.run_id)
+    # Each worker's version is compared only where these are not enough.
+    if session > row["session"] or step > row["published_step"]:
+        versions = [*exchange.versions.values(), *exchange.offered.values()]
+        if session > (bound := max([row["session"], *(version.session for version in versions)])):
+            return f"session {session} in spans is beyond the newest, {bound}"
+        if step > (bound := max([row["published_step"], *(version.step for version in versions)])):
+            return f"step {step} in spans is beyond the newest version's, {bound}"
+    return ""
+
+
+class Prefix(NamedTuple):
+    """The prefix that an earlier worker returned of a group."""
+
+    attempt: int
+    """Attempt that returned it."""
+    prompt_ids: IntArray
+    completions: tuple[Completion, ...]
+
+    @property
+    def newest(self) -> Version:
+        """Newest version of its tokens. The prefix of earlier attempts is a part of it."""
+        return Version(*max((span[:2] for c in self.completions for span in c.spans), default=(0, 0)))
+
+
+def _prefix_of(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> Prefix | None:
+    """Return the prefix of a group that is on record; None without one. Raises DamagedRecord, UnopenedSegment."""
+    if row["attempt"] < 2:
+        return None
+    stored = exchange.ledger.payload(run.run_id, row["group_id"], "prefix")
+    if stored is None:
+        return None
+    header, arrays = stored.read()
+    returned = parse_message(pb.LeaseReturn, header)
+    reasons = returned.finish_reasons
+    return Prefix(returned.attempt, *decode_completions(arrays, reasons, [""] * len(reasons)))
+
+
+def _fault_of_continuation(prefix: Prefix, group: Group) -> str:
+    """Return why a group does not go on from its lease's prefix; empty where it does."""
+    if not np.array_equal(prefix.prompt_ids, group.prompt_ids):
+        return "prompt_ids are not those that the lease came with"
+    for index, (before, now) in enumerate(zip(prefix.completions, group.completions, strict=True)):
+        size = len(before.token_ids)
+        if before.finish_reason != "abort" and len(now.token_ids) != size:
+            return f"completion {index} has {len(now.token_ids)} tokens, but was finished with {size}"
+        same = (
+            np.array_equal(before.token_ids, now.token_ids[:size])
+            and np.array_equal(before.logprobs, now.logprobs[:size])
+            and np.array_equal(_versions_T(before), _versions_T(now)[:size])
+        )
+        if not same:
+            return f"completion {index} does not begin with the {size} tokens that the lease came with"
+    return ""
+
+
+def _versions_T(completion: Completion) -> np.ndarray:
+    """Return [T, 2] session and step of each token."""
+    spans = completion.spans
+    versions = np.array([(span.session, span.step) for span in spans], np.int64).reshape(-1, 2)
+    return np.repeat(versions, [span.end - span.start for span in spans], axis=0)
+
+
+def refuse_large_groups(spec: RunSpec) -> None:
+    """Raises SpecError for a run whose groups no message could carry."""
+    if not spec.samples:
+        return
+    sizes = {
+        "grpo.num_generations_per_prompt": spec.grpo.num_generations_per_prompt,
+        "grpo.val_samples_per_prompt": spec.grpo.val_samples_per_prompt,
+    }
+    name = max(sizes, key=lambda name: sizes[name])
+    completions, tokens = sizes[name], spec.policy.generation.max_new_tokens
+    size_bytes = completions * tokens * ARRAY_BYTES + spec.policy.max_total_sequence_length * ARRAY_BYTES
+    if size_bytes > MAX_MESSAGE_BYTES:
+        raise SpecError(
+            f"{name} {completions} x policy.generation.max_new_tokens {tokens} make groups of up to "
+            f"{size_bytes >> 20} MiB, but a message carries {MAX_MESSAGE_BYTES >> 20} MiB; lower one of the two"
+        )
+
+
+REASONS = (RESTARTED, FAILED)
+"""Reasons of an end that workers may give."""
+
+
+def submit_turn(exchange: Exchange, run: ActiveRun, arrived: Arrived) -> Outcome:
+    """Commit a finished turn that has been checked and stored."""
+    request, turn, episodes = arrived.request, arrived.request.turn, exchange.ledger.episodes
+    row = exchange.group(run, turn.group_id)
+    if (refusal := _refusal(exchange, run, request, row, turn)) is not None:
+        return refusal
+    assert row is not None
+    lives = episodes.lives(run.run_id, turn.group_id, turn.sample)
+    if turn.life < lives.current or lives.given_up:
+        return exchange.stale(request, f"life {turn.life} of {_name(turn)} has ended")
+    last = episodes.last_turn(run.run_id, turn.group_id, turn.sample, lives.current)
+    next_turn = 0 if last is None else last["turn"] + 1
+    if turn.life == lives.current and turn.index < next_turn:
+        return exchange.duplicate(request, f"turn {turn.index} of {_name(turn)} is in the ledger already")
+    if arrived.is_decided:  # it was when the turn arrived; its life has ended since
+        return exchange.stale(request, f"{_name(turn)} goes on after turn {next_turn - 1}")
+    uploaded = arrived.turn
+    if uploaded is None or arrived.location is None:
+        return exchange.refuse(request, arrived.fault)
+    if row["class"] != "train" and uploaded.versions != {evaluation.pinned_version(exchange, run, row)}:
+        return exchange.stale(request, "tokens of another version than the evaluation's")
+    fault = (
+        _fault_of_order(turn, lives.current, last)
+        or fault_of_ids(exchange, run, uploaded.max_id)
+        or fault_of_versions(exchange, run, uploaded.versions)
+    )
+    num_rows = 0 if last is None else last["num_rows"]
+    row_tokens = uploaded.num_context + uploaded.num_tokens
+    if uploaded.row_index < num_rows:
+        row_tokens += episodes.row_tokens(
+            run.run_id, turn.group_id, turn.sample, turn.life, uploaded.row_index
+        )
+    fault = fault or _fault_of_row(run, uploaded, num_rows, row_tokens)
+    if fault:
+        return exchange.refuse(request, f"turn {turn.index} of {_name(turn)}: {fault}")
+    episodes.add(
+        JournaledTurn(
+            run.run_id,
+            turn.group_id,
+            turn.sample,
+            turn.life,
+            turn.index,
+            turn.last,
+            json.dumps(uploaded.left_out),
+            uploaded.row_index,
+            max(num_rows, uploaded.row_index + 1),
+            row_tokens,
+            uploaded.num_tokens,
+            uploaded.oldest_step,
+            uploaded.digest,
+            uploaded.context_digest,
+        ),
+        arrived.location,
+    )
+    recorded = uploaded.oldest_step if row["oldest_step"] is None else row["oldest_step"]
+    oldest_step = min(recorded, uploaded.oldest_step)
+    exchange.groups.set_journal(run.run_id, turn.group_id, row["tokens"] + uploaded.num_tokens, oldest_step)
+    if row["class"] == "train":
+        exchange.ledger.count(run.run_id, "tokens:generated", uploaded.num_tokens)
+    exchange.lease_durations.note_progress(request.member_id)
+    return exchange.committed(request)
+
+
+def end_episode(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
+    """End the life of a sample that is not finished: its tokens are dropped, and the next life begins, unless the
+    sample is given up."""
+    end, episodes = request.episode_end, exchange.ledger.episodes
+    row = exchange.group(run, end.group_id)
+    if (refusal := _refusal(exchange, run, request, row, end)) is not None:
+        return refusal
+    assert row is not None
+    if end.reason not in REASONS or (end.give_up and end.reason != FAILED):
+        return exchange.refuse(
+            request,
+            f"reason {end.reason[:64]!r} with give_up {str(end.give_up).lower()}: a life ends as {' or '.join(REASONS)}, and a "
+            f"sample is given up as {FAILED}",
+        )
+    lives = episodes.lives(run.run_id, end.group_id, end.sample)
+    if end.life < lives.current:
+        return exchange.duplicate(request, f"life {end.life} of {_name(end)} has ended already")
+    last = episodes.last_turn(run.run_id, end.group_id, end.sample, lives.current)
+    if end.life != lives.current or (last is not None and last["last"]):
+        what = "is finished" if end.life == lives.current else f"is in life {lives.current}"
+        return exchange.refuse(request, f"life {end.life} of {_name(end)} cannot end: the sample {what}")
+    end_life(exchange, run, row, end.sample, end.reason, cut(end.error), give_up=end.give_up)
+    if end.reason == FAILED:
+        _note_failure(exchange, run, row, end, lives.failures + 1)
+    exchange.lease_durations.note_progress(request.member_id)
+    return exchange.committed(request)
+
+
+def _note_failure(
+    exchange: Exchange, run: ActiveRun, row: sqlite3.Row, end: pb.EpisodeEnd, failures: int
+) -> None:
+    """Count a fault of the environment; drop a group of which every sample was given up."""
+    exchange.ledger.count(run.run_id, f"failures:{FAILED}")
+    error, allowed = cut(end.error), run.spec.environment.max_failures
+    if not end.give_up:
+        if exchange.failure_counts.failed(error):
+            exchange.warn(
+                f"{_name(end)} failed in its environment ({failures} of {allowed}) and begins again: {error}"
+            )
+        return
+    lives = exchange.ledger.episodes.lives_of_group(run.run_id, row["group_id"])
+    size = run.group_size(row["class"])
+    if sum(sample.given_up for sample in lives.values()) < size:
+        if number := exchange.failure_counts.dropped(error):
+            alike = f", the {number}th for this cause" if number > 1 else ""
+            exchange.warn(f"{_name(end)} was given up{alike}; its group goes on without it: {error}")
+        return
+    exchange.note_failure(row, "running", FAILED, error, failures, failures)
+    evaluation.drop(exchange, run, exchange.group(run, row["group_id"]) or row, FAILED, error)
+
+
+def _refusal(
+    exchange: Exchange,
+    run: ActiveRun,
+    request: pb.ExchangeRequest,
+    row: sqlite3.Row | None,
+    of: pb.EpisodeTurn | pb.EpisodeEnd,
+) -> Outcome | None:
+    """Return the answer to a sender that does not hold the group, or that names no sample of it. A lease that was
+    revoked from a silent holder, and that no other got, is still its holder's."""
+    is_open = row is not None and row["state"] in (State.ADMITTED, State.LEASED)
+    if row is None or not is_open or (row["attempt"], row["member_id"]) != (of.attempt, request.member_id):
+        attempt = f"attempt {of.attempt} of group {of.group_id}"
+        return exchange.stale(request, f"{attempt} is not leased to {request.member_id}")
+    size = run.group_size(row["class"])
+    if of.sample >= size:
+        return exchange.refuse(request, f"group {of.group_id} has samples 0 to {size - 1}, not {of.sample}")
+    return None
+
+
+def _fault_of_order(turn: pb.EpisodeTurn, life: int, last: sqlite3.Row | None) -> str:
+    """Return why a turn does not follow the newest one on record; empty where it does."""
+    if turn.life != life:
+        return f"life {turn.life} has not begun, the sample is in life {life}"
+    if last is not None and last["last"]:
+        return f"the sample was finished with turn {last['turn']}"
+    next_turn = 0 if last is None else last["turn"] + 1
+    return "" if turn.index == next_turn else f"turn {next_turn} comes next"
+
+
+def _fault_of_row(run: ActiveRun, turn: UploadedTurn, num_rows: int, row_tokens: int) -> str:
+    """Return why a turn cannot extend its row; empty where it can."""
+    if turn.row_index > num_rows:
+        return f"row {turn.row_index} is neither one of the sample's {num_rows} rows nor the next"
+    if turn.row_index == num_rows and not turn.num_context:
+        return f"context_ids is empty, but turn begins row {num_rows}, whose prompt has at least one token"
+    longest = run.spec.policy.max_total_sequence_length
+    if row_tokens > longest:
+        return f"its row has {row_tokens} tokens, more than policy.max_total_sequence_length {longest}"
+    return ""
+
+
+def _name(of: pb.EpisodeTurn | pb.EpisodeEnd) -> str:
+    return f"sample {of.sample} of group {of.group_id}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from paceline.errors import Conflict, InvalidInput, NotFound, Unavailable
-from paceline.services.coordinator.exchange.batches import dropping, session_faults
+from paceline.services.coordinator.exchange.batches import selection, session_faults
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.lifecycle.context import RunContext
 from paceline.services.coordinator.lifecycle.resumption import Resumption
@@ -130,7 +130,7 @@ class Commands:
                     f"run {run_id} is {row['state']}; groups are dropped only while it is paused (`paceline pause`)"
                 )
             with self._ledger.transaction():
-                dropping.drop(self._exchange, run, group_ids, time.monotonic())
+                selection.drop_from_batch(self._exchange, run, group_ids, time.monotonic())
                 notices = self._exchange.take_notices()
                 self._context.run_log.write_down(notices)
         self._assignments.end_session()

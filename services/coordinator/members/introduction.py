@@ -1,4 +1,4 @@
-"""Checks of a worker's Hello: its fields, and its right to the member id that it names.
+"""Checks of a worker's Hello: its certificate, its fields, and its right to the member id that it names.
 
 A member id names one worker for its life. A worker that shows the secret of that member's Welcome is the same worker on
 a new stream; without the secret a newcomer waits until the member has been silent for the heartbeats' time-out.
@@ -7,11 +7,17 @@ a new stream; without the secret a newcomer waits until the member has been sile
 from __future__ import annotations
 
 import hmac
+import logging
 import re
+from typing import Any
 
 from paceline.calls.address import FORM
 from paceline.errors import Conflict, InvalidInput
-from paceline.services.coordinator.members.registry import Member
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.access.tls import identity_of_call
+from paceline.services.coordinator.members.registry import ROLE_NAMES, Member
+from paceline.tls.certificates import WORKER
+from paceline.tls.folder import tls_folder
 from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
 
@@ -24,14 +30,7 @@ MAX_SECRET = 64
 MAX_LEARNER_ID = 64
 KEY_BYTES = 32
 
-ROLES = frozenset(
-    {
-        common_pb2.ROLE_ROLLOUT,
-        common_pb2.ROLE_REWARD,
-        common_pb2.ROLE_LEARNER,
-        common_pb2.ROLE_ENVIRONMENT,
-    }
-)
+ROLES = frozenset(ROLE_NAMES)
 
 
 class OutdatedProtocol(Conflict):
@@ -94,10 +93,9 @@ def check_key(hello: worker_pb2.Hello, owner: str | None, *, encrypted: bool) ->
 
 def checked_host(host: worker_pb2.HostAgent) -> worker_pb2.HostAgent | None:
     """Return the agent that a worker names; None for one that no other host could read from."""
-    sane = all(
-        0 < len(text) <= MAX_ADDRESS and text.isprintable() for text in (host.agent_id, host.address)
-    ) and (len(host.zone) <= MAX_ADDRESS and host.zone.isprintable())
-    return host if sane and FORM.fullmatch(host.address) else None
+    texts = (host.agent_id, host.address, host.zone)
+    is_sane = all(len(text) <= MAX_ADDRESS and text.isprintable() for text in texts)
+    return host if is_sane and host.agent_id and FORM.fullmatch(host.address) else None
 
 
 def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
@@ -116,3 +114,26 @@ def check_place(hello: worker_pb2.Hello, member: Member | None) -> None:
             f"a worker with the id {hello.member_id} is a member, and this one does not have its secret; it can have "
             "the place when that worker has left or is silent for longer than the heartbeats' time-out"
         )
+
+
+seldom = RateLimitedLog(logging.getLogger(__name__))
+
+
+def check_certificate(context: Any) -> None:
+    """Check that a worker's call has a worker's certificate, where this process uses TLS. Raises Conflict: the worker keeps its
+    results and tries again, because its certificate may be replaced."""
+    if tls_folder() is None:
+        return
+    try:
+        identity = identity_of_call(context)
+        if identity is None:
+            raise Conflict(
+                "a worker connects with its certificate to the coordinator's --port; this port takes people, who have none"
+            )
+        if identity.role != WORKER:
+            raise Conflict(
+                f"the certificate of {identity.name!r} gives the role {identity.role}, and a worker needs the role {WORKER}"
+            )
+    except (Conflict, InvalidInput) as error:
+        seldom.warning("certificate", "refused a worker at %s: %s", context.peer(), error)
+        raise Conflict(str(error)) from None

@@ -3,19 +3,20 @@
 A member joins with Hello, lives by its reports, and leaves by a drain or by silence. A broken stream alone is not a
 death: the worker may come back within a time-out.
 
-Directives that wait for one member to read them. The queue is bounded by their kinds, so that few slow members are
-cut off.
-
-A newer directive replaces a waiting one of the same kind, and waiting acknowledgements are sent together. Few others
-remain: a member that does not read even those is cut off and has to reconnect.
+Each request to the exchange carries the secret of its member's Welcome. A secret is valid until the member's next Welcome
+or its end. A request with the member's earlier secret is neither taken nor refused for good, because the worker sends it
+again after its next Welcome. A request of anyone who never was a member is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
+import hmac
 import secrets
+import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Set
 from dataclasses import dataclass, field
 
 from paceline.groups import Version
@@ -83,7 +84,6 @@ class DirectiveQueue:
         return len(self._acks) <= MAX_ACKS
 
     def end(self) -> None:
-        """End the queue: waiting directives are not sent, and no further ones are taken."""
         self._ended = True
         self._waiting.clear()
         self._acks.clear()
@@ -231,7 +231,6 @@ class Members:
         self._members[member.member_id] = member
 
     def remove(self, member_id: str) -> Member | None:
-        """Remove a member and return it."""
         return self._members.pop(member_id, None)
 
     def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
@@ -239,7 +238,6 @@ class Members:
         return [member for member in self._members.values() if member.role == role]
 
     def all(self) -> list[Member]:
-        """Return every member."""
         return list(self._members.values())
 
     def ignore_silence(self, pause_s: float, now_s: float) -> None:
@@ -264,3 +262,106 @@ class Members:
             if now_s - member.last_report_s
             > (self.timeout_s if member.connected or member.session else self.timeout_s / 2)
         ]
+
+
+BEAT_S = 0.1
+IGNORED_S = 0.05
+"""Lateness of a beat that does not count as a pause."""
+
+
+class LoopLag:
+    """Sum of the pauses of the running loop. `watch` keeps the beat; `take` also counts a pause that has just ended and
+    whose beat is still to come."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._due_s = clock() + BEAT_S
+        self._lag_s = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(max(0.0, self._due_s - self._clock()))
+            self.beat()
+
+    def beat(self) -> None:
+        """Note a beat that was due; an early beat changes nothing."""
+        now_s = self._clock()
+        late_s = now_s - self._due_s
+        if late_s > IGNORED_S:
+            self._lag_s += late_s
+        if late_s >= 0:
+            self._due_s = now_s + BEAT_S
+
+    def take(self) -> float:
+        """Return the seconds of pauses since the last call."""
+        self.beat()
+        lag_s, self._lag_s = self._lag_s, 0.0
+        return lag_s
+
+
+MAX_EARLIER = 4096
+"""Earlier secrets that are kept: more than the workers that come and go within the life of a message."""
+
+
+class Standing(enum.Enum):
+    """Standing of a request's sender."""
+
+    MEMBER = "member"
+    EARLIER = "earlier"
+    """It was this member; another Welcome is due, or on its way."""
+    STRANGER = "stranger"
+
+
+class Senders:
+    """The members whose requests are answered, by id."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Member] = {}
+        self._earlier: dict[tuple[str, bytes], None] = {}
+        """Ids and secrets that were valid before, oldest first."""
+        self._keys: dict[bytes, str] = {}
+        """Member of each public key; read by ZeroMQ's thread."""
+
+    @property
+    def ids(self) -> Set[str]:
+        return self._members.keys()
+
+    def enter(self, member: Member) -> None:
+        """Add a member, or replace its secret."""
+        self.leave(member.member_id)
+        self._members[member.member_id] = member
+        if member.exchange_key:
+            self._keys[member.exchange_key] = member.member_id
+
+    def leave(self, member_id: str) -> None:
+        member = self._members.pop(member_id, None)
+        if member is None:
+            return
+        if self._keys.get(member.exchange_key) == member_id:
+            del self._keys[member.exchange_key]
+        self._earlier[member_id, member.secret] = None
+        while len(self._earlier) > MAX_EARLIER:
+            del self._earlier[next(iter(self._earlier))]
+
+    def get(self, member_id: str) -> Member | None:
+        """Return the member of an id."""
+        return self._members.get(member_id)
+
+    def knows_key(self, key: bytes) -> bool:
+        """Return whether a public key is that of a member. Any thread."""
+        return key in self._keys
+
+    def owner_of(self, key: bytes) -> str | None:
+        """Return the member of a public key; None if there is none."""
+        return self._keys.get(key)
+
+    def of_role(self, role: common_pb2.Role.ValueType) -> list[Member]:
+        """Return the members of a role."""
+        return [member for member in self._members.values() if member.role == role]
+
+    def standing(self, member_id: str, secret: bytes) -> Standing:
+        """Return the sender's standing by the member id and the secret of its request."""
+        member = self._members.get(member_id)
+        if member is not None and hmac.compare_digest(member.secret, secret):
+            return Standing.MEMBER
+        return Standing.EARLIER if (member_id, secret) in self._earlier else Standing.STRANGER

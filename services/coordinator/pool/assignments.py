@@ -1,15 +1,7 @@
 """Assignments of members: the run for workers, sessions for learners, and the lists by which they find each other.
 
 A learner that joins gets a new session, from the newest checkpoint that can be loaded; the run is paused when there is
-none and the samples before are gone. The roster (`services/coordinator/pool/assignments.py`) names the members that receive
-weights.
-
-The list of rollout workers that may be asked for tokens, which environment workers of the active run get at every change:
-a join, a leave, a version that was acknowledged, a drain, a suspicion, an expulsion.
-
-The roster: the rollout workers that receive weights. Each change gets a new number, which protos call `epoch`.
-
-It names the workers that are ready and not pinned by an evaluation, suspected or expelled.
+none and the samples before are gone.
 """
 
 from __future__ import annotations
@@ -23,7 +15,7 @@ from typing import Any
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import NotFound
 from paceline.groups import Version
-from paceline.services.coordinator.exchange import engines, evaluation
+from paceline.services.coordinator.exchange import admission, evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Member, Members
@@ -37,9 +29,20 @@ from paceline.v1 import common_pb2, worker_pb2
 NAMED = 16
 """Most members that a line of the log names: with thousands, each of which joins, the lines would fill the disk."""
 
+SESSIONS_KEPT = 64
+
+MAX_LATER_SESSIONS = 3
+"""Sessions of a coordinator's life that end because a worker holds weights of a later one. After a backup was put back
+there are at most that many kinds of survivors; a worker that claims later sessions again and again would let no
+session train."""
+
+log = logging.getLogger(__name__)
+
 
 class Roster:
-    """The newest roster of the active run; `learner` returns the member that has to know it."""
+    """The newest roster of the active run: the rollout workers that receive weights, which are ready and not pinned by an
+    evaluation, suspected or expelled. Each change gets a new number, which protos call `epoch`. `learner` returns the member
+    that has to know it."""
 
     def __init__(self, members: Members, exchange: Exchange, learner: Callable[[], Member | None]):
         self._members, self._exchange, self._learner = members, exchange, learner
@@ -102,16 +105,6 @@ def _named(member_ids: Sequence[str]) -> str:
     return ", ".join(member_ids[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-SESSIONS_KEPT = 64
-
-MAX_LATER_SESSIONS = 3
-"""Sessions of a coordinator's life that end because a worker holds weights of a later one. After a backup was put back
-there are at most that many kinds of survivors; a worker that claims later sessions again and again would let no
-session train."""
-
-log = logging.getLogger(__name__)
-
-
 class Assignments:
     """Assignments to the active run; `lock` serialises transactions, `pause` pauses a run with a reason."""
 
@@ -124,7 +117,6 @@ class Assignments:
         pause: Callable[[str, str], Awaitable[None]],
     ):
         self.roster = Roster(members, exchange, self.learner)
-        self.engines = EngineList(members, exchange)
         self._sessions: dict[tuple[str, int], str] = {}
         """Learner by run and session; the newest SESSIONS_KEPT."""
         self._members, self._ledger, self._exchange, self._lock = members, ledger, exchange, lock
@@ -133,17 +125,16 @@ class Assignments:
         self._num_later_sessions = 0
 
     async def assign_all(self) -> None:
-        """Assign the active run to all members."""
         for role in (common_pb2.ROLE_ROLLOUT, common_pb2.ROLE_REWARD, common_pb2.ROLE_ENVIRONMENT):
             for member in self._members.of_role(role):
                 self.assign(member)
         await self.assign_learner()
-        self.engines.update()
+        self.update_engines()
 
     def update_lists(self) -> None:
         """Send the roster to the learner and the list of engines to the environment workers, where they have changed."""
         self.roster.update()
-        self.engines.update()
+        self.update_engines()
 
     async def fall_back(self, member: Member, report: worker_pb2.RunReport) -> None:
         """Begin the next session from an older checkpoint, because the newest session's cannot be loaded."""
@@ -204,7 +195,6 @@ class Assignments:
         return member if member is not None and member.session == session else None
 
     def had_session(self, member: Member, run_id: str, session: int) -> bool:
-        """Return whether this member was given the session."""
         return self._sessions.get((run_id, session)) == member.member_id
 
     def claim_session(self, hello: worker_pb2.Hello) -> int:
@@ -336,8 +326,7 @@ class Assignments:
         newest = self._ledger.run(run.run_id)["session"]
         if session < newest or not self._numbers.note_session(run.run_id, newest, session):
             return
-        for learner in self._members.of_role(common_pb2.ROLE_LEARNER):
-            learner.session = 0
+        self.end_session()
         await self.assign_learner()
 
     def _begin_session(
@@ -353,18 +342,17 @@ class Assignments:
         while len(self._sessions) > SESSIONS_KEPT:
             self._sessions.pop(next(iter(self._sessions)))
         member.session = session
-        member.direct(
-            self._assignment(
-                row,
-                spec_yaml,
-                session=session,
-                start_step=start.step,
-                checkpoint_path=start.path,
-                checkpoint_sha256=start.sha256,
-                chain=start.chain,
-                publish_from_step=max(0, row["published_step"]),
-            )
+        assignment = self._assignment(
+            row,
+            spec_yaml,
+            session=session,
+            start_step=start.step,
+            checkpoint_path=start.path,
+            checkpoint_sha256=start.sha256,
+            chain=start.chain,
+            publish_from_step=max(0, row["published_step"]),
         )
+        member.direct(assignment)
         self.roster.clear()
         self.update_lists()
 
@@ -382,20 +370,13 @@ class Assignments:
         )
         return worker_pb2.ConnectResponse(run=assignment)
 
-
-class EngineList:
-    """The list of the active run; it is sent whole, and only to members that have another one."""
-
-    def __init__(self, members: Members, exchange: Exchange):
-        self._members, self._exchange = members, exchange
-
-    def update(self) -> None:
-        """Send the list to every environment worker that has an older one."""
+    def update_engines(self) -> None:
+        """Send the whole list of engines to every environment worker of the active run that has an older one."""
         run = self._exchange.active
         if run is None or not run.spec.environment.is_used:
             return
         listed = worker_pb2.Engines(run_id=run.run_id)
-        for engine in engines.serving(self._exchange, run):
+        for engine in admission.serving(self._exchange, run):
             entry = listed.engines.add(member_id=engine.member_id, address=engine.address)
             entry.version.session, entry.version.step = engine.version
         for member in self._members.of_role(common_pb2.ROLE_ENVIRONMENT):

@@ -52,7 +52,6 @@ class HopSpeeds:
         return self._slow[agent_id] == SLOW_VERSIONS
 
     def is_slow(self, agent_id: str) -> bool:
-        """Return whether a host belongs to the end of the chain."""
         return self._slow.get(agent_id, 0) >= SLOW_VERSIONS
 
 
@@ -118,17 +117,12 @@ class HostPlans:
         )
 
     def _hops(self, members: Sequence[Member], version: worker_pb2.HostVersion) -> list[Hop]:
-        """Return the hosts in the order of the chain, without the learner's own."""
         sources = set(version.source_agent_ids)
+        hosts = [member.host for member in members if member.host is not None]
         hops = {
-            member.host.agent_id: Hop(
-                member.host.agent_id,
-                member.host.address,
-                member.host.zone,
-                self.speeds.is_slow(member.host.agent_id),
-            )
-            for member in members
-            if member.host is not None and member.host.agent_id not in sources
+            host.agent_id: Hop(host.agent_id, host.address, host.zone, self.speeds.is_slow(host.agent_id))
+            for host in hosts
+            if host.agent_id not in sources
         }
         learner = self._learner()
         zone = learner.host.zone if learner is not None and learner.host is not None else ""

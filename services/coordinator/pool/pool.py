@@ -3,13 +3,7 @@
 A worker that joins is assigned to the active run (`services/coordinator/pool/assignments.py`). A member that is silent
 for half the time-out is suspected: it leaves the roster, and work that others wait for is leased again. After the whole
 time-out it is removed; half of it is enough where its stream broke, unless it has a session. After one and a half of
-it a learner's rank is lost, and the others are told (`lost_ranks.py`). One owner: this class and its assignments change `Members` and `Exchange.versions`, nobody else.
-
-Ranks of learners that are silent while others of their learner are heard.
-
-The others wait in collectives for such a rank: they do not see that a process is stopped or that its host is gone. A rank that
-left in good order is not lost, and neither are ranks that the coordinator alone cannot hear: a learner whose ranks come back
-on new streams, after a break of the network or a restart, has the whole limit from then on.
+it a learner's rank is lost, and the others are told.
 """
 
 from __future__ import annotations
@@ -27,16 +21,14 @@ from paceline.groups import Version
 from paceline.models.folder_size import named_size
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.access.caller import current_caller
-from paceline.services.coordinator.exchange import evaluation, leases, overdue, quarantine
+from paceline.services.coordinator.exchange import leases
+from paceline.services.coordinator.exchange.admission import holds_leases
 from paceline.services.coordinator.exchange.batches import session_faults
-from paceline.services.coordinator.exchange.engines import holds_leases
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.members.introduction import check_place, checked_host
-from paceline.services.coordinator.members.loop_lag import LoopLag
-from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import LoopLag, Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
-from paceline.services.coordinator.pool.reports import Reports
-from paceline.services.coordinator.pool.run_events import RunEvents
+from paceline.services.coordinator.pool.reports import Reports, RunEvents
 from paceline.services.coordinator.text_limits import cut, one_line
 from paceline.v1 import common_pb2, worker_pb2
 
@@ -50,9 +42,10 @@ SILENT_TIMEOUTS = 1.5
 """Time-outs of a learner rank's silence after which its learner ends: 15 s with the default time-out."""
 
 IN_GOOD_ORDER = "in good order"
+"""Reason of a member that leaves without one of its faults."""
+
 LEFT = "left: "
 """Beginning of the event of a member that has left."""
-"""Reason of a member that leaves without one of its faults."""
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +76,10 @@ class Pool:
             # backoff.
             self._expect(member_id, role)
         run, holder = self._exchange.active, self.assignments.restore_session()
-        if run is not None and holder is not None and not self._has_left(run.run_id, holder):
+        if run is None or holder is None:
+            return
+        if not self._ledger.newest_of_member(run.run_id, holder).startswith(LEFT):
             self._expect(holder, common_pb2.ROLE_LEARNER, run)
-
-    def _has_left(self, run_id: str, member_id: str) -> bool:
-        return self._ledger.newest_of_member(run_id, member_id).startswith(LEFT)
 
     def _expect(self, member_id: str, role: common_pb2.Role.ValueType, run: ActiveRun | None = None) -> None:
         if self.members.get(member_id) is None:
@@ -96,7 +88,6 @@ class Pool:
             self.members.add(expected)
 
     async def expire_silent(self) -> None:
-        """Suspect and remove silent members."""
         now_s = time.monotonic()
         if pause_s := self.lag.take():
             self.members.ignore_silence(pause_s, now_s)
@@ -198,13 +189,8 @@ class Pool:
             await self.assignments.begin_session_above_holder(member)
         self.assignments.update_lists()
         await self._add_member_event(member, "joined")
-        run = self._exchange.active
-        if (
-            member.role == common_pb2.ROLE_ROLLOUT
-            and member.version is None
-            and run is not None
-            and run.prompts
-        ):
+        run, loads = self._exchange.active, member.role == common_pb2.ROLE_ROLLOUT and member.version is None
+        if loads and run is not None and run.prompts:
             model = await asyncio.to_thread(named_size, run.spec.policy.model_name)
             await self._add_member_event(member, f"loads {model}")
 
@@ -229,17 +215,12 @@ class Pool:
             with self._kept_on_fault(member), self._ledger.transaction(synced=False):
                 released = leases.revoke_from_member(self._exchange, member.member_id, crashed=crashed)
                 if run is not None:
-                    evaluation.unpin_member(self._exchange, run, member.member_id)
+                    self._ledger.evaluations.unpin_member(run.run_id, member.member_id)
                 notices = self._exchange.take_notices()
                 self._run_log.write_down(notices)
-        log.log(
-            logging.INFO if reason == IN_GOOD_ORDER else logging.WARNING,
-            "%s %s left (%s); %d leases revoked",
-            member.role_name,
-            member.member_id,
-            one_line(reason),
-            released,
-        )
+        level = logging.INFO if reason == IN_GOOD_ORDER else logging.WARNING
+        name = f"{member.role_name} {member.member_id}"
+        log.log(level, "%s left (%s); %d leases revoked", name, one_line(reason), released)
         self.assignments.update_lists()
         self._runs.server.wake("lease", "task")
         await self._add_member_event(member, f"{LEFT}{reason}")
@@ -283,7 +264,6 @@ class Pool:
             await self._reports.take(member, request)
 
     async def _note_left(self, session: int) -> None:
-        """Note that a learner ended its session in good order."""
         run = self._exchange.active
         if run is not None:
             async with self._lock:
@@ -307,12 +287,12 @@ class Pool:
         if run is None or now_s - self._overdue_checked_s < OVERDUE_CHECK_S:
             return
         self._overdue_checked_s = now_s
-        found = overdue.find(self._exchange, run, now_s)
+        found = leases.find_overdue(self._exchange, run, now_s)
         if not found:
             return
         async with self._lock:
             with self._ledger.transaction():
-                overdue.revoke(self._exchange, run, found)
+                leases.revoke_overdue(self._exchange, run, found)
                 notices = self._exchange.take_notices()
                 self._run_log.write_down(notices)
         self._runs.server.wake("lease", "task")
@@ -330,9 +310,8 @@ class Pool:
             if not self._ledger.group_queries.num_held().keys() & set(silent):
                 return
             with self._ledger.transaction():
-                number = leases.revoke_work(
-                    self._exchange, silent, with_leases=self._exchange.learner_waits(run)
-                )
+                waits = self._exchange.learner_waits(run)
+                number = leases.revoke_work(self._exchange, silent, with_leases=waits)
         if number:
             log.info("%d groups of silent workers are leased to others: %s", number, ", ".join(silent))
             self._runs.server.wake("lease", "task")
@@ -354,12 +333,9 @@ class Pool:
             async with self._lock:
                 with self._ledger.transaction(synced=False):  # no reader sees it before a later sync
                     if what == "joined":
-                        quarantine.clear_crashes(self._exchange, member.member_id)
-                    self._ledger.add_event(
-                        run.run_id,
-                        "member",
-                        {"role": member.role_name, "member_id": member.member_id, "what": what},
-                    )
+                        self._ledger.deaths.remove_member(member.member_id)  # no group ended it
+                    content = {"role": member.role_name, "member_id": member.member_id, "what": what}
+                    self._ledger.add_event(run.run_id, "member", content)
             await self._runs.tell_watchers()
 
 
@@ -387,7 +363,6 @@ class LostRanks:
             self._learners.setdefault(learner_id, _Learner(now_s)).joined_s = now_s
 
     def left(self, learner_id: str, member_id: str) -> None:
-        """Note that a rank has left in good order."""
         if learner_id in self._learners:
             self._learners[learner_id].heard_s.pop(member_id, None)
 
@@ -408,10 +383,8 @@ class LostRanks:
             if learner_id not in present:
                 del self._learners[learner_id]
                 continue
-            silent_s = {
-                member_id: now_s - max(heard_s, learner.joined_s)
-                for member_id, heard_s in learner.heard_s.items()
-            }
+            heard_s = learner.heard_s.items()
+            silent_s = {member_id: now_s - max(last_s, learner.joined_s) for member_id, last_s in heard_s}
             lost = [member_id for member_id in silent_s if silent_s[member_id] > self._limit_s]
             others = [m for m in present[learner_id] if m.connected and m.member_id not in lost]
             if lost and others:

@@ -1,31 +1,95 @@
-"""Handlers of members' reports: weights that arrived, runs that are set up or cannot go on, checkpoints, publishes.
+"""Reports of members: who may make which, and what follows from it. `Pool` takes a report in, notes its time and passes it
+on to here.
 
-`Pool` takes a report in, notes its time and passes it on to here.
+A report counts only if it comes from the right role and, for a learner, from the right session. Any other comes from a
+member that is confused or lies: it is ignored, and the run goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, NotFound
 from paceline.files.names import EXPORT
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.coordinator.exchange.batches import session_faults
-from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
+from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.services.coordinator.ledger.folders import stored
+from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
 from paceline.services.coordinator.members.introduction import checked_host
-from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import WARNINGS_KEPT, Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
-from paceline.services.coordinator.pool.authority import Authority, cut_texts
-from paceline.services.coordinator.pool.run_events import RunEvents
-from paceline.services.coordinator.reporting.token_files import TokenFiles
+from paceline.services.coordinator.reporting.run_log import RunLog
+from paceline.services.coordinator.reporting.token_files import TokenFiles, fault_of
 from paceline.services.coordinator.sessions import retention, starting_point
-from paceline.services.coordinator.text_limits import finite_gauges, one_line, seconds
+from paceline.services.coordinator.text_limits import cut, finite_gauges, one_line, seconds
 from paceline.v1 import common_pb2, worker_pb2
+
+
+class WorkerFaults(Protocol):
+    """Handlers of the faults of workers."""
+
+    async def on_error(self, member: Member, report: worker_pb2.RunReport) -> None:
+        """Handle a member that cannot work on the active run."""
+
+    async def on_ready(self, member: Member) -> None:
+        """Handle a member that has set up the active run."""
+
+
+class RunEvents(Protocol):
+    """The owner of the runs, to which the pool passes events on: the coordinator, which is above the pool."""
+
+    ledger: Ledger
+    exchange: Exchange
+    lock: asyncio.Lock
+    """The lock that serialises transactions."""
+    run_log: RunLog
+    server: ExchangeServer
+    stopping: bool
+
+    @property
+    def faults(self) -> WorkerFaults: ...
+
+    async def act_on(self, notices: list[Notice]) -> None:
+        """Act on the notices of a transaction."""
+
+    async def pause_on_fault(self, run_id: str, message: str, *, retried: bool = False) -> None:
+        """Pause a run that cannot go on."""
+
+    async def learner_finished(self, session: int) -> None:
+        """End the run if the learner was the last to finish."""
+
+    async def warn(self, messages: list[str]) -> None:
+        """Add warnings to the events of the active run."""
+
+    async def tell_watchers(self) -> None:
+        """Wake watchers, because there are new events."""
+
+
+WARNINGS_PERIOD_S = 60.0
+"""Period in which a member may warn WARNINGS_KEPT times, and report as many new faults."""
+
+MAX_HASH = 128
+"""Characters of a digest or a chain."""
+MAX_PATH_BYTES = 4096
+MAX_SOURCES = 4096
+TEXTS = {
+    "weight_ack": ("message",),
+    "run_report": ("error", "warning"),
+    "publish": ("error",),
+    "leave": ("reason",),
+}
+"""Texts of a report that people read."""
+
+FREE = ("heartbeat", "leave", "host_agent")
+"""Reports that any member may make at any time."""
 
 log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log)
@@ -47,7 +111,6 @@ class Reports:
         self._members, self._assignments = members, assignments
         self._ledger, self._exchange, self._run_log = runs.ledger, runs.exchange, runs.run_log
         self._lock: asyncio.Lock = runs.lock
-        self._authority = Authority(assignments, runs.ledger, runs.exchange)
         self._tokens = TokenFiles(runs.ledger.path.parent)
 
     async def take(self, member: Member, request: worker_pb2.ConnectRequest) -> None:
@@ -55,10 +118,12 @@ class Reports:
         kind = request.WhichOneof("report")
         if kind == "hello":
             raise InvalidInput("hello is the first message of a stream, and there is one")
-        cut_texts(request)
-        refusal = self._authority.refusal(member, request)
+        for name in TEXTS.get(kind or "", ()):
+            report = getattr(request, kind or "")
+            setattr(report, name, cut(getattr(report, name)))
+        refusal = self._refusal(member, request)
         if refusal:
-            if self._authority.is_late(request):
+            if self._is_late(request):
                 return
             about = f"{kind} of {member.role_name} {member.member_id}"
             seldom.warning(about, "ignored a %s: %s", about, one_line(refusal))
@@ -69,7 +134,7 @@ class Reports:
                 member.gauges = member.functions.add_gauges(gauges)
                 if member.draining != request.heartbeat.draining:
                     member.draining = request.heartbeat.draining
-                    self._assignments.engines.update()
+                    self._assignments.update_engines()
             case "weight_offer":
                 receiver = self._members.get(request.weight_offer.member_id)
                 if receiver is not None and receiver.role == common_pb2.ROLE_ROLLOUT:
@@ -113,7 +178,7 @@ class Reports:
                 if ack.version.step > self._ledger.run(run.run_id)["published_step"]:
                     with self._ledger.transaction(synced=False):
                         self._ledger.update_run(run.run_id, published_step=ack.version.step)
-            self._assignments.engines.update()
+            self._assignments.update_engines()
             self._runs.server.wake("lease")
         if (learner := self._assignments.learner()) is not None:
             learner.direct(worker_pb2.ConnectResponse(weight_ack=ack))
@@ -133,7 +198,7 @@ class Reports:
             return
         if report.error:
             await self._runs.faults.on_error(member, report)
-            self._assignments.engines.update()
+            self._assignments.update_engines()
             return
         is_set_up = member.role == common_pb2.ROLE_ROLLOUT and member.ready_run != run.run_id
         member.ready_run, member.expelled = run.run_id, False
@@ -174,8 +239,7 @@ class Reports:
             return
         refusal = starting_point.refusal(self._ledger, run, report)
         if refusal:
-            message = f"a checkpoint of session {report.session} is not registered: {refusal}"
-            await self._runs.warn([message])
+            await self._runs.warn([f"a checkpoint of session {report.session} is not registered: {refusal}"])
             return
         async with self._lock:
             with self._ledger.transaction():
@@ -193,16 +257,107 @@ class Reports:
         self._run_log.note_publish(report)
         if report.ok:
             return
-        log.warning(
-            "version %d did not reach %s: %s",
-            report.version.step,
-            report.member_id[:64],
-            one_line(report.error),
-        )
+        step, why = report.version.step, one_line(report.error)
+        log.warning("version %d did not reach %s: %s", step, report.member_id[:64], why)
         member = self._members.get(report.member_id)
         missed = report.failure in (worker_pb2.PUBLISH_FAILURE_LINK, worker_pb2.PUBLISH_FAILURE_SILENT)
         if missed and member is not None and report.epoch >= member.named_in:
             await self._expel(member, report)
+
+    # Authority
+
+    def _refusal(self, member: Member, request: worker_pb2.ConnectRequest) -> str:
+        kind = request.WhichOneof("report")
+        if kind is None:
+            return "this coordinator does not know such a report; is it older than the worker?"
+        if kind in FREE:
+            return ""
+        run, report = self._exchange.active, getattr(request, kind)
+        if run is None or report.run_id != run.run_id:
+            return f"run {report.run_id[:80]!r} is not the current one"
+        session = int(self._ledger.run(run.run_id)["session"])
+        match kind:
+            case "weight_offer" | "staged" | "publish":
+                return self._check_learner(member, report.version, session)
+            case "host_version":
+                hosts, agents = len(report.sources), len(report.source_agent_ids)
+                if not 0 < hosts <= MAX_SOURCES or hosts != agents:
+                    return f"it names {hosts} hosts of the learner and {agents} agents"
+                return self._check_learner(member, report.version, session)
+            case "weight_ack" | "weight_progress":
+                return self._check_receiver(member, report.member_id, report.version)
+            case "run_report":
+                return self._check_run_report(member, report, session)
+            case "checkpoint":
+                if not self._assignments.had_session(member, run.run_id, report.session):
+                    return f"session {report.session} was not this worker's"
+                is_long = max(len(report.sha256), len(report.chain)) > MAX_HASH
+                if is_long or len(report.path.encode()) > MAX_PATH_BYTES:
+                    return "its digest, chain or path is too long"
+            case "token_statistics":
+                if self._assignments.learner() is not member or report.session != session:
+                    return f"it does not have the learner's session {session}"
+                if report.step >= self._ledger.run(run.run_id)["next_batch"]:
+                    return f"step {report.step} has no batch yet"
+                return fault_of(report)
+        return ""
+
+    def _is_late(self, report: worker_pb2.ConnectRequest) -> bool:
+        """Return whether a report acknowledges a version of a run that has ended meanwhile, as the last one of a run usually does."""
+        if report.WhichOneof("report") != "weight_ack":
+            return False
+        try:
+            return self._ledger.run(report.weight_ack.run_id)["state"] not in ("queued", *ACTIVE_STATES)
+        except NotFound:
+            return False
+
+    def _check_learner(self, member: Member, version: common_pb2.PolicyVersion, session: int) -> str:
+        if self._assignments.learner() is not member:
+            return f"it does not have the learner's session {session}"
+        if version.session != session:
+            return f"version {version.step} is of session {version.session}, the newest is {session}"
+        return ""
+
+    def _check_receiver(self, member: Member, member_id: str, reported: common_pb2.PolicyVersion) -> str:
+        version = Version(reported.session, reported.step)
+        if member.role != common_pb2.ROLE_ROLLOUT:
+            return f"a {member.role_name} worker receives no weights"
+        if member_id != member.member_id:
+            return f"it is about {member_id[:80]!r}"
+        if version not in member.offered:
+            return f"{tuple(version)} was not offered to it"
+        if not self._assignments.is_published(version):
+            return f"{tuple(version)} is a version that the run has not come to"
+        return ""
+
+    def _check_run_report(self, member: Member, reported: worker_pb2.RunReport, session: int) -> str:
+        if member.role == common_pb2.ROLE_LEARNER:
+            if reported.session != session:
+                return f"session {reported.session} is not the newest, {session}"
+            # The other ranks report their own errors.
+            if self._exchange.ranks and member.rank >= self._exchange.ranks:
+                return f"rank {member.rank} is none of the learner's, which has {self._exchange.ranks}"
+            if not (reported.error or reported.warning) and self._assignments.learner() is not member:
+                return f"it does not have the learner's session {session}"
+            if len(reported.export_path.encode()) > MAX_PATH_BYTES:
+                return "the path of its export is too long"
+        elif reported.finished or reported.export_path or reported.vocab_size:
+            return f"a {member.role_name} worker exports nothing and has no vocabulary"
+        if reported.warning:
+            return self._check_number("warned", member.warned_s)
+        # A learner's fault ends its session, and there are few sessions.
+        if reported.error and member.role != common_pb2.ROLE_LEARNER:
+            is_repeated = member.fault is not None and member.fault.message == reported.error
+            return "" if is_repeated else self._check_number("failed", member.failed_s)
+        return ""
+
+    def _check_number(self, what: str, said_s: deque[float]) -> str:
+        """Limit the number of a member's reports, because each is an event of the run."""
+        now_s = time.monotonic()
+        if len(said_s) == WARNINGS_KEPT and now_s - said_s[0] < WARNINGS_PERIOD_S:
+            return f"it has {what} {WARNINGS_KEPT} times within {WARNINGS_PERIOD_S:g} s"
+        said_s.append(now_s)
+        return ""
 
 
 def _version(reported: common_pb2.PolicyVersion) -> Version:

@@ -1,14 +1,5 @@
-"""Batches out, receipts in: from scored to trained. selection.py makes the batches.
-
-Spot check of the samplers: the exchange marks groups that the learner compares, and judges its answers.
-
-Promise: a worker whose log-probabilities are wrong in the mean is named in the run's events. Nothing else
-changes: its groups train as before, because a person has to judge whether the worker or the learner is at fault.
-
-A comparison costs no computation, because it is made where the learner computes log-probabilities anyway. So it needs a group
-whose tokens all have the version that the step starts from (age 0). A worker that is due is checked at its next such
-group. Groups that several workers had in turn are left out, because the ledger does not tell their tokens apart.
-State lives in memory, and a coordinator's restart begins the counts anew.
+"""Batches out, receipts in: from scored to trained. selection.py makes the batches, spot_check.py chooses and judges the
+groups that the learner compares.
 """
 
 from __future__ import annotations
@@ -19,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.services.coordinator.exchange.batches import damaged_groups, session_faults
+from paceline.services.coordinator.exchange.batches import selection, session_faults
 from paceline.services.coordinator.exchange.batches.selection import fix_if_due
-from paceline.services.coordinator.exchange.drift import TOLERATED, Finding, Observation
+from paceline.services.coordinator.exchange.spot_check import Observation
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
-from paceline.services.coordinator.ledger.segments import DamagedRecord, Frame, UnopenedSegment
+from paceline.services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment
 from paceline.tracing import step_traceparent
 from paceline.v1 import exchange_pb2 as pb
 
@@ -41,34 +32,34 @@ def get_batch(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, n
     if 0 < exchange.end_step <= wanted.step <= row["next_step"]:
         return _answer(exchange, request, pb.BATCH_STATE_LAST)
     fixed = max(row["next_batch"], row["next_step"])  # a pause by a person does not take a served batch away
+    wait = replace(_answer(exchange, request, pb.BATCH_STATE_WAIT), empty=True)
     if wanted.step > row["next_step"] or (exchange.takes_no_work(run) and wanted.step >= fixed):
-        return _wait(exchange, request)
+        return wait
     if exchange.withheld(run):
-        return _wait(exchange, request)
+        return wait
     if run.prompts is not None and wanted.step == row["next_batch"]:
         exchange.first_requested_s.setdefault(wanted.step, now_s)
         if not fix_if_due(exchange, run, now_s):
-            return _wait(exchange, request)
-    if run.prompts is None:
-        reply = exchange.reply(request, pb.REPLY_STATUS_OK)
-        reply.batch.state, reply.batch.step = pb.BATCH_STATE_READY, wanted.step
-        reply.batch.traceparent = step_traceparent(run.run_id, wanted.step)
-        session_faults.note_served(exchange, run, request.session, wanted.step, wanted.world_size)
-        return Outcome(reply)
+            return wait
+    part = _answer(exchange, request, pb.BATCH_STATE_READY)
+    part.reply.batch.traceparent = step_traceparent(run.run_id, wanted.step)
     try:
-        part = _part(exchange, run, request)
+        if run.prompts is not None:
+            part = _with_groups(exchange, run, request, part)
     except DamagedRecord as damaged:
-        damaged_groups.handle_damaged(exchange, run, damaged)
-        return _wait(exchange, request)  # later requests get the batch that is fixed anew
+        selection.handle_damaged(exchange, run, damaged)
+        return wait  # later requests get the batch that is fixed anew
     except UnopenedSegment as fault:
         exchange.note_unopened(fault)
-        return _wait(exchange, request)
+        return wait
     session_faults.note_served(exchange, run, request.session, wanted.step, wanted.world_size)
     return part
 
 
-def fix_and_check_served(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
+def fix_and_check_served(exchange: Exchange, now_s: float) -> bool:
     """Return whether ranks that wait for a batch may get one; called once for all. Fixes the batch that is due."""
+    if (run := exchange.active) is None:
+        return True
     row = exchange.ledger.run(run.run_id)
     if run.prompts is None or row["next_batch"] > row["next_step"] or exchange.has_last_batch(row):
         return True
@@ -84,8 +75,7 @@ def end(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
 
 def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
     """Record the receipt of a rank. The step is trained when the receipts of all ranks of the session agree with the
-    batch; a receipt that does not agree ends its session, not the run.
-    """
+    batch; a receipt that does not agree ends its session, not the run."""
     receipt, row = request.receipt, exchange.ledger.run(run.run_id)
     if request.session != row["session"]:
         return exchange.stale(
@@ -96,8 +86,7 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
     if receipt.step > row["next_step"] or (run.prompts is not None and receipt.step >= row["next_batch"]):
         return exchange.refuse(request, f"step {receipt.step} has no batch")
     parts = exchange.splits.get(run.run_id, receipt.step, receipt.world_size)
-    wrong = _disagreement(receipt, parts[receipt.rank] if parts else None)
-    if wrong:
+    if wrong := _disagreement(receipt, parts[receipt.rank] if parts else None):
         message = (
             f"the receipt of step {receipt.step} does not agree with the batch: rank {receipt.rank} {wrong}"
         )
@@ -121,9 +110,7 @@ def take_receipt(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest
 
 
 def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
-    """Return the difference between a receipt and its part; empty when both agree. A run without batches has no part to
-    compare.
-    """
+    """Return how a receipt differs from its part, which a run without batches has not; empty when both agree."""
     if part is None:
         return f"trained groups {[group.group_id for group in receipt.groups]}" if receipt.groups else ""
     expected = [row["group_id"] for row in part]
@@ -142,15 +129,14 @@ def _disagreement(receipt: pb.Receipt, part: list[sqlite3.Row] | None) -> str:
     return "" if receipt.tokens == tokens else f"trained {receipt.tokens} tokens, its part has {tokens}"
 
 
-def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Outcome:
+def _with_groups(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest, part: Outcome) -> Outcome:
+    """Fill in the groups of a rank's part. Raises DamagedRecord, UnopenedSegment."""
     wanted = request.batch
     batch = exchange.ledger.batches.get(run.run_id, wanted.step)
     assert batch is not None
-    reply = exchange.reply(request, pb.REPLY_STATUS_OK)
-    reply.batch.state, reply.batch.step, reply.batch.chain = pb.BATCH_STATE_READY, wanted.step, batch["chain"]
-    reply.batch.traceparent = step_traceparent(run.run_id, wanted.step)
+    reply, payloads = part.reply, part.payloads
+    reply.batch.chain = batch["chain"]
     reply.batch.wait_s = json.loads(batch["metrics_json"])["learner_wait_s"]
-    payloads: list[Frame] = []
     for group in exchange.splits.get(run.run_id, wanted.step, wanted.world_size)[wanted.rank]:
         payload = exchange.ledger.payload(run.run_id, group["group_id"], last=True)
         if payload is None:
@@ -171,15 +157,10 @@ def _part(exchange: Exchange, run: ActiveRun, request: pb.ExchangeRequest) -> Ou
             assert reference is not None, "scores.submit_scores commits it with the rewards"
             payloads.append(reference.arrays)
             given.reference_frame = len(payloads)
-    return Outcome(reply, payloads)
-
-
-def _wait(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome:
-    return replace(_answer(exchange, request, pb.BATCH_STATE_WAIT), empty=True)
+    return part
 
 
 def _answer(exchange: Exchange, request: pb.ExchangeRequest, state: pb.BatchState.ValueType) -> Outcome:
-    """Return a reply without a batch."""
     reply = exchange.reply(request, pb.REPLY_STATUS_OK)
     reply.batch.state, reply.batch.step = state, request.batch.step
     return Outcome(reply)
@@ -196,7 +177,7 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
         ledger.count(run.run_id, "tokens:trained", num_tokens)
         ledger.batches.mark_trained(run.run_id, step)
         ends["chain"] = batch["chain"]
-        metrics = json.loads(batch["metrics_json"]) | comparison_metrics(exchange)
+        metrics = json.loads(batch["metrics_json"]) | exchange.spot_check.metrics()
     ledger.update_run(run.run_id, **ends)
     exchange.notice("step", step=step, metrics=metrics)
 
@@ -204,7 +185,9 @@ def _trained(exchange: Exchange, run: ActiveRun, step: int) -> None:
 def mark(exchange: Exchange, run: ActiveRun, step: int, chain: str, reply: pb.BatchReply) -> None:
     """Mark the groups of a rank's part that the learner has to compare."""
     share = run.spec.logger.verify_share
-    if not share or not is_comparable(run):
+    # Elsewhere sampler and learner compute different distributions, or a group has several samplers.
+    is_comparable = not (run.spec.environment.is_used or run.spec.policy.generation.allow_biased_sampling)
+    if not share or not is_comparable:
         return
     chosen = exchange.spot_check.chosen(chain) or exchange.spot_check.choose(
         chain, step, exchange.group_queries.samplers_of_step(run.run_id, step), share
@@ -226,41 +209,4 @@ def take(exchange: Exchange, run: ActiveRun, receipt: pb.Receipt) -> None:
         observation = Observation(compared.mean, compared.standard_error, compared.tokens)
         finding = exchange.spot_check.observe(worker, observation)
         if finding is not None and finding.times & (finding.times - 1) == 0:  # the first, second, fourth …
-            exchange.notice("warning", message=explain(finding), spot_check=worker, nats=finding.mean)
-
-
-def comparison_metrics(exchange: Exchange) -> dict[str, float]:
-    """Return the metrics of a step; none before the first comparison."""
-    test = exchange.spot_check.test
-    if not test.groups:
-        return {}
-    return {
-        "spot_check/groups": float(test.groups),
-        "spot_check/largest_difference": test.largest_mean,
-        "spot_check/named_workers": float(len(test.named)),
-    }
-
-
-def is_comparable(run: ActiveRun) -> bool:
-    """Return whether sampler and learner compute the same distribution, and a group has one sampler."""
-    return not run.spec.environment.is_used and not run.spec.policy.generation.allow_biased_sampling
-
-
-def explain(finding: Finding) -> str:
-    """Return the warning: the worker, the figures, and what to do."""
-    times = f" ({finding.times} times so far)" if finding.times > 1 else ""
-    text = (
-        f"log-probabilities of {finding.member_id} are off by {finding.mean:+.4f} nats a token in the mean of its newest "
-        f"{finding.groups} compared groups{times}; the learner has computed them with the same weights"
-    )
-    if finding.others is not None:
-        text += f", and for other workers it finds {finding.others:+.4f}"
-    if finding.others is not None and abs(finding.others) <= TOLERATED:
-        return (
-            f"{text}. Its GPU, its kernels or its copy of the model may be broken: drain this worker and start it on "
-            "another device (docs/alerts.md)"
-        )
-    return (
-        f"{text}. Perhaps all workers are off: compare the engine's number format, attention kernels and sampling settings "
-        "with the learner's (docs/alerts.md)"
-    )
+            exchange.notice("warning", message=finding.explain(), spot_check=worker, nats=finding.mean)

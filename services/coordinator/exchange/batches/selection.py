@@ -1,16 +1,19 @@
-"""Selection of the scored groups that make the batch of a step.
+"""Selection of the scored groups that make the batch of a step, the metrics of the batch, and what undoes it.
 
 A batch that is fixed does not change while a session may train it. Before any session has, it can be taken apart
 because of some of its groups (damaged ones, or those that a person drops): the batch that is fixed next is its next
 revision, under a further link of the chain, and the replaced one stays on record.
 
-Metrics of a batch by the groups' rows: rewards, their spread, lengths and ages. Pure.
+A group whose bytes are lost before any session trained it goes back to admitted. A lost prefix, which an earlier worker
+returned, is removed. A sample with a lost turn begins again. Only bytes that a session has trained are irreplaceable: the
+run is paused, because another session would have to train them again.
 
 Suffixes: G groups, C completions of a group, F reward functions.
 """
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -19,23 +22,26 @@ from typing import Any
 import numpy as np
 
 from paceline.advantages import has_advantage
+from paceline.errors import Conflict, InvalidInput
 from paceline.groups import FloatArray
-from paceline.rewards import closed_gates, group_totals
+from paceline.rewards import Rewards, closed_gates, group_totals
 from paceline.services.coordinator.exchange.admission import must_wait
-from paceline.services.coordinator.exchange.group_sources import sources_of
-from paceline.services.coordinator.exchange.source_rewards import rewards_by_source
+from paceline.services.coordinator.exchange.batches import session_faults
+from paceline.services.coordinator.exchange.journals import end_life
 from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
 from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 from paceline.services.coordinator.ledger.groups import State
+from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.services.coordinator.ledger.tables.batches import NewBatch
+from paceline.services.coordinator.ledger.tables.episodes import RESTARTED
 from paceline.spec import RewardFunctionSection, RunSpec
+from paceline.v1 import exchange_pb2 as pb
 
 
 def fix_if_due(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
     """Fix the first batch that is not fixed, if it was asked for and is complete; return False if it has to wait.
 
-    However many ranks ask in a transaction, it is checked once, until a group is scored.
-    """
+    However many ranks ask in a transaction, it is checked once, until a group is scored."""
     row = exchange.ledger.run(run.run_id)
     if row["next_batch"] not in exchange.first_requested_s or row["next_batch"] > row["next_step"]:
         return False
@@ -80,9 +86,8 @@ def fix(exchange: Exchange, run: ActiveRun, now_s: float) -> bool:
 def take_apart(
     exchange: Exchange, run: ActiveRun, step: int, taken_out: Collection[int], reason: str
 ) -> None:
-    """Replace the batch of `step`, which no session has trained: its groups return to `scored`, with their scores, and the next batch
-    of the step, without the groups in `taken_out`, is its next revision.
-    """
+    """Replace the batch of `step`, which no session has trained: its groups return to `scored`, with their scores, and
+    the next batch of the step, without the groups in `taken_out`, is its next revision."""
     ledger = exchange.ledger
     batch = ledger.batches.get(run.run_id, step)
     assert batch is not None
@@ -115,8 +120,7 @@ def _ready_first(exchange: Exchange, run: ActiveRun, step: int, now_s: float) ->
 
 def _live(exchange: Exchange, run: ActiveRun) -> list[int]:
     """Return the oldest version that the tokens of each live group can have: groups that are leased, or that have no
-    scores yet. Groups that are leased to a worker that may be gone are left out.
-    """
+    scores yet. Groups that are leased to a worker that may be gone are left out."""
     rows, suspected = exchange.group_queries.in_progress(run.run_id), exchange.suspected
     return [
         row["oldest"] for row in rows if row["state"] != State.LEASED or row["member_id"] not in suspected
@@ -133,11 +137,10 @@ def batch_metrics(
     step: int,
     sources_G: Sequence[object] | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of the batch of `step`; not-a-number where no function gave a reward. `sources_G` are the values of
-    `data.source_key`, None without one.
+    """Return the metrics of the batch of `step`; not-a-number where no function gave a reward. `sources_G` are the
+    values of `data.source_key`, None without one.
 
-    `reward` is the mean over groups of their mean reward; standard deviations are those of a sample (n - 1).
-    """
+    `reward` is the mean over groups of their mean reward; standard deviations are those of a sample (n - 1)."""
     completions = spec.grpo.num_generations_per_prompt
     rewards_GCF = np.stack([np.frombuffer(g["rewards"], "<f4").reshape(completions, -1) for g in groups])
     rewards_SF = rewards_GCF.reshape(len(groups) * completions, rewards_GCF.shape[2])
@@ -146,10 +149,7 @@ def batch_metrics(
         float(totals_C[~np.isnan(totals_C)].mean()) for totals_C in totals_GC if not np.isnan(totals_C).all()
     ]
     ages = Counter(step - g["oldest_step"] for g in groups)
-    spread = {
-        "reward_std": _std(totals_GC),
-        "unscored_fraction": float(np.isnan(totals_GC).mean()),
-    }
+    spread = {"reward_std": _std(totals_GC), "unscored_fraction": float(np.isnan(totals_GC).mean())}
     if completions > 1:
         spread["reward_group_std"] = _mean([_std(totals_C) for totals_C in totals_GC])
         if spec.rewards_decide_advantages and spec.environment.advantage == "outcome":
@@ -205,3 +205,149 @@ def _std(values: Any) -> float:
 def _known(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     flat = np.asarray(values, np.float64).ravel()
     return flat[~np.isnan(flat)]
+
+
+MAX_SOURCES = 32
+"""Sources that are measured by themselves; all further ones are `other`."""
+MAX_NAME = 40
+OTHER = "other"
+
+
+def rewards_by_source(totals_GC: Rewards, sources_G: Sequence[object]) -> dict[str, float]:
+    """Return `reward_of/<source>`, the mean over a source's groups of their mean reward, and `groups_of/<source>`, their number.
+
+    A group without any reward counts only as a group; a source without any reward has no mean.
+    """
+    names_G = source_names(sources_G)
+    found: dict[str, float] = {}
+    for name in sorted(set(names_G)):
+        rows_GC = [totals_C for totals_C, of in zip(totals_GC, names_G, strict=True) if of == name]
+        known = [float(np.nanmean(totals_C)) for totals_C in rows_GC if not np.isnan(totals_C).all()]
+        if known:
+            found[f"reward_of/{name}"] = float(np.mean(known))
+        found[f"groups_of/{name}"] = float(len(rows_GC))
+    return found
+
+
+def source_names(sources: Sequence[object]) -> list[str]:
+    """Return the values of a column as parts of metric names, bounded in length and number; the most frequent ones stay."""
+    names = [re.sub(r"[^\w.-]+", "_", str(source))[:MAX_NAME] or "none" for source in sources]
+    counts = Counter(names)
+    if len(counts) <= MAX_SOURCES:
+        return names
+    kept = {
+        name for name, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: MAX_SOURCES - 1]
+    }
+    return [name if name in kept else OTHER for name in names]
+
+
+def sources_of(exchange: Exchange, run: ActiveRun, rows: Sequence[sqlite3.Row]) -> list[object] | None:
+    """Return the source of each group; None where the run names no such column."""
+    key = run.spec.data.source_key
+    if key is None:
+        return None
+    values = exchange.group_queries.column_values(run.run_id, [row["group_id"] for row in rows], key)
+    return [values.get(row["group_id"]) for row in rows]
+
+
+REASON = "by_request"
+
+
+def drop_from_batch(exchange: Exchange, run: ActiveRun, group_ids: Sequence[int], now_s: float) -> None:
+    """End groups of the fixed, untrained batch as dropped(by_request). The batch is fixed anew at once when enough
+    scored groups are there, else when they are. Inside a transaction. Raises Conflict, InvalidInput."""
+    if len(group_ids) > run.batch_size:
+        raise InvalidInput(
+            f"{len(group_ids)} groups are named, and a batch has {run.batch_size} (grpo.num_prompts_per_step)"
+        )
+    row = exchange.ledger.run(run.run_id)
+    step, wanted = row["next_step"], sorted(set(group_ids))
+    if not wanted:
+        raise InvalidInput("name at least one group to drop")
+    if row["next_batch"] <= step or run.prompts is None:
+        raise Conflict(
+            f"run {run.run_id} has no batch that is fixed and not trained; its next step is {step}"
+        )
+    in_batch = {group["group_id"]: group for group in exchange.group_queries.of_step(run.run_id, step)}
+    others = [group_id for group_id in wanted if group_id not in in_batch]
+    if others:
+        raise InvalidInput(
+            f"groups {others} are not in the batch of step {step}, which has {sorted(in_batch)}; only groups of a batch that "
+            "is fixed and not trained can be dropped"
+        )
+    take_apart(exchange, run, step, wanted, REASON)
+    for group_id in wanted:
+        exchange.drop(run, in_batch[group_id], REASON)
+    session_faults.reset(exchange, run.run_id)
+    fixed = fix(exchange, run, now_s)
+    when = "the batch is fixed anew" if fixed else "the batch is fixed anew when enough groups are scored"
+    exchange.warn(f"groups {wanted} of step {step} were dropped by request; {when}")
+
+
+def handle_damaged(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> None:
+    """Handle a damaged record; do nothing when the ledger does not refer to it any more."""
+    if _end_damaged_life(exchange, run, damaged):
+        return
+    found = exchange.ledger.damaged_payload(run.run_id, damaged)
+    row = exchange.group(run, found["group_id"]) if found else None
+    if found is None or row is None:
+        return
+    if found["kind"] == "prefix":
+        exchange.ledger.remove_prefix(run.run_id, row["group_id"])
+        exchange.groups.set_prefix_step(run.run_id, row["group_id"], None)
+        _count(exchange, run, f"what an earlier worker began of group {row['group_id']} is lost: {damaged}")
+        return
+    if row["state"] == State.TRAINED or (
+        row["state"] == State.BATCHED
+        and exchange.ledger.receipts.has_any(run.run_id, exchange.sessions(run), row["step"])
+    ):
+        exchange.pause(
+            run,
+            f"group {row['group_id']} of step {row['step']} cannot be read, and a session has trained it already: {damaged}. "
+            "`paceline resume` goes on once the file is as it was",
+        )
+        return
+    if row["state"] == State.BATCHED:
+        take_apart(exchange, run, row["step"], [row["group_id"]], f"damaged: {damaged}")
+    if row["class"] != "train" and exchange.ledger.evaluations.has_ended(run.run_id, row["class"]):
+        exchange.drop(run, row, "damaged")  # its result is on record, and nobody would generate it again
+        return
+    if row["state"] in (State.GENERATED, State.SCORED, State.BATCHED):
+        _generate_again(exchange, run, row)
+        _count(exchange, run, f"group {row['group_id']} is generated again: {damaged}")
+
+
+def _end_damaged_life(exchange: Exchange, run: ActiveRun, damaged: DamagedRecord) -> bool:
+    """End the life of a sample with a turn that cannot be read; return whether the record is a turn. Its holder is answered
+    that the life has ended."""
+    turn = exchange.ledger.episodes.damaged(run.run_id, damaged)
+    row = exchange.group(run, turn["group_id"]) if turn is not None else None
+    if turn is None or row is None:
+        return False
+    end_life(exchange, run, row, turn["sample"], RESTARTED, str(damaged))
+    name = f"sample {turn['sample']} of group {row['group_id']}"
+    _count(exchange, run, f"{name} begins again, because its turn {turn['turn']} is lost: {damaged}")
+    return True
+
+
+def release_unsent(exchange: Exchange, run: ActiveRun, reply: pb.ExchangeReply, member_id: str) -> None:
+    """Revoke the leases or tasks of a reply that could not be sent, so that its request gets others."""
+    for task in reply.task.tasks:
+        exchange.groups.end_task(run.run_id, task.group_id, member_id, task.attempt)
+    for lease in reply.lease.leases:
+        exchange.groups.end_lease(run.run_id, lease.group_id, member_id, lease.attempt)
+
+
+def _generate_again(exchange: Exchange, run: ActiveRun, row: sqlite3.Row) -> None:
+    """Admit a group again as before its generation; its tokens are wasted."""
+    if row["class"] == "train":
+        exchange.ledger.count(run.run_id, "tokens:generated", -row["tokens"])
+        exchange.ledger.count(run.run_id, "tokens:wasted", row["tokens"])
+    exchange.ledger.remove_payloads(run.run_id, row["group_id"])
+    exchange.groups.generate_again(run.run_id, row["group_id"])
+    exchange.slots_changed()
+
+
+def _count(exchange: Exchange, run: ActiveRun, message: str) -> None:
+    if number := exchange.count_failure(run, "damaged"):
+        exchange.warn(f"{message} ({number} damaged payloads in this run)")

@@ -29,23 +29,18 @@ MEMORY, REFUSED, SILENT = "memory", "refused", "silent"
 MAX_SHOWN_GROUPS = 8
 """Groups that a message lists as possible causes."""
 
-WORDS = {
-    MEMORY: "memory ran out",
-    REFUSED: "the receipt was refused",
-    SILENT: "its process ended without a word, as when the kernel ends one for lack of memory",
-}
+ENDED_SILENTLY = "its process ended without a word, as when the kernel ends one for lack of memory"
 
 
 def note_session(exchange: Exchange, run: ActiveRun, session: int) -> None:
     """Note that a session asks for a part. At its first request the session before it has ended, at the step that it
-    was training.
-    """
+    was training."""
     last = exchange.training
     if last is None and (in_hand := exchange.ledger.session_faults.in_hand(run.run_id)) is not None:
         last = Training(*in_hand)  # recorded in an earlier term
     if last is not None and last.session < session:
         exchange.training = None
-        record(exchange, run, last.session, last.step, SILENT, WORDS[SILENT], world_size=last.world_size)
+        record(exchange, run, last.session, last.step, SILENT, ENDED_SILENTLY, world_size=last.world_size)
 
 
 def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, world_size: int) -> None:
@@ -59,10 +54,7 @@ def note_served(exchange: Exchange, run: ActiveRun, session: int, step: int, wor
 
 def note_trained(exchange: Exchange, run: ActiveRun, session: int, step: int) -> None:
     """Note that all ranks of a session have trained the step, so that it was not the cause of earlier ends."""
-    if exchange.training is not None and (exchange.training.session, exchange.training.step) == (
-        session,
-        step,
-    ):
+    if exchange.training is not None and exchange.training[:2] == (session, step):
         exchange.training = None
     exchange.ledger.session_faults.remove_step(run.run_id, step)
 
@@ -81,7 +73,6 @@ def reset(exchange: Exchange, run_id: str) -> None:
 
 
 def on_report(exchange: Exchange, run: ActiveRun, report: worker_pb2.RunReport, rank: int) -> None:
-    """Record the error that ended a rank in its step."""
     kind = MEMORY if report.fault == worker_pb2.FAULT_MEMORY else report.error.partition(":")[0][:64]
     record(exchange, run, report.session, report.step, kind, report.error, rank=rank)
 
@@ -98,8 +89,7 @@ def record(
     world_size: int = 0,
 ) -> None:
     """Record that a session ended at `step`. Its first report counts, because the other ranks fail as a consequence;
-    but lack of memory counts whichever rank reports it. Pauses the run when too many sessions ended there.
-    """
+    but lack of memory counts whichever rank reports it. Pauses the run when too many sessions ended there."""
     fault = SessionFault(session, step, kind, message)
     added = exchange.ledger.session_faults.add(run.run_id, fault, outranks=MEMORY)
     last = exchange.training
@@ -107,7 +97,7 @@ def record(
         world_size, exchange.training = last.world_size, None
     if not added:
         return
-    exchange.notice("warning", message=f"session {session} of the learner ended at step {step}: {message}")
+    exchange.warn(f"session {session} of the learner ended at step {step}: {message}")
     faults = _in_a_row(exchange, run)
     if len(faults) >= ANY_FAULTS or (
         len({fault.kind for fault in faults[:SAME_FAULTS]}) == 1 and len(faults) >= SAME_FAULTS
@@ -125,8 +115,7 @@ def _possible_causes(
     exchange: Exchange, run: ActiveRun, fault: SessionFault, rank: int | None, world_size: int
 ) -> list[int]:
     """Return the groups of the part of the rank that reported, or of the whole batch; for lack of memory the longest
-    first.
-    """
+    first."""
     groups: list[sqlite3.Row] = []
     if rank is not None and world_size > rank:
         parts = exchange.splits.get(run.run_id, fault.step, world_size)

@@ -23,7 +23,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paceline.host.freed_memory import give_freed_memory_back
@@ -81,9 +81,7 @@ class Connection:
     of_member: bool = False
 
     def under_way(self, came: int, memory: int, all_read: bool) -> int:
-        """Return the bytes of messages that are not read, when `came` bytes have come in all and this process has
-        `memory` bytes.
-        """
+        """Return the bytes of unread messages, when `came` bytes have come and this process has `memory` bytes."""
         if self.read and all_read:
             self.read, self.mark = 0, came
         size = max(0, came - self.mark - self.read)
@@ -106,15 +104,12 @@ class Connections:
         return len(self._by_descriptor)
 
     def opened(self, descriptor: int) -> None:
-        """Note that ZeroMQ has accepted a connection."""
         self._by_descriptor[descriptor] = Connection(self._clock(), memory=_resident_bytes())
 
     def closed(self, descriptor: int) -> None:
-        """Note that ZeroMQ has closed a connection."""
         self._by_descriptor.pop(descriptor, None)
 
     def is_of_member(self, descriptor: int) -> bool:
-        """Return whether a member has used this connection."""
         connection = self._by_descriptor.get(descriptor)
         return connection is not None and connection.of_member
 
@@ -127,9 +122,8 @@ class Connections:
             connection.of_member |= of_member
 
     def check(self, *, all_read: bool = True) -> list[str]:
-        """Cut off connections with too much under way, and those that no member uses; return the reasons, a sentence
-        each. Unless every whole message has been read, no connection is cut off for what a waiting message may explain.
-        """
+        """Cut off connections with too much under way, and those that no member uses; return the reasons. Unless every whole
+        message has been read, no connection is cut off for what a waiting message may explain."""
         reasons, strangers_bytes, memory = [], 0, _resident_bytes()
         strangers = sum(not connection.of_member for connection in self._by_descriptor.values())
         under_way = {
@@ -154,9 +148,7 @@ class Connections:
         return reasons
 
     def _trim(self, cut: bool) -> None:
-        """Return the memory that ZeroMQ had kept to the system: else the next attack would reuse it, and no growth
-        would show.
-        """
+        """Return the memory that ZeroMQ had kept to the system: else the next attack would reuse it unseen."""
         now_s = self._clock()
         if cut:
             self._trim_at_s = now_s + TRIM_S
@@ -167,21 +159,13 @@ class Connections:
     def _fault(
         self, connection: Connection, under_way: int, strangers_bytes: int, strangers: int, all_read: bool
     ) -> str:
-        """Return why a connection is cut off; empty where it stays. Called for the oldest first, because members
-        introduce themselves at once.
-        """
+        """Return why a connection is cut off; empty where it stays. Called for the oldest first."""
         if all_read and under_way > MAX_BYTES:
             return f"{under_way} bytes came on it without the end of a message, {MAX_BYTES} are allowed"
         if under_way > MAX_UNREAD_BYTES:
             return f"{under_way} bytes came on it that are not read yet, {MAX_UNREAD_BYTES} are allowed"
         if connection.of_member:
             return ""
-        return self._strangers_fault(connection, strangers_bytes, strangers, all_read)
-
-    def _strangers_fault(
-        self, connection: Connection, strangers_bytes: int, strangers: int, all_read: bool
-    ) -> str:
-        """Return why a connection is cut off on which no member has sent a message."""
         silent_s = self._clock() - connection.opened_s
         if connection.refused > MAX_REFUSED:
             return f"{connection.refused} messages on it were refused, and no member has spoken on it"
@@ -202,9 +186,7 @@ class Connections:
         return ""
 
     def cut(self, descriptor: int) -> bool:
-        """End a connection; ZeroMQ notices and frees what it has kept. Return False when the number is another file's
-        by now, or none.
-        """
+        """End a connection; ZeroMQ frees what it has kept. False when the number is another file's, or none."""
         with contextlib.suppress(OSError, ValueError), _borrowed(descriptor) as connection:
             name = connection.getsockname()
             if isinstance(name, tuple) and name[1] == self._port:
@@ -213,19 +195,14 @@ class Connections:
         return False
 
 
-class _borrowed:
-    """A socket object over a descriptor that remains ZeroMQ's."""
-
-    def __init__(self, descriptor: int):
-        self._socket = socket.socket(
-            socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor
-        )
-
-    def __enter__(self) -> socket.socket:
-        return self._socket
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.detach()
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """Yield a socket object over a descriptor that remains ZeroMQ's."""
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()
 
 
 def _bytes_received(descriptor: int) -> int:

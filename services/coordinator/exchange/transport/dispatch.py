@@ -1,17 +1,24 @@
-"""Dispatch of a request to the handler that answers it."""
+"""Dispatch of a request to the handler that answers it, in a savepoint: the changes of a request that fails are rolled
+back alone, and the other requests of its transaction stay.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from paceline.errors import WireError
+from paceline.errors import LedgerFault, WireError
+from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.services.common.access.rights import EXCHANGE
-from paceline.services.coordinator.exchange import episodes, leases, scores, submissions
+from paceline.services.coordinator.exchange import leases, scores, submissions
+from paceline.services.coordinator.exchange.admission import holds_leases
 from paceline.services.coordinator.exchange.batches import delivery
-from paceline.services.coordinator.exchange.engines import holds_leases
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Outcome
+from paceline.services.coordinator.exchange.transport.router_socket import PendingRequest
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
-from paceline.services.coordinator.members.senders import Standing
+from paceline.services.coordinator.members.registry import Standing
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
@@ -26,14 +33,12 @@ ROLES = {kind: next(iter(roles)) for kind, roles in EXCHANGE.items() if kind not
 def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
     """Answer one request, inside a transaction. A result with payload frames has been through `intake` before.
 
-    Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing.
-    """
+    Bad messages are answered `invalid`, outdated ones `stale`; neither changes a thing."""
     request, run = arrived.request, exchange.active
     try:
         if arrived.kind == "lease":
             return handle_leases(exchange, [arrived])[0]
-        refusal = refusal_of_sender(exchange, request) or _refusal(exchange, arrived)
-        if refusal is not None:
+        if (refusal := refusal_of_sender(exchange, request) or _refusal(exchange, arrived)) is not None:
             return refusal
         assert run is not None
         match arrived.kind:
@@ -42,9 +47,9 @@ def handle(exchange: Exchange, arrived: Arrived, now_s: float) -> Outcome:
             case "lease_return":
                 return submissions.return_lease(exchange, run, arrived)
             case "turn":
-                return episodes.submit_turn(exchange, run, arrived)
+                return submissions.submit_turn(exchange, run, arrived)
             case "episode_end":
-                return episodes.end_episode(exchange, run, request)
+                return submissions.end_episode(exchange, run, request)
             case "task":
                 return scores.assign_tasks(exchange, run, request)
             case "score":
@@ -75,12 +80,10 @@ def handle_leases(exchange: Exchange, requests: Sequence[Arrived]) -> list[Outco
 
 def refusal_of_sender(exchange: Exchange, request: pb.ExchangeRequest) -> Outcome | None:
     """Return the answer to a sender that is not (or no longer) a member of this term, at any time, also outside of a
-    transaction.
-    """
+    transaction."""
     if request.protocol != PROTOCOL:
         return exchange.refuse(
-            request,
-            f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side",
+            request, f"protocol {request.protocol} is not the coordinator's {PROTOCOL}; update the older side"
         )
     if request.term != exchange.ledger.term:
         return exchange.stale(
@@ -166,3 +169,46 @@ def _refusal_of_wrong_sender(exchange: Exchange, run: ActiveRun, arrived: Arrive
             request, f"session {request.session} is not one of {member.member_id} (any more)"
         )
     return None
+
+
+seldom = RateLimitedLog(logging.getLogger(__name__))
+
+
+def handle_alone(exchange: Exchange, waiting: PendingRequest, now_s: float) -> Outcome:
+    """Answer one request by itself: a fault in one must not undo the others of the transaction."""
+    try:
+        with _undone_alone(exchange):
+            return handle(exchange, waiting.arrived, now_s)
+    except (sqlite3.Error, LedgerFault):
+        raise  # the ledger itself is in trouble: nothing may be acknowledged any more
+    except Exception as error:
+        logged = unforeseen.note(f"a {waiting.kind} request", error)
+        return exchange.refuse(waiting.request, f"the coordinator failed on it: {logged}")
+
+
+@contextmanager
+def handled_together(exchange: Exchange) -> Iterator[list[Outcome]]:
+    """Yield a list for the outcomes of several requests that share a savepoint. When one of them fails, all are rolled
+    back and the list is empty: the caller handles them one by one."""
+    outcomes: list[Outcome] = []
+    try:
+        with _undone_alone(exchange):
+            yield outcomes
+    except (sqlite3.Error, LedgerFault):
+        raise
+    except Exception as error:  # of one of them; `handle_alone` logs it when that request runs by itself
+        seldom.warning("together", "requests failed together, they are tried one by one: %r", error)
+        outcomes.clear()
+
+
+@contextmanager
+def _undone_alone(exchange: Exchange) -> Iterator[None]:
+    """Run the body as a part of the transaction that is undone when it fails."""
+    notices = len(exchange.notices)
+    try:
+        with exchange.ledger.savepoint():
+            yield
+    except BaseException:
+        del exchange.notices[notices:]
+        exchange.slots_changed()
+        raise

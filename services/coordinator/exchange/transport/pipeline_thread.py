@@ -19,8 +19,7 @@ ItemT = TypeVar("ItemT")
 class PipelineThread(Generic[ItemT]):
     """A thread that calls `work` with one portion after another; the event loop then calls `then` with it.
 
-    A portion is all items that are there, but nothing more once `size` of its items comes to `portion_size`.
-    """
+    A portion is all items that are there, but nothing more once `size` of its items comes to `portion_size`."""
 
     def __init__(
         self,
@@ -31,11 +30,8 @@ class PipelineThread(Generic[ItemT]):
         size: Callable[[ItemT], int] = lambda item: 1,
         portion_size: int = 1,
     ):
-        self._name = name
-        self._work = work
-        self._then = then
-        self._size = size
-        self._portion_size = portion_size
+        self._name, self._work, self._then = name, work, then
+        self._size, self._portion_size = size, portion_size
         self._items: SimpleQueue[ItemT | None] = SimpleQueue()
         self.ending = threading.Event()
         """Event that is set when the thread has to end: `work` that waits for something gives up."""
@@ -46,8 +42,7 @@ class PipelineThread(Generic[ItemT]):
 
     async def run(self) -> None:
         """Run until cancelled; the portion under way is finished first. Raises what `work` raised, which ends the
-        thread.
-        """
+        thread."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         thread = threading.Thread(target=self._loop, args=(loop, failed), name=self._name)

@@ -1,6 +1,5 @@
-"""Receives requests from the exchange's socket and filters them, for as long as there is room for their groups.
-
-Filter for arriving requests: nothing that their kind has no use for, no more than a member can need, nothing twice.
+"""Receives requests from the exchange's socket, for as long as there is room for their groups, and filters them: nothing
+that their kind has no use for, no more than a member can need, nothing twice.
 
 Each message is checked as it arrives, before anything of it is kept. A refused message is answered at once.
 """
@@ -27,7 +26,7 @@ from paceline.services.coordinator.exchange.transport.router_socket import (
     PendingRequest,
     parse,
 )
-from paceline.services.coordinator.exchange.uploads.array_checks import Limits
+from paceline.services.coordinator.exchange.uploads.intake import Limits
 from paceline.services.coordinator.ledger.groups import State
 from paceline.v1 import exchange_pb2 as pb
 
@@ -43,8 +42,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 class Receiver:
     """The first step of the pipeline, on the event loop. Of the requests that are let in, `checks` takes results with
-    arrays, and `queue` the others.
-    """
+    arrays, and `queue` the others."""
 
     def __init__(
         self,
@@ -211,8 +209,7 @@ class RequestFilter:
 
     def join_under_way(self, waiting: PendingRequest) -> bool:
         """Return whether a result that was sent again is still under way; the answer to the first then goes to the new
-        sender.
-        """
+        sender."""
         first = self._under_way.get(_key(waiting)) if waiting.request.again else None
         if first is None:
             return False
@@ -242,14 +239,12 @@ class RequestFilter:
         return bool(row["state"] != State.LEASED or row["attempt"] != submission.attempt)
 
     def let_in(self, waiting: PendingRequest) -> None:
-        """Count a request that is let in."""
         waiting.is_counted = True
         self._unanswered[waiting.request.member_id] += 1
         if waiting.arrived.has_bulk:
             self._under_way.setdefault(_key(waiting), waiting)
 
     def finished(self, waiting: PendingRequest) -> None:
-        """Count a request as answered, or parked."""
         if not waiting.is_counted:
             return
         waiting.is_counted = False

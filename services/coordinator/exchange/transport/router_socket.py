@@ -1,14 +1,23 @@
 """The exchange's ZeroMQ socket: whole messages in, replies out. No peer can stop it, whatever it sends or fails to
-read."""
+read.
+
+With CURVE, connections are encrypted, and each one is known by its public key. The socket's key is new for each
+coordinator's life and reaches workers by Welcome; a worker's key reaches the coordinator by Hello. Both come over the
+control stream, which TLS authenticates. ZeroMQ asks a thread of pyzmq's (ZAP) whether a key is a member's before the
+first message of its connection is read: a stranger's connection ends there and leaves nothing.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.array_frames import Buffer
@@ -16,10 +25,31 @@ from paceline.errors import Conflict
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.serving.zmq_keepalive import in_brackets, use_ipv6, watch
 from paceline.services.coordinator.exchange.transport.connections import Connections
-from paceline.services.coordinator.exchange.transport.curve import CurveServer, KnowsKey, key_of
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import MAX_MESSAGE_BYTES, parse_message
+
+DOMAIN = "exchange"
+MAX_CACHED = 4096
+"""Keys whose text is decoded once."""
+KnowsKey = Callable[[bytes], bool]
+
+quiet = logging.getLogger(f"{__name__}.pyzmq")
+quiet.setLevel(logging.CRITICAL)  # it writes lines for each attempt
+
+
+@lru_cache(MAX_CACHED)
+def _decoded(text: str) -> bytes:
+    return bytes(z85.decode(text))
+
+
+def key_of(frame: zmq.Frame) -> bytes:
+    """Return the public key of the connection that a frame came on; empty where it is not encrypted."""
+    try:
+        return _decoded(str(frame.get("User-Id")))
+    except (zmq.ZMQError, ValueError):
+        return b""
+
 
 MAX_FRAMES = 16
 """Payload frames of a message that are read; no request has as many."""
@@ -51,19 +81,16 @@ class PendingRequest:
 
     @property
     def request(self) -> pb.ExchangeRequest:
-        """The request itself."""
         return self.arrived.request
 
     @property
     def kind(self) -> str:
-        """Name of the request's body."""
         return self.arrived.kind
 
     @property
     def key(self) -> tuple[str, str, int]:
         """Key by member and kind of request. Not by connection: a worker that came back on a new one has nothing on the
-        old.
-        """
+        old."""
         return self.request.member_id, self.kind, self.request.batch.rank if self.kind == "batch" else 0
 
 
@@ -81,7 +108,6 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Bytes of its frames."""
         return len(self.header) + sum(map(len, self.payloads))
 
 
@@ -100,9 +126,10 @@ class ExchangeSocket:
         # had come, ZeroMQ ends the process (an assertion, as of 4.3.5). So `connections` bounds what is not read.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         watch(self._socket)
-        self._curve = CurveServer(self._context, knows) if knows is not None else None
-        if self._curve is not None:
-            self._curve.protect(self._socket)
+        self.public_key = b""
+        """The public key, 32 bytes, that peers have to know; empty where nothing is encrypted."""
+        self._knows = knows
+        self._authenticator = self._encrypt() if knows is not None else None
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
         self._monitor = self._socket.get_monitor_socket(events)
         self._discarding = False
@@ -114,16 +141,29 @@ class ExchangeSocket:
         self.connections = Connections(self.port)
         """Connections that stand."""
 
-    @property
-    def public_key(self) -> bytes:
-        """The public key that peers have to know; empty where nothing is encrypted."""
-        return self._curve.public_key if self._curve is not None else b""
+    def _encrypt(self) -> ThreadAuthenticator:
+        """Let the socket, which is not bound yet, take connections of members alone; return the thread that asks."""
+        public, self._socket.curve_secretkey = zmq.curve_keypair()
+        self.public_key = z85.decode(public)
+        self._socket.curve_server = True
+        self._socket.zap_domain = DOMAIN.encode()
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        authenticator = ThreadAuthenticator(self._context, log=quiet)
+        authenticator.start()
+        authenticator.configure_curve_callback(DOMAIN, self)
+        return authenticator
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Answer pyzmq's thread whether a peer is let in; `key` is in Z85."""
+        known = self._knows is not None and self._knows(z85.decode(key))
+        if not known:
+            seldom.warning("key", "refused a connection to the exchange: its key is no member's")
+        return known
 
     @property
     def descriptor(self) -> int:
         """Descriptor that is readable when something changed; it signals changes only, so the socket is read until it
-        is empty.
-        """
+        is empty."""
         return int(self._socket.FD)
 
     def receive(self) -> Message | None:
@@ -137,7 +177,7 @@ class ExchangeSocket:
             return None
         frame = socket.recv(zmq.NOBLOCK, copy=False)  # there is one: a message comes whole
         header, descriptor = frame.bytes, _source(frame)
-        key = key_of(frame) if self._curve is not None else b""
+        key = key_of(frame) if self.public_key else b""
         payloads: list[Buffer] = []
         while frame.more:  # cheaper than a call of the socket
             frame = socket.recv(zmq.NOBLOCK, copy=False)
@@ -149,8 +189,7 @@ class ExchangeSocket:
 
     def discard(self) -> bool:
         """Discard the rest of a message that has more frames than any request; return whether nothing is left of it.
-        Some frames at a time: there may be millions, and then its connection is cut off.
-        """
+        Some frames at a time: there may be millions, and then its connection is cut off."""
         if not self._discarding:
             return True
         for _ in range(DISCARDED_AT_ONCE):
@@ -165,24 +204,21 @@ class ExchangeSocket:
 
     def note_message(self, message: Message, *, of_member: bool, first: bool = False) -> None:
         """Note that a message was received; `first`: it is the first of its connection. ZeroMQ reports a connection
-        before it gives out a message of it, and a number may be that of an earlier connection which has ended.
-        """
+        before it gives out a message of it, and a number may be that of an earlier connection which has ended."""
         if first or not self.connections.is_of_member(message.descriptor):
             self._read_monitor()
         self.connections.note_message(message.descriptor, message.size, of_member=of_member)
 
     def check_connections(self, *, all_read: bool = True) -> None:
         """Cut off connections with too much under way, and those that no member uses. `all_read`: `receive` has nothing
-        more.
-        """
+        more."""
         self._read_monitor()
         for reason in self.connections.check(all_read=all_read):
             seldom.warning("cut off", "a connection to the exchange was closed: %s", reason)
 
     def send(self, identity: bytes, reply: pb.ExchangeReply, payloads: Sequence[Buffer] = ()) -> None:
         """Send a reply, unless its peer is gone or does not read: that must not hold up the others; the peer will ask
-        again.
-        """
+        again."""
         frames = [identity, reply.SerializeToString(), *payloads]
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=not payloads)
@@ -207,8 +243,8 @@ class ExchangeSocket:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
-        if self._curve is not None:
-            self._curve.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
 
     def _bind(self, host: str, port: int) -> int:

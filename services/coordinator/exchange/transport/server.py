@@ -26,24 +26,28 @@ import logging
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from paceline.array_frames import Buffer
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import LedgerFault
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
-from paceline.services.coordinator.exchange.batches import damaged_groups, delivery
+from paceline.services.coordinator.exchange.batches import delivery, selection
 from paceline.services.coordinator.exchange.state import Exchange, Notice, Outcome
-from paceline.services.coordinator.exchange.transport.dispatch import handle, handle_leases
-from paceline.services.coordinator.exchange.transport.isolation import IsolatedHandler
-from paceline.services.coordinator.exchange.transport.parked import ParkedRequests
+from paceline.services.coordinator.exchange.transport.dispatch import (
+    handle,
+    handle_alone,
+    handle_leases,
+    handled_together,
+)
 from paceline.services.coordinator.exchange.transport.pipeline_thread import PipelineThread
 from paceline.services.coordinator.exchange.transport.receiver import Receiver
 from paceline.services.coordinator.exchange.transport.router_socket import ExchangeSocket, PendingRequest
 from paceline.services.coordinator.exchange.uploads.intake import store, validate_upload
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.segments import DamagedRecord, UnopenedSegment, read_frame
+from paceline.v1 import exchange_pb2 as pb
 
 MAX_TRANSACTION_S = 0.006
 """Seconds for which requests are taken into one transaction; later ones wait for its end."""
@@ -71,12 +75,7 @@ PARKED_AT_ONCE = 64
 """Parked requests for leases that are checked when nothing has happened, the longest unchecked first: there may be
 thousands."""
 
-WAKES = {
-    "group": {"task"},
-    "score": {"batch"},
-    "receipt": {"batch", "lease"},
-    "lease_return": {"lease"},
-}
+WAKES = {"group": {"task"}, "score": {"batch"}, "receipt": {"batch", "lease"}, "lease_return": {"lease"}}
 """Kinds of parked requests whose answer an arrived request can change, by its kind."""
 
 log = logging.getLogger(__name__)
@@ -107,8 +106,7 @@ class ToRead:
 class ExchangeServer:
     """The loops; `lock` keeps the control plane's transactions apart from those of the exchange.
 
-    `record` writes the notices down in the same transaction; `act` acts on them after its commit.
-    """
+    `record` writes the notices down in the same transaction; `act` acts on them after its commit."""
 
     def __init__(
         self,
@@ -123,15 +121,11 @@ class ExchangeServer:
         encrypted: bool = False,
     ):
         """`encrypted`: connections use CURVE, and are those of members alone."""
-        self._exchange = exchange
-        self._prompts = prompts
-        self._lock = lock
-        self._record = record
-        self._act = act
+        self._exchange, self._prompts, self._lock = exchange, prompts, lock
+        self._record, self._act = record, act
         self._socket = ExchangeSocket(host, port, self._knows_key if encrypted else None)
         self.public_key = self._socket.public_key
         self.port = self._socket.port
-        self._handler = IsolatedHandler(exchange)
         self._parked = ParkedRequests(exchange)
         self._wake: set[str] = set()
         self._leases: deque[PendingRequest] = deque()
@@ -152,11 +146,7 @@ class ExchangeServer:
         self._unopened: UnopenedSegment | None = None
         """Segment that storing waits for, for a warning in the run's events."""
         self._stores: PipelineThread[PendingRequest] = PipelineThread(
-            "store",
-            self._store,
-            self._queue,
-            size=lambda waiting: waiting.size,
-            portion_size=MAX_SYNC_BYTES,
+            "store", self._store, self._queue, size=lambda waiting: waiting.size, portion_size=MAX_SYNC_BYTES
         )
         self._checks: PipelineThread[PendingRequest] = PipelineThread("check", self._check)
         self._receiver = Receiver(exchange, self._socket, self._checks, self._queue)
@@ -172,8 +162,7 @@ class ExchangeServer:
 
     def _knows_key(self, key: bytes) -> bool:
         """Return whether a connection's public key is that of a member. ZeroMQ's thread calls it."""
-        known = self._exchange.senders.knows_key(key)
-        if not known:
+        if not (known := self._exchange.senders.knows_key(key)):
             self._exchange.note_intruder("connection", "", "the connection's key is no member's", "")
         return known
 
@@ -202,7 +191,6 @@ class ExchangeServer:
         self._socket.close()
 
     def _queue(self, portion: Sequence[PendingRequest]) -> None:
-        """Queue requests that can be answered: uploads that are stored, and all others as they arrive."""
         for waiting in portion:
             if waiting.kind == "lease":
                 self._leases.append(waiting)
@@ -223,8 +211,7 @@ class ExchangeServer:
 
     def _store(self, portion: list[PendingRequest]) -> None:
         """Store groups; wait where no segment can be begun for want of a file descriptor or a permission. Groups that
-        are not stored are not acknowledged, and MAX_PENDING_BYTES bounds their size.
-        """
+        are not stored are not acknowledged, and MAX_PENDING_BYTES bounds their size."""
         pause = ExponentialBackoff(STORE_AGAIN_S, MAX_STORE_AGAIN_S)
         while True:
             try:
@@ -261,8 +248,7 @@ class ExchangeServer:
 
     async def _transact(self, kinds: set[str], woken: set[str]) -> None:
         """Run one transaction for what is there; its answers wait for their sync. Parked requests of the `kinds` are
-        checked again; `woken` are those kinds for which something outside the exchange changed.
-        """
+        checked again; `woken` are those kinds for which something outside the exchange changed."""
         now_s, done = time.monotonic(), Done()
         self._leases_were_alone = alone = bool(self._leases) and not self._leases_were_alone
         async with self._lock:
@@ -276,41 +262,34 @@ class ExchangeServer:
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._leases and time.monotonic() < end_s:
                     for waiting, outcome in self._answer_leases(now_s):
-                        self._finish_request(waiting, outcome, now_s, done.answers)
+                        self._finish_request(waiting, outcome, now_s, done)
                     self._send_synced()  # they should not have to wait for the end of this transaction
                     if not alone:
                         break
                 end_s = time.monotonic() + MAX_TRANSACTION_S
                 while self._others and not alone and time.monotonic() < end_s:
                     for waiting, outcome in self._answer_others(now_s, end_s):
-                        self._finish_request(waiting, outcome, now_s, done.answers)
+                        self._finish_request(waiting, outcome, now_s, done)
                         kinds |= WAKES.get(waiting.kind, set())
                         if waiting.kind == "score" and waiting.request.score.handed_back:
                             kinds.add("task")
                         done.bulk_bytes += waiting.size if waiting.arrived.has_bulk else 0
                 if self._exchange.take_freed():
                     kinds.add("lease")
-                if "batch" in kinds - woken and not self._fix_and_check_served(now_s):
+                if "batch" in kinds - woken and not delivery.fix_and_check_served(self._exchange, now_s):
                     kinds.discard("batch")
-                max_leases = (
-                    len(self._parked) if "lease" in kinds else (PARKED_AT_ONCE if self._ticked else 0)
-                )
-                self._ticked = False
+                at_tick, self._ticked = PARKED_AT_ONCE if self._ticked else 0, False
+                max_leases = len(self._parked) if "lease" in kinds else at_tick
                 for waiting in self._parked.take_due(kinds, max_leases, now_s):
                     if waiting.kind == "lease":
                         self._leases.append(waiting)
                     else:
                         self._finish_request(
-                            waiting, self._handler.handle(waiting, now_s), now_s, done.answers
+                            waiting, handle_alone(self._exchange, waiting, now_s), now_s, done
                         )
                 done.notices = self._exchange.take_notices()
                 self._record(done.notices)
         self._syncs.put(done)
-
-    def _fix_and_check_served(self, now_s: float) -> bool:
-        """Return whether waiting ranks may get a batch, after fixing the one that is due; called once for all of them."""
-        run = self._exchange.active
-        return run is None or delivery.fix_and_check_served(self._exchange, run, now_s)
 
     def _sync(self, portion: list[Done]) -> None:
         self._exchange.ledger.sync()
@@ -353,34 +332,27 @@ class ExchangeServer:
         ):
             waiting = self._leases.popleft()
             by_member[waiting.request.member_id] = waiting
-        with self._handler.together() as outcomes:
+        with handled_together(self._exchange) as outcomes:
             outcomes += handle_leases(self._exchange, [waiting.arrived for waiting in by_member.values()])
         if not outcomes:
-            outcomes = [self._handler.handle(waiting, now_s) for waiting in by_member.values()]
+            outcomes = [handle_alone(self._exchange, waiting, now_s) for waiting in by_member.values()]
         return list(zip(by_member.values(), outcomes, strict=True))
 
     def _answer_others(self, now_s: float, end_s: float) -> list[tuple[PendingRequest, Outcome]]:
         """Answer some of the other requests, until `end_s` at most."""
         taken: list[PendingRequest] = []
-        with self._handler.together() as outcomes:
+        with handled_together(self._exchange) as outcomes:
             while self._others and len(taken) < OTHERS_AT_ONCE and (not taken or time.monotonic() < end_s):
                 taken.append(self._others.popleft())
                 outcomes.append(handle(self._exchange, taken[-1].arrived, now_s))
                 self._send_synced()
         if not outcomes:
-            outcomes = [self._handler.handle(waiting, now_s) for waiting in taken]
+            outcomes = [handle_alone(self._exchange, waiting, now_s) for waiting in taken]
         return list(zip(taken, outcomes, strict=True))
 
-    def _finish_request(
-        self,
-        waiting: PendingRequest,
-        outcome: Outcome,
-        now_s: float,
-        answers: list[tuple[PendingRequest, Outcome]],
-    ) -> None:
-        """Answer a request, or park it when there is nothing to give yet."""
+    def _finish_request(self, waiting: PendingRequest, outcome: Outcome, now_s: float, done: Done) -> None:
         self._receiver.filter.finished(waiting)
-        answers += self._parked.answer_or_park(waiting, outcome, now_s)
+        done.answers += self._parked.answer_or_park(waiting, outcome, now_s)
 
     # Read
 
@@ -397,11 +369,9 @@ class ExchangeServer:
         """Handle the damaged records of an unsent answer, and answer its request anew."""
         run, waiting = self._exchange.active, unread.waiting
         if run is not None:
-            damaged_groups.release_unsent(
-                self._exchange, run, unread.outcome.reply, waiting.request.member_id
-            )
+            selection.release_unsent(self._exchange, run, unread.outcome.reply, waiting.request.member_id)
             for damaged in unread.damaged:
-                damaged_groups.handle_damaged(self._exchange, run, damaged)
+                selection.handle_damaged(self._exchange, run, damaged)
         (self._leases if waiting.kind == "lease" else self._others).append(waiting)
 
 
@@ -412,3 +382,48 @@ def _read(portion: list[ToRead]) -> None:
                 each.frames.append(read_frame(frame))
             except DamagedRecord as damaged:
                 each.damaged.append(damaged)
+
+
+class ParkedRequests:
+    """At most one request of a kind for each member; of a learner's member, one for each rank."""
+
+    def __init__(self, exchange: Exchange):
+        self._exchange = exchange
+        self._waiting: dict[tuple[str, str, int], PendingRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def answer_or_park(
+        self, waiting: PendingRequest, outcome: Outcome, now_s: float
+    ) -> list[tuple[PendingRequest, Outcome]]:
+        """Return the answers to send, or park the request when there is nothing to give yet. An earlier request of the
+        same sender is answered empty, because what is given now goes to the new one."""
+        answers = []
+        earlier = self._waiting.pop(waiting.key, None)
+        if earlier is not None and earlier.request.request_id != waiting.request.request_id:
+            answers.append((earlier, self._nothing(earlier)))
+        if not outcome.empty or waiting.deadline_s <= now_s:
+            answers.append((waiting, outcome))
+        else:
+            self._waiting[waiting.key] = waiting
+        return answers
+
+    def take_due(self, kinds: Collection[str], max_leases: int, now_s: float) -> list[PendingRequest]:
+        """Take out up to `max_leases` requests for leases, other requests of `kinds`, and all whose wait time has ended."""
+        taken = []
+        for key, waiting in list(self._waiting.items()):
+            due = max_leases > 0 if waiting.kind == "lease" else waiting.kind in kinds
+            if due or waiting.deadline_s <= now_s:
+                max_leases -= waiting.kind == "lease"
+                del self._waiting[key]
+                taken.append(waiting)
+        return taken
+
+    def _nothing(self, waiting: PendingRequest) -> Outcome:
+        reply = self._exchange.reply(waiting.request, pb.REPLY_STATUS_OK)
+        if waiting.kind == "batch":
+            reply.batch.state, reply.batch.step = pb.BATCH_STATE_WAIT, waiting.request.batch.step
+        else:
+            getattr(reply, waiting.kind).SetInParent()
+        return Outcome(reply)

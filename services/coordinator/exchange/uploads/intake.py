@@ -4,42 +4,34 @@ episodes, and a reference's log-probabilities, which come with the scores.
 Both run on threads: `validate_upload` decodes, checks and hashes an upload, `store` stores the valid ones with one
 sync, before the transaction that may refer to them. A group that the transaction then refuses (a duplicate) leaves
 bytes behind that are removed with their segment.
+
+Every number is checked that the learner relies on and that a worker could get wrong, and that no state of the ledger could
+make acceptable. Faults are answered INVALID, with the field, its value and the bound. Of turns of episodes there are
+digests besides, by which the transaction compares a group with its journal without reading either: that of a turn is
+XXH3-128 over its sampled tokens, their log-probabilities and their versions; that of its context over the tokens that the
+model read before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
 
 from paceline.array_frames import Buffer
+from paceline.episodes import MAX_NOTE_BYTES, TurnArrays
 from paceline.errors import WireError
-from paceline.groups import FloatArray, Group
+from paceline.groups import FloatArray, Group, IntArray, Version, VersionSpan
 from paceline.rate_limited_log import unforeseen
-from paceline.services.coordinator.exchange.uploads.array_checks import (
-    ABORTED,
-    FINISHED,
-    Limits,
-    check_arrays,
-    check_logprobs,
-    check_texts,
-)
-from paceline.services.coordinator.exchange.uploads.turn_checks import (
-    GroupTurn,
-    UploadedTurn,
-    check_rows,
-    check_samples,
-    check_turn,
-    turns_of,
-)
+from paceline.row_arrays import RowArrays
 from paceline.services.coordinator.ledger.segments import Location, PayloadStore, Record
+from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import (
-    CompletionArrays,
-    decode_reference,
-    parse_message,
-    split_completions,
-    split_rows,
-)
+from paceline.wire import CompletionArrays, decode_reference, parse_message, split_completions, split_rows
 
 
 @dataclass
@@ -119,10 +111,10 @@ def validate_upload(arrived: Arrived) -> None:
 
 def store(payloads: PayloadStore, results: Sequence[Arrived]) -> None:
     """Store the valid ones of the uploads that were checked; they are durable when it returns. Raises LedgerFault."""
-    good = [arrived for arrived in results if arrived.record is not None]
+    good = [(arrived, arrived.record) for arrived in results if arrived.record is not None]
     if good:
-        records = [arrived.record for arrived in good if arrived.record is not None]
-        for arrived, location in zip(good, payloads.append(records), strict=True):
+        locations = payloads.append([record for _, record in good])
+        for (arrived, _), location in zip(good, locations, strict=True):
             arrived.location = location
 
 
@@ -153,7 +145,6 @@ def _decode(arrived: Arrived) -> Group:
 
 
 def _decode_begun(arrived: Arrived) -> Group:
-    """Return the unfinished samples of a returned lease. Raises WireError."""
     returned, frames = arrived.request.lease_return, arrived.frames
     if len(frames) != 1:
         raise WireError(f"a lease is returned with one payload frame at most, not {len(frames)}")
@@ -162,3 +153,289 @@ def _decode_begun(arrived: Arrived) -> Group:
     size_bytes = sum(map(len, returned.texts))
     check_texts(size_bytes, len(arrays.token_ids), reasons, FINISHED + ABORTED)
     return Group(returned.group_id, *split_completions(arrays, reasons, [""] * len(reasons)))
+
+
+FINISHED, ABORTED = ("stop", "length"), ("abort",)
+"""Finish reasons of a completion; an aborted one is to be continued."""
+
+MAX_LOGPROB = 1e-3
+"""Largest log-probability: 0, but for rounding."""
+
+MIN_LOGPROB = -1e5
+"""Smallest log-probability, far below that of any token that a sampler draws: a probability of 1e-45 is the least that
+float32 holds."""
+
+MAX_LOGPROB_BITS, MIN_LOGPROB_BITS = np.array([MAX_LOGPROB, MIN_LOGPROB], np.float32).view(np.uint32).tolist()
+
+MAX_ID = 2**31 - 1
+
+MAX_TEXT_BYTES = 1024
+"""Largest text of a token; the longest of known vocabularies have some hundred bytes."""
+
+
+class Limits(NamedTuple):
+    """Limits of a group by the spec."""
+
+    max_new_tokens: int
+    max_total_tokens: int
+    """Tokens of prompt and completion together."""
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Limits:
+        return cls(spec.policy.generation.max_new_tokens, spec.policy.max_total_sequence_length)
+
+
+def check_arrays(arrays: CompletionArrays, limits: Limits | None) -> int:
+    """Check every number of a group, but the sizes of rows; return its largest token id. Raises WireError."""
+    num_prompt = len(arrays.prompt_ids)
+    if num_prompt == 0:
+        raise WireError("prompt_ids is empty, but a prompt has at least one token")
+    max_id = max(check_ids("prompt_ids", arrays.prompt_ids), check_ids("token_ids", arrays.token_ids))
+    if arrays.rows is None:
+        _check_lengths(num_prompt, max(arrays.lengths.tolist(), default=0), limits)
+    check_logprobs("logprobs", arrays.logprobs)
+    return max_id
+
+
+def check_ids(name: str, ids: IntArray) -> int:
+    """Return the largest token id; 0 without any. Raises WireError."""
+    if not len(ids):
+        return 0
+    highest = int(np.maximum.reduce(ids.view(np.uint32)))  # a negative one is huge
+    if highest > MAX_ID:
+        raise WireError(f"{name} holds {ids.min()}, but ids begin at 0")
+    return highest
+
+
+def _check_lengths(num_prompt: int, longest: int, limits: Limits | None) -> None:
+    if limits is not None and longest > limits.max_new_tokens:
+        raise WireError(
+            f"a completion of {longest} tokens is longer than policy.generation.max_new_tokens {limits.max_new_tokens}"
+        )
+    if limits is not None and num_prompt + longest > limits.max_total_tokens:
+        raise WireError(
+            f"a prompt of {num_prompt} tokens and a completion of {longest} are together longer than "
+            f"policy.max_total_sequence_length {limits.max_total_tokens}"
+        )
+
+
+def check_logprobs(name: str, values: FloatArray) -> None:
+    """Check log-probabilities of a sampler or of a reference. Raises WireError."""
+    if len(values) and not _are_logprobs(values):
+        least, most = np.minimum.reduce(values), np.maximum.reduce(values)
+        raise WireError(
+            f"{name} goes from {least} to {most}, but has to be from {MIN_LOGPROB:g} to {MAX_LOGPROB:g}"
+        )
+
+
+def _are_logprobs(values: FloatArray) -> bool:
+    """Return whether all are numbers from MIN_LOGPROB to MAX_LOGPROB. Mostly in one pass, as this is done with every
+    token.
+
+    IEEE 754 orders the bits of floats of one sign as integers by their size, beyond them infinity and NaN. Taken as
+    signed integers, negative floats are below positive ones, and the greatest of the negative is that of the largest
+    size."""
+    greatest = int(np.maximum.reduce(values.view(np.int32)))
+    if greatest < 0:
+        return bool(greatest <= MIN_LOGPROB_BITS - 2**32)
+    # Some are 0 or above: as unsigned integers the negative ones are the greatest.
+    lowest = int(np.maximum.reduce(values.view(np.uint32)))
+    return bool(greatest <= MAX_LOGPROB_BITS and lowest <= MIN_LOGPROB_BITS)
+
+
+def check_texts(size_bytes: int, num_tokens: int, reasons: Collection[str], allowed: Collection[str]) -> None:
+    """Check the texts and finish reasons of a group. Raises WireError."""
+    check_text_size(size_bytes, num_tokens, len(reasons))
+    for reason in reasons:
+        if reason not in allowed:
+            raise WireError(f"a finish_reason is {reason[:64]!r}, but has to be one of {', '.join(allowed)}")
+
+
+def check_text_size(size_bytes: int, num_tokens: int, num_texts: int) -> None:
+    """Raises WireError for texts that are longer than any of so many tokens."""
+    most = MAX_TEXT_BYTES * (num_tokens + num_texts + 1)
+    if size_bytes > most:
+        raise WireError(f"texts of {size_bytes} bytes for {num_tokens} tokens, but {most} are the most")
+
+
+ENDINGS = ("done", "truncated")
+"""How a finished sample can end. One that is given up has no last turn."""
+
+MAX_SAMPLE_BYTES = 1 << 20
+"""Bytes of a sample's texts beside those of its tokens: schemas of tools, what a program wrote into its messages."""
+
+
+class UploadedTurn(NamedTuple):
+    """A finished turn whose bytes are valid."""
+
+    row_index: int
+    num_context: int
+    num_tokens: int
+    max_id: int
+    """Largest token id."""
+    versions: frozenset[Version]
+    digest: str
+    context_digest: str
+    left_out: tuple[int, ...]
+    """Of the last turn of a sample."""
+
+    @property
+    def oldest_step(self) -> int:
+        return min(version.step for version in self.versions)
+
+
+class GroupTurn(NamedTuple):
+    """A turn of a whole group, as its rows have it."""
+
+    sample: int
+    row_index: int
+    """Index of its row within the sample."""
+    digest: str
+    context_digest: str
+
+
+def check_turn(turn: pb.EpisodeTurn, frames: Sequence[Buffer], limits: Limits | None) -> UploadedTurn:
+    """Return what the ledger keeps of a turn. Raises WireError."""
+    if len(frames) != 2:
+        raise WireError(f"a turn has two payload frames, not {len(frames)}")
+    if len(frames[1]) > MAX_NOTE_BYTES:
+        raise WireError(
+            f"the note of a turn has {len(frames[1])} bytes, {MAX_NOTE_BYTES} are the most; a large part of it may be the "
+            "state that the environment's `save` returns"
+        )
+    arrays, note = TurnArrays.decode(frames[0]), parse_message(pb.TurnNote, frames[1])
+    max_id = max(check_ids("context_ids", arrays.context_ids), check_ids("token_ids", arrays.token_ids))
+    check_logprobs("logprobs", arrays.logprobs)
+    if limits is not None and len(arrays.token_ids) > limits.max_new_tokens:
+        raise WireError(
+            f"a turn of {len(arrays.token_ids)} tokens is longer than policy.generation.max_new_tokens "
+            f"{limits.max_new_tokens}"
+        )
+    if note.finish_reason not in FINISHED:
+        raise WireError(
+            f"finish_reason is {note.finish_reason[:64]!r}, but has to be one of {', '.join(FINISHED)}"
+        )
+    _check_number("reward", note.reward)
+    _check_sample(turn, note)
+    return UploadedTurn(
+        arrays.row,
+        len(arrays.context_ids),
+        len(arrays.token_ids),
+        max_id,
+        frozenset(Version(*span[:2]) for span in arrays.spans),
+        turn_digest(arrays.token_ids, arrays.logprobs, arrays.spans),
+        context_digest(arrays.context_ids),
+        tuple(sorted(note.left_out)),
+    )
+
+
+def _check_sample(turn: pb.EpisodeTurn, note: pb.TurnNote) -> None:
+    """Check what belongs to the last turn alone. Raises WireError."""
+    if note.HasField("sample") != turn.last:
+        raise WireError("the last turn of a sample, and no other, tells in `sample` how the sample ended")
+    if not turn.last:
+        if note.left_out:
+            raise WireError("only the last turn of a sample names turns in `left_out`")
+        return
+    if note.sample.ending not in ENDINGS:
+        raise WireError(f"ending is {note.sample.ending[:64]!r}, but has to be one of {', '.join(ENDINGS)}")
+    _check_number("sample.reward", note.sample.reward)
+    _check_number("sample.turn_rewards", note.sample.turn_rewards)
+    if len(set(note.left_out)) != len(note.left_out) or max(note.left_out, default=0) > turn.index:
+        raise WireError(
+            f"left_out is {list(note.left_out[:16])}, but names each of turns 0 to {turn.index} once"
+        )
+    if len(note.left_out) > turn.index:
+        raise WireError(
+            f"left_out names all {turn.index + 1} turns, but a finished sample has one that trains"
+        )
+
+
+def _check_number(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise WireError(f"{name} is {value}, but has to be a number; leave it unset where there is none")
+
+
+def check_rows(rows: RowArrays, lengths: Sequence[int], num_prompt: int, limits: Limits | None) -> None:
+    """Check the sizes of a group's rows against the spec's limits. Raises WireError."""
+    rows.check(num_prompt, lengths)
+    if limits is None:
+        return
+    turns_UI = rows.turns
+    longest_turn = int((turns_UI[:, 2] - turns_UI[:, 1]).max(initial=0))
+    if longest_turn > limits.max_new_tokens:
+        raise WireError(
+            f"a turn of {longest_turn} tokens is longer than policy.generation.max_new_tokens {limits.max_new_tokens}"
+        )
+    longest = int((rows.prompt_lengths + np.array(lengths, np.int64)).max())
+    if longest > limits.max_total_tokens:
+        raise WireError(
+            f"a row of {longest} tokens is longer than policy.max_total_sequence_length {limits.max_total_tokens}"
+        )
+
+
+def check_samples(texts: pb.Texts, num_samples: int, num_tokens: int, size_bytes: int) -> None:
+    """Check the texts of a group's samples. Raises WireError."""
+    if len(texts.samples) != num_samples:
+        raise WireError(f"{len(texts.samples)} texts of samples for {num_samples} samples")
+    check_text_size(size_bytes - num_samples * MAX_SAMPLE_BYTES, num_tokens, len(texts.finish_reasons))
+    for sample in texts.samples:
+        if sample.ending not in (*ENDINGS, "failed"):
+            raise WireError(
+                f"ending is {sample.ending[:64]!r}, but has to be one of {', '.join((*ENDINGS, 'failed'))}"
+            )
+        _check_number("sample.reward", sample.reward)
+        _check_number("sample.turn_rewards", sample.turn_rewards)
+
+
+def turns_of(group: Group) -> list[GroupTurn]:
+    """Return the turns of a group with rows, in the order of its samples, rows and tokens. Raises WireError for tokens that
+    belong to no turn."""
+    assert group.rows is not None
+    samples, turns = group.rows.samples, []
+    first_rows = {sample: row for row, sample in reversed(list(enumerate(samples)))}
+    ends = [0] * len(samples)
+    """End of the last turn of each row so far."""
+    for row, start, end, _ in group.rows.turns:
+        completion = group.completions[row]
+        context_ids = completion.token_ids[ends[row] : start]
+        if ends[row] == 0:
+            prompt_ids = group.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
+            context_ids = np.concatenate([prompt_ids, context_ids])
+        spans = [
+            span._replace(start=max(span.start, start) - start, end=min(span.end, end) - start)
+            for span in completion.spans
+            if span.start < end and span.end > start
+        ]
+        part = slice(start, end)
+        digest = turn_digest(completion.token_ids[part], completion.logprobs[part], spans)
+        sample = samples[row]
+        turns.append(GroupTurn(sample, row - first_rows[sample], digest, context_digest(context_ids)))
+        ends[row] = end
+    for row, completion in enumerate(group.completions):
+        if ends[row] != len(completion.token_ids):
+            raise WireError(
+                f"row {row} ends at token {len(completion.token_ids)}, its last turn at {ends[row]}"
+            )
+    return turns
+
+
+def turn_digest(token_ids: IntArray, logprobs: FloatArray, spans: Iterable[VersionSpan]) -> str:
+    """Return XXH3-128 over sampled tokens; equal for spans that name the same version of each token."""
+    lengths: list[list[int]] = []
+    for session, step, start, end in spans:
+        if lengths and lengths[-1][:2] == [session, step]:
+            lengths[-1][2] += end - start
+        else:
+            lengths.append([session, step, end - start])
+    state = xxhash.xxh3_128()
+    state.update(len(token_ids).to_bytes(8, "little"))
+    state.update(np.ascontiguousarray(token_ids, "<i4").data)
+    state.update(np.ascontiguousarray(logprobs, "<f4").data)
+    state.update(repr(lengths).encode())
+    return state.hexdigest()
+
+
+def context_digest(context_ids: IntArray) -> str:
+    """Return XXH3-128 over the tokens that a turn reads."""
+    return xxhash.xxh3_128(np.ascontiguousarray(context_ids, "<i4").tobytes()).hexdigest()

@@ -43,6 +43,9 @@ ANSWER_S = 10.0
 """Seconds in which the child has to answer."""
 
 
+CHILD = "paceline.services.coordinator.exchange.uploads.prompt_encoder"
+CHILD_VARIABLES = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+
 log = logging.getLogger(__name__)
 
 
@@ -82,14 +85,9 @@ class PromptCheck:
             self._give_up(f"its process cannot be started: {error}")
 
     def fault(self, run_id: str, group_id: int, prompt_ids: IntArray) -> str:
-        """Return why these are not the tokens of the group's prompt; empty when they are, or when they cannot be
-        compared.
-        """
+        """Return why these are not the tokens of the group's prompt; empty when they are, or cannot be compared."""
         encoder = self._encoder
-        recorded = (
-            self._prompt_of(run_id, group_id) if encoder is not None and encoder.run_id == run_id else None
-        )
-        if encoder is None or recorded is None:
+        if encoder is None or encoder.run_id != run_id or not (recorded := self._prompt_of(run_id, group_id)):
             return ""
         prompt, columns = map(json.loads, recorded)
         try:
@@ -97,9 +95,8 @@ class PromptCheck:
         except (OSError, ValueError, Refused) as error:
             if self._encoder is encoder:  # else another run has begun
                 self._encoder = None
-                self._give_up(
-                    str(error) if isinstance(error, Refused) else f"its process does not answer: {error}"
-                )
+                refused = isinstance(error, Refused)
+                self._give_up(str(error) if refused else f"its process does not answer: {error}")
             encoder.end()
             return ""
         if "refused" in answer:
@@ -113,8 +110,7 @@ class PromptCheck:
 
     def validate_upload(self, arrived: Arrived) -> None:
         """Set the fault of an upload whose prompt is not its lease's. An unforeseen error is logged, and the prompt
-        passes uncompared, because every other group waits for this thread.
-        """
+        passes uncompared, because every other group waits for this thread."""
         if arrived.group is None:
             return
         try:
@@ -126,12 +122,10 @@ class PromptCheck:
             arrived.fault, arrived.group, arrived.record = fault, None, None
 
     def take_warnings(self) -> list[str]:
-        """Return why the prompts of the run are not compared, once."""
         warnings, self._warnings = self._warnings, []
         return warnings
 
     def close(self) -> None:
-        """End the child. Nothing is checked any more."""
         if self._encoder is not None:
             self._encoder.end()
             self._encoder = None
@@ -165,21 +159,10 @@ class Encoder:
         try:
             with theirs:
                 self.process = subprocess.Popen(
-                    tethered(
-                        [
-                            sys.executable,
-                            "-m",
-                            "paceline.services.coordinator.exchange.uploads.prompt_encoder",
-                        ]
-                    ),
+                    tethered([sys.executable, "-m", CHILD]),
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
-                    env=passed_variables()
-                    | {
-                        "PYTHONSAFEPATH": "1",
-                        "HF_HUB_OFFLINE": "1",
-                        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-                    },
+                    env=passed_variables() | CHILD_VARIABLES,
                 )
             self._say(
                 {
@@ -196,9 +179,7 @@ class Encoder:
             raise
 
     def encode(self, prompt: Any, tools: list[Any] | None) -> dict[str, Any]:
-        """Return the child's answer for a prompt with tools. Raises OSError or ValueError when it does not answer, with the
-        reason.
-        """
+        """Return the child's answer for a prompt with tools. Raises OSError or ValueError when it does not answer."""
         if not self._loaded:
             ready = self._hear(LOAD_S)
             if "refused" in ready:
@@ -220,9 +201,7 @@ class Encoder:
         self._socket.sendall(json.dumps(line).encode() + b"\n")
 
     def _hear(self, within_s: float) -> dict[str, Any]:
-        """Return the next line. Raises OSError when the child is gone or silent for too long, ValueError for a
-        malformed answer.
-        """
+        """Return the next line. Raises OSError when the child is gone or silent, ValueError for a malformed answer."""
         self._socket.settimeout(within_s)
         while b"\n" not in self._buffer:
             content = self._socket.recv(1 << 16)
@@ -235,9 +214,7 @@ class Encoder:
 
 
 def _is_here(policy: PolicySection) -> bool:
-    """Return whether the tokenizer can be read from this machine's disk: a folder, or a model of the hub that is in its
-    cache.
-    """
+    """Return whether the tokenizer is on this machine's disk: a folder, or a model of the hub that is in its cache."""
     name = policy.tokenizer_name or policy.model_name
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()

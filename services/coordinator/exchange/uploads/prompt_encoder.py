@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
@@ -31,36 +32,13 @@ def prompt_digest(prompt_ids: IntArray) -> str:
     return xxhash.xxh3_128(prompt_ids.astype("<i4").tobytes()).hexdigest()
 
 
-class Encoder:
-    """A tokenizer, one at a time."""
-
-    def __init__(self) -> None:
-        self._tokenizer: Any = None
-        self._template = ""
-        self._template_kwargs: dict[str, Any] = {}
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to one line."""
-        try:
-            if "policy" in request:
-                return self._load(request)
-            ids = encode_prompt(
-                self._tokenizer,
-                request["prompt"],
-                self._template,
-                self._template_kwargs,
-                request.get("tools"),
-            )
-            return {"digest": prompt_digest(ids), "tokens": len(ids)}
-        except Exception as error:  # a chat template may raise anything
-            return {"refused": f"{type(error).__name__}: {error}"[:500]}
-
-    def _load(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._tokenizer = load_tokenizer(PolicySection.model_validate(request["policy"]))
-        self._template, self._template_kwargs = request["template"], request.get("template_kwargs", {})
-        if CHANGES_WITH_TIME in str(self._tokenizer.chat_template):
-            raise InvalidInput("the chat template writes the date, so a prompt is not the same twice")
-        return {"ready": True}
+def load_encoder(request: dict[str, Any]) -> Callable[[Any, Any], IntArray]:
+    """Return the function that encodes a prompt with tools. Raises InvalidInput where it is not the same every day."""
+    tokenizer: Any = load_tokenizer(PolicySection.model_validate(request["policy"]))
+    if CHANGES_WITH_TIME in str(tokenizer.chat_template):
+        raise InvalidInput("the chat template writes the date, so a prompt is not the same twice")
+    template, kwargs = request["template"], request.get("template_kwargs", {})
+    return lambda prompt, tools: encode_prompt(tokenizer, prompt, template, kwargs, tools)
 
 
 class WithoutTorch(PathFinder):
@@ -68,7 +46,6 @@ class WithoutTorch(PathFinder):
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a module; None for torch."""
         return None if fullname.partition(".")[0] == "torch" else super().find_spec(fullname, path, target)
 
 
@@ -78,9 +55,19 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with the answers
     os.nice(10)  # services and engine come first
-    encoder = Encoder()
+    encode: Callable[[Any, Any], IntArray] | None = None
     for line in sys.stdin:
-        print(json.dumps(encoder.answer(json.loads(line))), file=answers, flush=True)
+        request = json.loads(line)
+        answer: dict[str, Any] = {"ready": True}
+        try:
+            if encode is None:
+                encode = load_encoder(request)
+            else:
+                ids = encode(request["prompt"], request.get("tools"))
+                answer = {"digest": prompt_digest(ids), "tokens": len(ids)}
+        except Exception as error:  # a chat template may raise anything
+            answer = {"refused": f"{type(error).__name__}: {error}"[:500]}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

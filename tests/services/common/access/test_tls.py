@@ -23,7 +23,7 @@ from paceline.errors import InvalidInput
 from paceline.services.common.access.tls import identity_of_call
 from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.common.serving.json_http import JsonListener
-from paceline.services.coordinator.members.caller_certificate import check_certificate
+from paceline.services.coordinator.members.introduction import check_certificate
 from paceline.tls.authority import issue, make_authority, renew
 from paceline.tls.certificates import Identity
 from paceline.tls.channels import RenewedChannel, open_aio_channel, open_plain_or_tls

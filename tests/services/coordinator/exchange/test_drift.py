@@ -9,8 +9,13 @@ from typing import cast
 import numpy as np
 import pytest
 
-from paceline.services.coordinator.exchange.drift import MAX_WORKERS, DriftTest, Finding, Observation
-from paceline.services.coordinator.exchange.spot_choice import SpotCheck
+from paceline.services.coordinator.exchange.spot_check import (
+    MAX_WORKERS,
+    DriftTest,
+    Finding,
+    Observation,
+    SpotCheck,
+)
 
 GROUPS = 10_000
 

@@ -11,8 +11,8 @@ from episode_drivers import ENVIRONMENT, EnvironmentWorker, make_turn, serving_r
 from exchange_drivers import COMMITTED, STALE, MakeWorld, Reward, World
 
 from paceline.groups import Version
-from paceline.services.coordinator.exchange import engines, evaluation, overdue
-from paceline.services.coordinator.exchange.engines import Reach
+from paceline.services.coordinator.exchange import admission, evaluation, leases
+from paceline.services.coordinator.exchange.admission import Reach
 from paceline.services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
 
 EVAL = {"val_period": 1, "val_samples_per_prompt": 1}
@@ -42,12 +42,12 @@ def test_a_worker_reaches_the_versions_that_are_new_enough() -> None:
 def test_only_workers_that_serve_are_engines(world: World, changes: dict[str, Any]) -> None:
     serving_rollout(world, "rollout-1")
     serving_rollout(world, "rollout-2", step=1)
-    assert [engine.member_id for engine in engines.serving(world.exchange, world.run)] == [
+    assert [engine.member_id for engine in admission.serving(world.exchange, world.run)] == [
         "rollout-1",
         "rollout-2",
     ]
     world.enter("rollout-1", **changes)
-    (engine,) = engines.serving(world.exchange, world.run)
+    (engine,) = admission.serving(world.exchange, world.run)
     assert engine == ("rollout-2", "rollout-2:1", Version(1, 1))
 
 
@@ -142,7 +142,7 @@ def test_a_worker_that_journals_turns_is_not_overdue(world: World) -> None:
     for second in range(0, 700, 5):
         if second == 590:
             busy.turn(held, 0, make_turn(Version(1, 0), 1))
-        found = overdue.find(world.exchange, world.run, float(second))
+        found = leases.find_overdue(world.exchange, world.run, float(second))
         if found:
             break
     assert [member_id for member_id, _ in found] == ["stuck"]

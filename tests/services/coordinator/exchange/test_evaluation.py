@@ -24,7 +24,7 @@ from paceline.groups import Version
 from paceline.services.coordinator.audit.reading.reader import records_in
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.exchange import evaluation
-from paceline.services.coordinator.exchange.batches import damaged_groups
+from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.v1 import exchange_pb2 as pb
@@ -163,7 +163,7 @@ def test_a_damaged_completion_of_an_ended_evaluation_is_dropped(make_world: Make
     row = world.ledger.db.execute("SELECT segment, start FROM payloads").fetchone()
     damaged = DamagedRecord("its checksum differs", row["segment"], row["start"])
     with world.ledger.transaction():
-        damaged_groups.handle_damaged(world.exchange, world.run, damaged)
+        selection.handle_damaged(world.exchange, world.run, damaged)
     states = [state for group_id, state in world.states().items() if group_id >= FIRST_EVALUATION_GROUP]
     assert sorted(states) == ["dropped", "scored", "scored"]
     assert Rollout(world).lease(1)[0].group_id < FIRST_EVALUATION_GROUP
@@ -279,7 +279,7 @@ def test_a_group_whose_arrays_are_lost_while_it_is_scored_starts_the_evaluation_
     row = world.ledger.db.execute("SELECT segment, start FROM payloads").fetchone()
     with world.ledger.transaction():
         damaged = DamagedRecord("its checksum differs", row["segment"], row["start"])
-        damaged_groups.handle_damaged(world.exchange, world.run, damaged)
+        selection.handle_damaged(world.exchange, world.run, damaged)
     again = rollout.lease(3)
     assert [lease.pinned_version.step for lease in again] == [1, 1, 1]
     for lease in again:

@@ -21,7 +21,7 @@ from exchange_drivers import COMMITTED, INVALID, STALE, MakeWorld, Rollout, Worl
 
 from paceline.groups import Version, VersionSpan
 from paceline.services.coordinator.exchange import journals, leases
-from paceline.services.coordinator.exchange.batches import damaged_groups
+from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.ledger import segments
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import encode_result
@@ -235,7 +235,7 @@ def test_a_group_that_is_lost_after_its_result_plays_again_in_its_next_lives(wor
     (row,) = world.ledger.db.execute("SELECT segment, start FROM payloads WHERE kind = 'result'").fetchall()
     with world.ledger.transaction():
         damaged = segments.DamagedRecord("lost", row["segment"], row["start"])
-        damaged_groups.handle_damaged(world.exchange, world.run, damaged)
+        selection.handle_damaged(world.exchange, world.run, damaged)
     books = world.ledger.token_books(world.run_id)
     assert (books["generated"], books["wasted"]) == (0, 18)
     (again,) = worker.lease(2)

@@ -20,13 +20,12 @@ from exchange_drivers import (
 )
 
 from paceline.groups import Version
-from paceline.services.coordinator.exchange import overdue
+from paceline.services.coordinator.exchange import leases
 from paceline.services.coordinator.exchange.lease_durations import (
     LIMIT_S,
     MIN_RESULTS,
     NO_MEDIAN_S,
     LeaseDurations,
-    Overdue,
 )
 from paceline.services.coordinator.members.registry import Fault
 from paceline.services.coordinator.pool import pool
@@ -171,9 +170,9 @@ def test_what_is_kept_is_bounded() -> None:
 
 def take_overdue(world: World, *member_ids: str) -> None:
     """These workers are found to be overdue."""
-    found = [Overdue(member_id, "it sleeps") for member_id in member_ids]
+    found = [(member_id, "it sleeps") for member_id in member_ids]
     with world.ledger.transaction():
-        overdue.revoke(world.exchange, world.run, found)
+        leases.revoke_overdue(world.exchange, world.run, found)
     world.notices += world.exchange.take_notices()
 
 
@@ -223,9 +222,9 @@ def test_refused_results_are_counted(world: World) -> None:
     request, frames = group_result(lease.group_id, 1, [bad, bad])
     request.member_id = "sick"
     for _ in range(3):
-        assert overdue.find(world.exchange, world.run, 1.0) == []
+        assert leases.find_overdue(world.exchange, world.run, 1.0) == []
         assert world.send(request, frames).reply.status == INVALID
-    ((member_id, why),) = overdue.find(world.exchange, world.run, 1.0)
+    ((member_id, why),) = leases.find_overdue(world.exchange, world.run, 1.0)
     assert member_id == "sick"
     assert "3 groups" in why
 
@@ -242,10 +241,10 @@ def test_an_evaluation_that_is_answered_with_another_version_goes_to_another_wor
     sick.completions = lambda lease, length=4: [wrong]  # type: ignore[method-assign]
     for _ in range(3):
         (lease,) = sick.lease(1)
-        assert overdue.find(world.exchange, world.run, 1.0) == []
+        assert leases.find_overdue(world.exchange, world.run, 1.0) == []
         assert sick.finish(lease) == STALE
     (lease,) = sick.lease(1)
-    found = overdue.find(world.exchange, world.run, 2.0)
+    found = leases.find_overdue(world.exchange, world.run, 2.0)
     assert [member_id for member_id, _ in found] == ["sick"]
     take_overdue(world, "sick")
     assert not [lease for lease in sick.lease(1) if lease.HasField("pinned_version")]
@@ -260,9 +259,9 @@ def test_another_worker_without_the_version_cannot_take_over_an_evaluation(make_
     pinned, _ = Rollout(world, "pinned", step=2), Rollout(world, "behind", step=1)
     assert pinned.lease(1)
     for now_s in range(0, 2 * int(NO_MEDIAN_S), 10):
-        assert overdue.find(world.exchange, world.run, float(now_s)) == []
+        assert leases.find_overdue(world.exchange, world.run, float(now_s)) == []
     Rollout(world, "able", step=2)
-    ((member_id, why),) = overdue.find(world.exchange, world.run, 2 * NO_MEDIAN_S)
+    ((member_id, why),) = leases.find_overdue(world.exchange, world.run, 2 * NO_MEDIAN_S)
     assert member_id == "pinned"
     assert "others have nothing to do (the limit is 600 s)" in why
 
@@ -273,9 +272,9 @@ def test_tasks_of_a_reward_worker_that_says_nothing_go_to_another(world: World) 
         assert rollout.finish(lease) == COMMITTED
     first, second = idle.tasks()
     for now_s in range(0, 2 * int(NO_MEDIAN_S), 10):
-        assert overdue.find(world.exchange, world.run, float(now_s)) == []
+        assert leases.find_overdue(world.exchange, world.run, float(now_s)) == []
     busy = Reward(world, "busy")
-    found = overdue.find(world.exchange, world.run, 2 * NO_MEDIAN_S)
+    found = leases.find_overdue(world.exchange, world.run, 2 * NO_MEDIAN_S)
     assert [member_id for member_id, _ in found] == ["idle"]
     take_overdue(world, "idle")
     assert (
@@ -300,12 +299,12 @@ def test_a_reward_worker_that_cannot_work_has_no_free_hands(world: World) -> Non
     fault = Fault(world.run_id, "no such file")
     world.enter("without the file", common_pb2.ROLE_REWARD, fault=fault)
     for now_s in range(0, 2 * int(NO_MEDIAN_S), 10):
-        assert overdue.find(world.exchange, world.run, float(now_s)) == []
+        assert leases.find_overdue(world.exchange, world.run, float(now_s)) == []
 
 
 async def test_the_pool_takes_them_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "OVERDUE_CHECK_S", 0.0)
-    monkeypatch.setattr(overdue, "find", lambda *_: [Overdue("idle", "it has submitted nothing for 99 s")])
+    monkeypatch.setattr(leases, "find_overdue", lambda *_: [("idle", "it has submitted nothing for 99 s")])
     plane = await Plane.started(tmp_path)
     try:
         run = await plane.submit()

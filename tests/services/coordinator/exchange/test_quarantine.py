@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from exchange_drivers import COMMITTED, STALE, Learner, MakeWorld, Reward, Rollout, World
 
-from paceline.services.coordinator.exchange import quarantine
 from paceline.v1 import exchange_pb2 as pb
 
 
@@ -102,7 +101,7 @@ def test_silence_a_good_leave_and_a_return_are_no_crashes(world: World) -> None:
         else:
             crash(world, worker.member_id)
             with world.ledger.transaction():
-                quarantine.clear_crashes(world.exchange, worker.member_id)  # cut off for long, and back
+                world.ledger.deaths.remove_member(worker.member_id)  # cut off for long, and back
     assert warnings(world) == []
     assert world.counters.get("groups:dropped:poison", 0) == 0
 
@@ -208,7 +207,7 @@ def test_a_group_whose_scoring_crashes_is_scored_alone_then_dropped(world: World
     assert "group 0 was present when 2 workers died; from now on it is leased alone" in warnings(world)
     world.release("reward")
     with world.ledger.transaction():
-        quarantine.clear_crashes(world.exchange, "reward")  # the worker comes back; its processes did die
+        world.ledger.deaths.remove_member("reward")  # the worker comes back; its processes did die
     for _ in range(2):
         reward = Reward(world)
         (task,) = reward.tasks()

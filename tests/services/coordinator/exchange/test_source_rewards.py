@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 
-from paceline.services.coordinator.exchange.source_rewards import MAX_SOURCES, rewards_by_source, source_names
+from paceline.services.coordinator.exchange.batches.selection import (
+    MAX_SOURCES,
+    rewards_by_source,
+    source_names,
+)
 
 NAN = float("nan")
 

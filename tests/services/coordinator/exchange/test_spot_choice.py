@@ -5,8 +5,7 @@ from __future__ import annotations
 import sqlite3
 from typing import Any, cast
 
-from paceline.services.coordinator.exchange.drift import Observation
-from paceline.services.coordinator.exchange.spot_choice import FIRST_CHECKS, SpotCheck
+from paceline.services.coordinator.exchange.spot_check import FIRST_CHECKS, Observation, SpotCheck
 
 
 def batch(step: int, workers: list[str], attempt: int = 1, age: int = 0) -> list[sqlite3.Row]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from exchange_drivers import Reward, Rollout, World, fill, make_spec
 
-from paceline.services.coordinator.exchange.throughput import Throughput
+from paceline.services.coordinator.exchange.lease_durations import Throughput
 
 
 def test_groups_count_where_they_are_committed_and_once(tmp_path: Path) -> None:
@@ -25,9 +25,9 @@ def test_groups_count_where_they_are_committed_and_once(tmp_path: Path) -> None:
 
 def test_workers_that_are_gone_are_forgotten() -> None:
     throughput = Throughput()
-    throughput.note_generated("a", 1.0)
-    throughput.note_generated("b", 0.5)
-    throughput.note_scored("c", 2.0)
+    throughput.generated["a"] += 1.0
+    throughput.generated["b"] += 0.5
+    throughput.scored["c"] += 2.0
     throughput.keep(["b"])
     assert dict(throughput.generated) == {"b": pytest.approx(0.5)}
     assert dict(throughput.scored) == {}

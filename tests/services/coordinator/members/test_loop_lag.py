@@ -9,7 +9,7 @@ import pytest
 from control_plane import Plane, learner, rollout
 
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.members.loop_lag import BEAT_S, LoopLag
+from paceline.services.coordinator.members.registry import BEAT_S, LoopLag
 from paceline.v1 import worker_pb2
 
 

@@ -10,9 +10,8 @@ from exchange_drivers import COMMITTED, INVALID, STALE, Learner, MakeWorld, Rewa
 from exchange_service import FOREVER_S, Service, lease, serving
 
 from paceline.services.coordinator.exchange.transport import server
-from paceline.services.coordinator.members import senders
-from paceline.services.coordinator.members.registry import Member
-from paceline.services.coordinator.members.senders import Senders, Standing
+from paceline.services.coordinator.members import registry as senders
+from paceline.services.coordinator.members.registry import Member, Senders, Standing
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import PROTOCOL
 

@@ -8,13 +8,13 @@ import pytest
 from exchange_drivers import INVALID, Learner, MakeWorld, Reward, Rollout, World, fill
 
 from paceline.errors import Conflict, InvalidInput
-from paceline.services.coordinator.exchange.batches import dropping
+from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 
 
 def drop(world: World, *group_ids: int) -> None:
     with world.ledger.transaction():
-        dropping.drop(world.exchange, world.run, group_ids, world.now_s)
+        selection.drop_from_batch(world.exchange, world.run, group_ids, world.now_s)
     world.notices += world.exchange.take_notices()
 
 

@@ -13,7 +13,7 @@ from exchange_service import DEADLINE_S, FOREVER_S, Peer, Service, lease, servin
 
 from paceline.services.coordinator.exchange import scores
 from paceline.services.coordinator.exchange.state import Exchange, Outcome
-from paceline.services.coordinator.exchange.transport import receiver, request_filter
+from paceline.services.coordinator.exchange.transport import receiver
 from paceline.services.coordinator.exchange.transport import server as exchange_server
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.v1 import exchange_pb2 as pb
@@ -56,7 +56,7 @@ async def test_a_worker_holds_so_many_groups_at_most(world: World, kind: str) ->
     role, _, _ = REQUESTS[kind]
     async with serving(world) as service:
         sender = service.peer("sender", role)
-        for number, status in ((request_filter.MAX_HELD + 1, INVALID), (request_filter.MAX_HELD, OK)):
+        for number, status in ((receiver.MAX_HELD + 1, INVALID), (receiver.MAX_HELD, OK)):
             held = pb.Held(group_ids=range(number))
             body = pb.LeaseRequest(held=held) if kind == "lease" else pb.TaskRequest(held=held)
             assert (await sender.ask(pb.ExchangeRequest(**{kind: body}))).status == status
@@ -106,7 +106,7 @@ async def test_a_learner_has_so_many_ranks_at_most(world: World) -> None:
 async def test_one_members_unanswered_requests_are_bounded_and_others_are_served(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_filter, "MAX_UNANSWERED", 5)
+    monkeypatch.setattr(receiver, "MAX_UNANSWERED", 5)
     async with serving(world) as service:
         flood, other = service.rollout("flood"), service.rollout("other")
         async with service.server._lock:  # nothing is answered meanwhile
@@ -173,9 +173,7 @@ async def test_a_result_that_is_sent_again_is_stored_once(world: World) -> None:
 
 def lease_that_is_refused() -> pb.ExchangeRequest:
     """Answered as it arrives, outside of any transaction."""
-    return pb.ExchangeRequest(
-        lease=pb.LeaseRequest(held=pb.Held(group_ids=range(request_filter.MAX_HELD + 1)))
-    )
+    return pb.ExchangeRequest(lease=pb.LeaseRequest(held=pb.Held(group_ids=range(receiver.MAX_HELD + 1))))
 
 
 async def test_what_was_committed_before_a_restart_is_not_stored_again(world: World) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import WireError
-from paceline.services.coordinator.exchange.uploads.array_checks import (
+from paceline.services.coordinator.exchange.uploads.intake import (
     MAX_LOGPROB,
     MIN_LOGPROB,
     check_logprobs,

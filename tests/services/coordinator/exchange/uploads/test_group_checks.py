@@ -24,8 +24,8 @@ from exchange_drivers import (
 
 from paceline.errors import SpecError
 from paceline.groups import Completion, Version, VersionSpan
-from paceline.services.coordinator.exchange.batches import damaged_groups
-from paceline.services.coordinator.exchange.uploads.group_checks import refuse_large_groups
+from paceline.services.coordinator.exchange.batches import selection
+from paceline.services.coordinator.exchange.submissions import refuse_large_groups
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import encode_completions
@@ -240,7 +240,7 @@ def test_a_beginning_that_was_lost_refuses_no_result(world: World) -> None:
     _, lease = begun_by_another(world)
     row = world.ledger.db.execute("SELECT * FROM payloads WHERE kind = 'prefix'").fetchone()
     with world.ledger.transaction():
-        damaged_groups.handle_damaged(
+        selection.handle_damaged(
             world.exchange, world.run, DamagedRecord("gone", row["segment"], row["start"])
         )
     assert world.ledger.db.execute("SELECT 1 FROM payloads WHERE kind = 'prefix'").fetchone() is None

@@ -1,4 +1,15 @@
-"""Sequential test for a worker whose log-probabilities are wrong in the mean. Pure: numbers in, findings out.
+"""Spot check of the samplers: groups whose log-probabilities the learner compares with its own, and a sequential test for
+a worker whose log-probabilities are wrong in the mean. Pure: numbers in, findings out.
+
+Promise: such a worker is named in the run's events. Nothing else changes: its groups train as before, because a person has
+to judge whether the worker or the learner is at fault. The first FIRST_CHECKS groups of a worker, and then at least the
+share `logger.verify_share` of its groups, are due for a comparison, and the next group at once while the newest ones speak
+for a fault. No worker can foresee which. The same batch has the same choice, however often it is requested.
+
+A comparison costs no computation, because it is made where the learner computes log-probabilities anyway. So it needs a
+group whose tokens all have the version that the step starts from (age 0). A worker that is due is checked at its next such
+group. Groups that several workers had in turn are left out, because the ledger does not tell their tokens apart. State
+lives in memory, and a coordinator's restart begins the counts anew.
 
 An observation is one group: the mean over its tokens of log μ - log π in nats, where μ is what the worker reported and π
 what the learner computed with the same weights, with the standard error of that mean. A correct worker has a mean of a few
@@ -19,10 +30,15 @@ spread of the groups around the median of their worker.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+import random
+import sqlite3
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
+
+from paceline.groups import held_attempt
 
 TOLERATED = 0.003
 """Largest mean, in nats a token, that a correct worker may have."""
@@ -78,6 +94,24 @@ class Finding(NamedTuple):
     times: int
     """How often it has been named, this time included."""
 
+    def explain(self) -> str:
+        times = f" ({self.times} times so far)" if self.times > 1 else ""
+        text = (
+            f"log-probabilities of {self.member_id} are off by {self.mean:+.4f} nats a token in the mean of its newest "
+            f"{self.groups} compared groups{times}; the learner has computed them with the same weights"
+        )
+        if self.others is not None:
+            text += f", and for other workers it finds {self.others:+.4f}"
+        if self.others is not None and abs(self.others) <= TOLERATED:
+            return (
+                f"{text}. Its GPU, its kernels or its copy of the model may be broken: drain this worker and start it on "
+                "another device (docs/alerts.md)"
+            )
+        return (
+            f"{text}. Perhaps all workers are off: compare the engine's number format, attention kernels and sampling settings "
+            "with the learner's (docs/alerts.md)"
+        )
+
 
 @dataclass
 class _Worker:
@@ -130,7 +164,6 @@ class DriftTest:
 
     @property
     def named(self) -> list[str]:
-        """Return the workers that have been named, sorted."""
         return sorted(member_id for member_id, worker in self._workers.items() if worker.named)
 
     def _add(self, member_id: str, worker: _Worker, observation: Observation) -> Finding | None:
@@ -161,3 +194,77 @@ class DriftTest:
     def _others(self, member_id: str) -> float | None:
         means = [median(worker.newest) for name, worker in self._workers.items() if name != member_id]
         return median(means) if means else None
+
+
+FIRST_CHECKS = 4
+"""Groups of a new worker that are compared as soon as they can be."""
+
+MAX_CHECKS = 16
+"""Groups of a batch that are compared at most."""
+
+KEPT_CHOICES = 8
+"""Batches whose choice is remembered, because every rank and every later session may ask for the same batch again."""
+
+
+class SpotCheck:
+    """Choice and judgement for one run."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        """`seed` is for tests: workers cannot foresee which of their groups are compared."""
+        self.test = DriftTest()
+        self._random = random.Random(seed) if seed is not None else random.SystemRandom()
+        self._until_due: OrderedDict[str, int] = OrderedDict()
+        self._checked: defaultdict[str, int] = defaultdict(int)
+        self._choices: OrderedDict[str, dict[int, str]] = OrderedDict()
+
+    def choose(self, chain: str, step: int, groups: Sequence[sqlite3.Row], share: float) -> dict[int, str]:
+        """Return the groups of a batch that are to be compared, with their workers. The same for each request of a batch,
+        which `chain` names."""
+        if chain in self._choices:
+            return self._choices[chain]
+        by_worker: defaultdict[str, list[int]] = defaultdict(list)
+        for group in groups:
+            worker = held_attempt(group["holders"], 1) if group["attempt"] == 1 else ""
+            if worker:
+                self._until_due[worker] = self._until_due.get(worker, 0) - 1
+                self._until_due.move_to_end(worker)
+                if group["oldest_step"] == step:
+                    by_worker[worker].append(group["group_id"])
+        chosen: dict[int, str] = {}
+        due = [worker for worker in by_worker if self._until_due[worker] < 0]
+        for worker in self._random.sample(due, min(len(due), MAX_CHECKS)):
+            chosen[self._random.choice(by_worker[worker])] = worker
+            self._checked[worker] += 1
+            if self._checked[worker] >= FIRST_CHECKS:
+                self._until_due[worker] = int(self._random.uniform(0.5, 1.0) / share)
+        self._trim(chain, chosen)
+        return chosen
+
+    def observe(self, worker: str, observation: Observation) -> Finding | None:
+        """Take a comparison of a worker in. Return a finding when it is named."""
+        finding = self.test.observe(worker, observation)
+        if self.test.is_suspected(worker):
+            self._until_due[worker] = 0
+        return finding
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a step; none before the first comparison."""
+        if not self.test.groups:
+            return {}
+        return {
+            "spot_check/groups": float(self.test.groups),
+            "spot_check/largest_difference": self.test.largest_mean,
+            "spot_check/named_workers": float(len(self.test.named)),
+        }
+
+    def chosen(self, chain: str) -> dict[int, str]:
+        """Return the earlier choice for a batch; empty where there was none."""
+        return self._choices.get(chain, {})
+
+    def _trim(self, chain: str, chosen: dict[int, str]) -> None:
+        self._choices[chain] = chosen
+        while len(self._choices) > KEPT_CHOICES:
+            self._choices.popitem(last=False)
+        while len(self._until_due) > MAX_WORKERS:
+            worker, _ = self._until_due.popitem(last=False)
+            self._checked.pop(worker, None)
