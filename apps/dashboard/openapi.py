@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 
-from paceline import __version__, v1
-from paceline.apps.dashboard.methods import MODULES, methods
+from paceline import __version__
+from paceline.apps.dashboard.backends import MODULES, methods
 from paceline.v1 import common_pb2
 
-FOLDER = Path(v1.__path__[0])
 INT64 = (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64)
 NUMBERS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
-_OPENING = re.compile(r"\s*(message|service|enum)\s+(\w+)\s*\{(\})?")
-_MEMBER = re.compile(r"\s*(?:rpc\s+(\w+)|(?:optional\s+|repeated\s+)?[\w.<>, ]+?\s+(\w+)\s*=\s*\d+)")
 
 
 @cache
 def document() -> dict[str, Any]:
-    """Return the document."""
     comments, paths = _comments(), dict[str, Any]()
     schemas: dict[str, Any] = {}
     for path, method in methods().items():
@@ -120,18 +115,7 @@ def _enum(descriptor: EnumDescriptor) -> dict[str, Any]:
 
 def _comments() -> dict[str, str]:
     """Return the comment before each message, rpc and field, by `Message`, `Service.Method` and `Message.field`."""
-    found: dict[str, str] = {}
-    for module in (*MODULES, common_pb2):
-        owner, lines = "", list[str]()
-        for line in (FOLDER / Path(module.DESCRIPTOR.name).name).read_text(encoding="utf-8").splitlines():
-            stripped = line.strip()
-            if stripped.startswith("//"):
-                lines.append(stripped.removeprefix("//").strip())
-                continue
-            if opening := _OPENING.match(line):
-                owner = opening[2]
-                found[owner] = " ".join(lines)
-            elif owner and (member := _MEMBER.match(line)):
-                found[f"{owner}.{member[1] or member[2]}"] = " ".join(lines)
-            lines = []
-    return found
+    from paceline.services.cli.reference import FOLDER, comments_of
+
+    names = [Path(module.DESCRIPTOR.name).name for module in (*MODULES, common_pb2)]
+    return {key: text for name in names for key, text in comments_of(FOLDER / name).items()}

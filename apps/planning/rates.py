@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.apps.planning.work import Work
 from paceline.models.shape import ModelShape
 from paceline.models.work import training_flops
 
@@ -84,3 +83,33 @@ def generation_seconds(shape: ModelShape, work: Work, rates: Rates, slots: float
 def training_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:
     """Return the seconds in which one rank trains a batch."""
     return rates.seconds(training_terms(shape, work))
+
+
+@dataclass(frozen=True)
+class Work:
+    """The batch of a step, with mean lengths."""
+
+    groups: int
+    """B; for a run on examples, the examples of a step."""
+    completions: int
+    """Completions of a group."""
+    prompt_tokens: float
+    completion_tokens: float
+    micro_batch_tokens: int
+    """Tokens of one forward and backward pass of a rank."""
+    recomputed: float = 0.0
+    """Share of the forward pass that the backward pass computes again."""
+
+    @property
+    def sequences(self) -> int:
+        return self.groups * self.completions
+
+    @property
+    def sampled_tokens(self) -> float:
+        """Return the completion tokens of the batch, all of which train."""
+        return self.sequences * self.completion_tokens
+
+    @property
+    def tokens(self) -> float:
+        """Return the tokens that pass through the learner."""
+        return self.sequences * (self.prompt_tokens + self.completion_tokens)

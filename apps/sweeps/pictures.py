@@ -23,8 +23,6 @@ Figure = dict[str, Any]
 
 
 class Ended(NamedTuple):
-    """A trial, as the pictures show it."""
-
     number: int
     state: str
     """`COMPLETE`, `PRUNED`, `FAIL` or `RUNNING`."""
@@ -71,7 +69,6 @@ def importances(study: optuna.Study) -> dict[str, float]:
 
 
 def report(sweep: Sweep, trials: Sequence[Ended], shares: dict[str, float], best: Ended | None) -> str:
-    """Return the page."""
     ended = [each for each in trials if each.value is not None]
     names = [f"trial {each.number} ({each.run_id})" for each in ended]
     figures = [_history(sweep, ended, names)] if ended else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from paceline.errors import InvalidInput, NotFound
 
@@ -49,17 +49,17 @@ class TrackedRun(NamedTuple):
     """Where the run is: the coordinator or the ledger, and the page."""
 
 
-class Tracker(Protocol):
+class Tracker:
     """One run at one tracker. Methods raise Refused for an entry that can never be sent, and any other exception while the
-    tracker cannot be reached; the caller opens it again then."""
+    tracker cannot be reached; the caller opens it again then. A tracker leaves out what it has no place for."""
 
-    @property
-    def url(self) -> str:
-        """Where people see the run; empty if that is not known."""
+    url = ""
+    """Where people see the run; empty if that is not known."""
 
     def position(self) -> int | None:
         """Return the sequence number up to which the tracker has all entries; None where it cannot say, and the caller's
         record counts."""
+        return None
 
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
         """Send metrics by name and a table of samples."""
@@ -85,7 +85,6 @@ def library(name: str) -> ModuleType:
 
 
 def finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the metrics that have a value."""
     return {
         name: float(value)
         for name, value in metrics.items()

@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from paceline.services.cli import render
+from paceline.services.cli.render import FOLDER
 from paceline.services.common.access.revoked_certificates import FILE_NAME, revoke
-from paceline.services.common.options import directory_option, json_option, print_json
+from paceline.services.common.options import directory_option, json_option
 from paceline.tls.authority import (
     AUTHORITY,
     AUTHORITY_DAYS,
@@ -29,7 +30,7 @@ def certs() -> None:
 
 
 @certs.command("init")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("folder", type=FOLDER)
 @click.option(
     "--days",
     default=AUTHORITY_DAYS,
@@ -99,11 +100,7 @@ def show(folder: Path, as_json: bool) -> None:
     if (folder / AUTHORITY).is_file():
         found = {"(authority)": read_certificate((folder / AUTHORITY).read_bytes()), **found}
     facts = [_facts(name, certificate) for name, certificate in found.items() if certificate is not None]
-    if as_json:
-        for line in facts:
-            print_json(line)
-    else:
-        render.print_table(COLUMNS, [_row(line) for line in facts], empty="no certificates")
+    render.print_all(as_json, facts, COLUMNS, _row, "no certificates")
 
 
 def _own(folder: Path) -> Certificate | None:

@@ -129,7 +129,6 @@ class TrainedGroups:
             self._note(json.loads(group.json))
 
     def steps(self) -> Iterator[list[Row]]:
-        """Yield the groups of each step, in order."""
         self._file.seek(0)
         for _, groups in groupby(map(json.loads, self._file), lambda group: group["step"]):
             yield list(groups)
@@ -263,7 +262,6 @@ def _write_parquet(
     message_keys: list[str] | None,
     functions: list[str],
 ) -> int:
-    """Write a row group for each step."""
     import pyarrow as pa
     import pyarrow.parquet
 
