@@ -3,8 +3,9 @@
 The content security policy allows scripts, styles and connections from this server alone, and none inline, so a text that reached
 the page as markup by a fault would still not run. The page's files are open to everyone; what they show needs a key.
 
-Tokenizers, for views that colour a completion by token, are loaded when they are first asked for, by a thread of the dashboard's process, and only from folders on this machine:
-the page works without the internet, and without the tokenizer it shows numbers.
+Tokenizers, for views that colour a completion by token, are loaded when they are first asked for, by a thread of the
+dashboard's process, and only from folders on this machine: the page works without the internet, and without the
+tokenizer it shows numbers.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from typing import Any
 
 from aiohttp import web
 
-from paceline.apps.dashboard.backends import Backend, methods
+from paceline.apps.dashboard.backends import Backend, document, methods
 from paceline.apps.dashboard.gateway import Gateway, error_body, retry_header
-from paceline.apps.dashboard.openapi import document
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.services.common.serving.http_listener import MAX_BODY_BYTES, Handler, HttpListener

@@ -18,7 +18,7 @@ from paceline.apps.evaluation.tasks import task_file, task_names
 from paceline.data.overlap import OVERLAP, OverlapIndex, prompt_texts
 from paceline.data.rows import open_source
 from paceline.errors import PacelineError
-from paceline.services.cli.chat import spec_of_model
+from paceline.services.cli.chat import spec_of_model, with_generation
 from paceline.services.cli.render import FOLDER
 from paceline.services.common.options import device_option, directory_option, json_option, print_json
 from paceline.services.common.processes.quiet_libraries import quiet_libraries
@@ -234,9 +234,7 @@ def _by_harness(
         raise click.UsageError(
             f"--with serves a model of files or a run, and --model is {model or 'missing'}"
         )
-    spec = spec_of_model(model, directory)
-    generation = spec.policy.generation.model_copy(update={"max_batch_size": BATCH_SIZE})
-    spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
+    spec = with_generation(spec_of_model(model, directory), max_batch_size=BATCH_SIZE)
 
     async def run() -> HarnessRun:
         async with opened_model(spec, model_label(model), device_of(device)) as served:

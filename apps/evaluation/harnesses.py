@@ -106,7 +106,12 @@ def _samples_of_lm_eval(path: Path) -> Iterator[ScoredSample]:
             if isinstance(row.get(name), bool | int | float)
         }
         first = rows[0]
-        requests = [each for _, each in sorted(first["arguments"].items(), key=_argument_number)]
+        requests = [
+            each
+            for _, each in sorted(
+                first["arguments"].items(), key=lambda each: int(each[0].rpartition("_")[2])
+            )
+        ]
         choices = _choices(first["filtered_resps"])
         completion = (
             requests[max(range(len(choices)), key=lambda each: choices[each]["logprob"])]["arg_1"]
@@ -114,10 +119,6 @@ def _samples_of_lm_eval(path: Path) -> Iterator[ScoredSample]:
             else str(first["filtered_resps"][0])
         )
         yield ScoredSample(task, index, 0, requests[0]["arg_0"], completion, scores, choices)
-
-
-def _argument_number(entry: tuple[str, Any]) -> int:
-    return int(entry[0].rpartition("_")[2])
 
 
 def _choices(responses: Any) -> list[dict[str, Any]]:

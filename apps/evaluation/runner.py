@@ -198,7 +198,8 @@ async def evaluate(model: AskedModel | None, spec: RunSpec, seed: int, num_proce
     _check(spec, prompts)
     number = min(len(prompts), spec.grpo.max_val_samples)
     places = num_processes if model is None else model.concurrency
-    room = asyncio.Semaphore(max(1, 2 * places // _requests_of(spec)))
+    requests = spec.grpo.val_samples_per_prompt if spec.evaluation.method == "sample" else 4  # of a problem
+    room = asyncio.Semaphore(max(1, 2 * places // requests))
 
     async def problem(index: int) -> Problem:
         async with room:
@@ -213,10 +214,6 @@ async def evaluate(model: AskedModel | None, spec: RunSpec, seed: int, num_proce
         samples_of(spec, problems),
         [text_of(each.columns.get(spec.data.prompt_key) or each.prompt) for each in problems],
     )
-
-
-def _requests_of(spec: RunSpec) -> int:
-    return spec.grpo.val_samples_per_prompt if spec.evaluation.method == "sample" else 4
 
 
 def _check(spec: RunSpec, prompts: PromptSource) -> None:

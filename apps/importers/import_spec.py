@@ -22,6 +22,7 @@ from paceline.apps.importers.conversion import Conversion, flattened, listed
 from paceline.errors import SpecError
 from paceline.services.cli.render import FILE, PATH
 from paceline.services.common.options import json_option, print_json
+from paceline.spec.keys import keys_of
 from paceline.spec.reading import apply_override, parse_spec, read_tree
 
 
@@ -111,9 +112,8 @@ def spec_text(done: Conversion, source: Path) -> str:
     lines += [f"# Note: {note}" for note in done.notes]
     lines += [f"# Left out: {line}" for line in done.left_out]
     comments = "\n".join(_one_line(line) for line in lines)
-    body = yaml.safe_dump(
-        _ordered(done.tree), sort_keys=False, allow_unicode=True, width=110, default_flow_style=None
-    )
+    ordered = {name: done.tree[name] for name in keys_of("") if name in done.tree}
+    body = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
     return f"{comments}\n{body}"
 
 
@@ -154,12 +154,6 @@ def _value(tree: dict[str, Any], key: str) -> Any:
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None
     return node
-
-
-def _ordered(tree: dict[str, Any]) -> dict[str, Any]:
-    from paceline.spec.keys import keys_of
-
-    return {name: tree[name] for name in keys_of("") if name in tree}
 
 
 def _one_line(text: str) -> str:

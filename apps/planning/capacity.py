@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from paceline.apps.planning.processors import Processor
-from paceline.apps.planning.rates import Work, generation_seconds, training_seconds
+from paceline.apps.planning.processors import Processor, Work, generation_seconds, training_seconds
 from paceline.errors import InvalidInput, SpecError
 from paceline.models.auto_settings import planned
 from paceline.models.memory_plan import Plan, Room, plan

@@ -1,7 +1,8 @@
 """`paceline models fetch` and `paceline models push`: a version's files, verified, here or on the hub.
 
-`verified_model` is what `paceline serve model` serves. Promise: a version that is named by its reference is not served unless all its files are as registered and signed. A version in an
-object store is copied first, and the copy is what is checked and served; it is removed at the end.
+`verified_model` is what `paceline serve model` serves. Promise: a version that is named by its reference is not served
+unless all its files are as registered and signed. A version in an object store is copied first, and the copy is what is
+checked and served; it is removed at the end.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ def verified_model(model: str, directory: Path, public_key: Path | None, *, requ
     UsageError without a key for a registered model, DataError, which names the file that differs, NotFound.
     """
     with contextlib.ExitStack() as stack:
-        if not _is_files(model) and (found := registered_model(model, directory)) is not None:
+        is_files = "://" in model or (Path(model).expanduser() / "config.json").is_file()
+        if not is_files and (found := registered_model(model, directory)) is not None:
             if public_key is None:
                 raise click.UsageError(
                     f"{model} is served after a check of its signature, which needs the key of whoever signs; name it with "
@@ -191,10 +193,6 @@ def verified_model(model: str, directory: Path, public_key: Path | None, *, requ
                 f"--public-key checks a registered model, and {model} has no {STATEMENT}; leave the option out, or register the model"
             )
         yield model
-
-
-def _is_files(model: str) -> bool:
-    return "://" in model or (Path(model).expanduser() / "config.json").is_file()
 
 
 def _check_fetched(folder: Folder, public_key: Path) -> None:

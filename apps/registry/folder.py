@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.registry import signing
 from paceline.apps.registry.statement import (
     Lineage,
     files_digest,
     make_statement,
     read_statement,
+    sign,
     subjects,
+    verify,
 )
 from paceline.errors import Conflict, DataError, NotFound
 from paceline.files.names import CARD, EVALUATIONS, SIGNATURE, SPEC, STATEMENT, VERDICTS
@@ -90,13 +91,13 @@ def make_folder(
     files = dict(_digests(into))
     content = json.dumps(make_statement(name, version, lineage, parent, export, files), indent=1) + "\n"
     write_whole(into / STATEMENT, content)
-    signing.sign(into, key)
+    sign(into, key)
     return Contents(json.loads(content), _sha256(into / STATEMENT), tuple(evaluations), tuple(verdicts))
 
 
 def verify_folder(folder: Path, public_key: Path | None = None) -> Contents:
     """Return what a registered folder says. Raises DataError, which names the file, unless every file is as the statement says,
-    evaluations and verdicts are of these files and, with a key, the signature fits; what `signing.verify` raises."""
+    evaluations and verdicts are of these files and, with a key, the signature fits; what `verify` raises."""
     if not (folder / STATEMENT).is_file():
         raise DataError(f"{folder.name} has no {STATEMENT}; it is no registered model")
     statement = read_statement((folder / STATEMENT).read_bytes())
@@ -118,7 +119,7 @@ def verify_folder(folder: Path, public_key: Path | None = None) -> Contents:
         raise DataError(f"{SPEC} is not the spec that {STATEMENT} names; register the model again")
     evaluations, verdicts = _read_evidence(folder, predicate["export"]["sha256"])
     if public_key is not None:
-        signing.verify(folder, public_key)
+        verify(folder, public_key)
     return Contents(statement, _sha256(folder / STATEMENT), tuple(evaluations), tuple(verdicts))
 
 

@@ -110,7 +110,7 @@ models.add_command(push)
 @click.argument("file", type=FILE)
 def key(file: Path) -> None:
     """Make a key pair for signatures: FILE has the private key, FILE.pub the public one."""
-    from paceline.apps.registry.signing import make_key
+    from paceline.apps.registry.statement import make_key
 
     if not file.parent.is_dir():
         raise Conflict(f"the folder {file.parent} is not there; make it first")

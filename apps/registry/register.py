@@ -1,5 +1,5 @@
-"""`paceline models register`: make the folder of a version with its lineage by the run's records, sign it, put it in its place, and record
-it."""
+"""`paceline models register`: make the folder of a version with its lineage by the run's records, sign it, put it in
+its place, and record it."""
 
 from __future__ import annotations
 

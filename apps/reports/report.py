@@ -1,5 +1,5 @@
-"""`paceline report RUN`, one self-contained HTML file about a run, and `paceline plot RUN... [METRIC...]`, the curves of runs as one page.
-They need no coordinator, and take one."""
+"""`paceline report RUN`, one self-contained HTML file about a run, and `paceline plot RUN... [METRIC...]`, the curves
+of runs as one page. They need no coordinator, and take one."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _head(sweep: Sweep, trials: Sequence[Ended], best: Ended | None) -> list[Blo
     )
     blocks: list[Block] = [["heading", 1, f"Sweep {sweep.name}"], ["text", counts, ""]]
     if best is not None:
-        values = ", ".join(f"{key} = {_short(value)}" for key, value in best.values.items())
+        values = ", ".join(f"{key} = {short(value)}" for key, value in best.values.items())
         found = f"Best: {best.value:.4g}, trial {best.number} ({best.run_id}): {values}"
         blocks.append(["text", found, "good"])
     return blocks
@@ -194,11 +194,11 @@ def _table(sweep: Sweep, trials: Sequence[Ended]) -> Block:
     names = ["trial", "run", "outcome", sweep.metric, *sweep.search]
     rows = [
         [str(each.number), each.run_id, each.message or each.state.lower(), "" if each.value is None else f"{each.value:.4g}",
-         *(_short(each.values.get(key, "")) for key in sweep.search)]
+         *(short(each.values.get(key, "")) for key in sweep.search)]
         for each in trials
     ]  # fmt: skip
     return ["table", "Trials", names, rows]
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

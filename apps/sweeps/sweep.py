@@ -178,7 +178,7 @@ class Trials:
             self._run(self._study.ask())
 
     def _run(self, trial: Trial) -> None:
-        values = ", ".join(f"{key}={_short(value)}" for key, value in trial.values.items())
+        values = ", ".join(f"{key}={pictures.short(value)}" for key, value in trial.values.items())
         run_id = trial.run_id or self._found(trial)
         if run_id:
             self._say(f"trial {trial.number} goes on as {run_id}: {values}")
@@ -247,7 +247,3 @@ class Trials:
     def _cancel(self, run_id: str) -> None:
         with contextlib.suppress(Conflict):  # it has ended meanwhile
             self._coordinator.cancel(run_id)
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

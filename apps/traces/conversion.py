@@ -3,8 +3,9 @@
 Promise: every record becomes a row or is counted by the reason for which it was left out; a line that is no record is refused
 with its file and number.
 
-A record of the library verifiers (0.2 and later, `traces.jsonl`) is one rollout: a graph of messages (`nodes`, each with its parent), and rewards with weights. Where its nodes have
-tokens, masks and log-probabilities the behaviour policy is the recorded one; else the row is text.
+A record of the library verifiers (0.2 and later, `traces.jsonl`) is one rollout: a graph of messages (`nodes`, each
+with its parent), and rewards with weights. Where its nodes have tokens, masks and log-probabilities the behaviour
+policy is the recorded one; else the row is text.
 
 Promise: only rollouts of one answer become traces, because a trace has one prompt; others are left out and counted.
 """

@@ -21,9 +21,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from paceline.apps.tracking.entries import Entry, entries
 from paceline.apps.tracking.names import Style
-from paceline.apps.tracking.tracker import Refused, TrackedRun, Tracker
+from paceline.apps.tracking.tracker import Entry, Refused, TrackedRun, Tracker, entries
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, InvalidInput, NotFound, Unreadable

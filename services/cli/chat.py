@@ -91,10 +91,14 @@ def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSp
         raise InvalidInput(f"run {run_id} has trained a reward model, which writes no text")
     lora = spec.policy.lora_cfg.model_copy(update={"enabled": False})
     policy = {"model_name": str(export), "tokenizer_name": None, "lora_cfg": lora}
-    generation = spec.policy.generation.model_copy(update={"max_batch_size": 16})
-    return spec.model_copy(
-        update={"policy": spec.policy.model_copy(update={**policy, "generation": generation})}
-    )
+    spec = spec.model_copy(update={"policy": spec.policy.model_copy(update=policy)})
+    return with_generation(spec, max_batch_size=16)
+
+
+def with_generation(spec: RunSpec, **settings: Any) -> RunSpec:
+    """Return the spec with other settings of policy.generation."""
+    generation = spec.policy.generation.model_copy(update=settings)
+    return spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
 
 
 def _spec_of_folder(model: str) -> RunSpec:
@@ -138,15 +142,9 @@ def changed(
             f"{longest} tokens together"
         )
     given = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    generation = {key: value for key, value in given.items() if value is not None}
-    policy = {"generation": spec.policy.generation.model_copy(update=generation)}
+    spec = with_generation(spec, **{key: value for key, value in given.items() if value is not None})
     data = {} if system is None else {"system_prompt": system}
-    return spec.model_copy(
-        update={
-            "policy": spec.policy.model_copy(update=policy),
-            "data": spec.data.model_copy(update=data),
-        }
-    )
+    return spec.model_copy(update={"data": spec.data.model_copy(update=data)})
 
 
 @dataclass

@@ -202,7 +202,7 @@ def examine(directory: Path) -> list[Finding]:
     """Check everything that a run needs of this machine; `directory` is where runs would be kept. Imports torch."""
     return [
         _python(),
-        _processor(),
+        Finding("CPU", "ok", f"{usable_cores()} cores usable"),
         _memory(),
         _disk(directory),
         _ports(),
@@ -220,10 +220,6 @@ def _python() -> Finding:
     if sys.version_info < MIN_PYTHON:
         return Finding("Python", "fault", version, f"use Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer")
     return Finding("Python", "ok", f"{version}, {sys.executable}")
-
-
-def _processor() -> Finding:
-    return Finding("CPU", "ok", f"{usable_cores()} cores usable")
 
 
 def _memory() -> Finding:

@@ -185,10 +185,7 @@ def _service(service: ServiceDescriptor, comments: dict[str, str]) -> str:
         f"{_cell(comments.get(f'{service.name}.{method.name}'))} |"
         for method in service.methods
     ]
-    return (
-        f"### {service.name}\n\n{_prose(comments.get(service.name, ''))}\n\n| call | request | response | meaning |\n|---|---|---|---|\n"
-        + "\n".join(rows)
-    )
+    return _table(service.name, comments, "call | request | response | meaning", rows)
 
 
 def _streamed(streams: bool) -> str:
@@ -196,14 +193,11 @@ def _streamed(streams: bool) -> str:
 
 
 def _message(message: Descriptor, comments: dict[str, str]) -> str:
-    head = f"### {message.name}\n\n{_prose(comments.get(message.name, ''))}"
-    if not message.fields:
-        return head
     rows = [
         f"| `{field.name}` | {field.number} | {_type(field)} | {_cell(comments.get(f'{message.name}.{field.name}'))} |"
         for field in message.fields
     ]
-    return f"{head}\n\n| field | number | type | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
+    return _table(message.name, comments, "field | number | type | meaning", rows)
 
 
 def _enum(enum: EnumDescriptor, comments: dict[str, str]) -> str:
@@ -211,10 +205,14 @@ def _enum(enum: EnumDescriptor, comments: dict[str, str]) -> str:
         f"| `{value.name}` | {value.number} | {_cell(comments.get(f'{enum.name}.{value.name}'))} |"
         for value in enum.values
     ]
-    return (
-        f"### {enum.name}\n\n{_prose(comments.get(enum.name, ''))}\n\n| value | number | meaning |\n|---|---|---|\n"
-        + "\n".join(rows)
-    )
+    return _table(enum.name, comments, "value | number | meaning", rows)
+
+
+def _table(name: str, comments: dict[str, str], columns: str, rows: list[str]) -> str:
+    """Return the entry of a name, with its comment and, if it has any, its rows."""
+    head = f"### {name}\n\n{_prose(comments.get(name, ''))}"
+    ruler = "|---" * (columns.count("|") + 1)
+    return f"{head}\n\n| {columns} |\n{ruler}|\n" + "\n".join(rows) if rows else head
 
 
 def _type(field: FieldDescriptor) -> str:

@@ -262,7 +262,8 @@ def _episode_line(episode: Mapping[str, Any]) -> str:
 
 
 def _conversation(episode: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a conversation, from the prompt on where it is the episode's own. What the model did not write is behind a bar, as the learner masks it."""
+    """Yield the lines of a conversation, from the prompt on where it is the episode's own. What the model did not write
+    is behind a bar, as the learner masks it."""
     own = episode["prompt"]  # what `reset` returned, in this episode's prompt alone
     opening = [{"role": "user", "content": own}] if isinstance(own, str) else own or []
     for message in [*opening, *episode["messages"]]:
@@ -316,13 +317,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     if not rows:
         print(empty)
         return
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        table.add_row(*(_plain(cell) for cell in row))
+        table.add_row(*(Text(visible(cell)) for cell in row))
     console = Console() if sys.stdout.isatty() else Console(width=400)
     console.print(table, highlight=False)
 
@@ -341,9 +343,3 @@ def _number(value: Any, form: str) -> str:
     if isinstance(value, int | float) and math.isfinite(value):
         return format(value, form)
     return "-".rjust(int(form.split(".")[0] or 1))
-
-
-def _plain(cell: str) -> Any:
-    from rich.text import Text
-
-    return Text(visible(cell))

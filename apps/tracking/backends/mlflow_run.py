@@ -12,8 +12,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.apps.tracking.entries import as_table
-from paceline.apps.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, Tracker, library
+from paceline.apps.tracking.tracker import (
+    AlertKind,
+    Refused,
+    Row,
+    Step,
+    TrackedRun,
+    Tracker,
+    as_table,
+    library,
+)
 from paceline.errors import InvalidInput
 from paceline.spec.sections.system import TrackerSection
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.tracking.entries import as_table
-from paceline.apps.tracking.tracker import AlertKind, Row, Step, Tracker, library
+from paceline.apps.tracking.tracker import AlertKind, Row, Step, Tracker, as_table, library
 
 SEQUENCE = "paceline/sequence"
 EVENT_FILES = "events.out.tfevents.*"

@@ -14,8 +14,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.tracking.entries import as_table
-from paceline.apps.tracking.tracker import TITLES, AlertKind, Row, Step, TrackedRun, Tracker, library
+from paceline.apps.tracking.tracker import (
+    TITLES,
+    AlertKind,
+    Row,
+    Step,
+    TrackedRun,
+    Tracker,
+    as_table,
+    library,
+)
 from paceline.spec.sections.system import TrackerSection
 
 INIT_TIMEOUT_S = 60.0

@@ -63,7 +63,7 @@ class Webhook(Tracker):
             self._send(
                 step,
                 "failed" if state == "failed" else "ended",
-                f"The run has {_past(state)}{because}",
+                f"The run has {'been ' if state == 'cancelled' else ''}{state}{because}",
                 state,
             )
 
@@ -106,7 +106,3 @@ class Webhook(Tracker):
 def signature(secret: bytes, body: bytes) -> str:
     """Return the value of the header that proves who sent a body: HMAC with SHA-256, in hexadecimal."""
     return "sha256=" + hmac.new(secret, body, hashlib.sha256).hexdigest()
-
-
-def _past(state: str) -> str:
-    return {"cancelled": "been cancelled"}.get(state, state)

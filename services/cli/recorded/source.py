@@ -1,12 +1,12 @@
 """Where the commands on records read them: a ledger on this machine, or a coordinator anywhere.
 
-`--coordinator` asks the coordinator there, and needs its address and token alone. Without it, the ledger of `--directory` is read,
-whether a coordinator works there or not; where there is none, the coordinator of PACELINE_COORDINATOR is asked. A command is written
-once: `LedgerRuns` reads a ledger as `paceline.client.Client` reads a coordinator. A ledger is opened read-only, so a coordinator that
-works there is not disturbed.
+`--coordinator` asks the coordinator there, and needs its address and token alone. Without it, the ledger of
+`--directory` is read, whether a coordinator works there or not; where there is none, the coordinator of
+PACELINE_COORDINATOR is asked. A command is written once: `LedgerRuns` reads a ledger as `paceline.client.Client` reads
+a coordinator. A ledger is opened read-only, so a coordinator that works there is not disturbed.
 
-So are registered models found. Commands that change them open the ledger as its one writer, which is refused while a coordinator has it; then --coordinator
-names that one.
+So are registered models found. Commands that change them open the ledger as its one writer, which is refused while a
+coordinator has it; then --coordinator names that one.
 """
 
 from __future__ import annotations
@@ -81,6 +81,11 @@ class LedgerRuns:
             for row in rows:
                 after = row["sequence"]
                 yield Event(after, row["kind"], json.loads(row["json"]))
+
+    @property
+    def models(self) -> Models:
+        """The registered models, to read."""
+        return _local(self.ledger)
 
     def run_ids(self) -> list[str]:
         """Return the ids of all runs, oldest first, also where other columns cannot be read; the runs whose rows are lost come
@@ -196,7 +201,7 @@ _OPTION = click.Option(["--coordinator"])
 def models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
     """Give the registered models of a coordinator, or of the ledger of `directory`, to read. Raises NotFound, Unavailable."""
     with records_of(directory, coordinator) as source:
-        yield source.models if isinstance(source, Client) else _local(source.ledger)
+        yield source.models
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""Commands about runs (submit, runs, watch, cancel, pause, resume, drop, checkpoint), their pools (status) and workers (members, drain)."""
+"""Commands about runs (submit, runs, watch, cancel, pause, resume, drop, checkpoint), their pools (status) and workers
+(members, drain)."""
 
 from __future__ import annotations
 

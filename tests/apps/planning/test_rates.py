@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from paceline.apps.planning.rates import (
+from paceline.apps.planning.processors import (
     Rates,
     Work,
     active_parameters,
