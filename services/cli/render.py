@@ -17,7 +17,6 @@ import click
 from paceline.services.common.options import print_json
 from paceline.services.common.reporting.curve import scaled, sparkline
 from paceline.services.common.reporting.visible_text import visible
-from paceline.services.coordinator.ledger.groups import OPEN_STATES
 
 if TYPE_CHECKING:
     from paceline.v1.run_pb2 import Run
@@ -52,6 +51,8 @@ def run_facts(run: Run) -> Facts:
 
 
 def run_row(facts: Facts) -> list[str]:
+    from paceline.services.coordinator.ledger.groups import OPEN_STATES
+
     opened = sum(facts["groups"].get(state, 0) for state in OPEN_STATES)
     return [
         facts["run_id"],

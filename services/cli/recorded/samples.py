@@ -18,7 +18,6 @@ from paceline.data.table_packages import need_table_packages
 from paceline.errors import NotFound
 from paceline.records import Records, missing_samples
 from paceline.services.cli import render
-from paceline.services.cli.recorded.metrics import write_parquet
 from paceline.services.cli.recorded.source import Source, records_of_run, source_options
 from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option, print_json
@@ -85,6 +84,8 @@ class SampleChoice:
 
     def write_parquet(self, source: Source, run_id: str, destination: Path) -> int:
         """Write the completions as a table; return the number of rows. Raises NotFound."""
+        from paceline.services.cli.recorded.metrics import write_parquet
+
         need_table_packages("a Parquet file")
         if not destination.parent.is_dir():
             raise NotFound(f"no folder {destination.parent}; make it first")

@@ -153,14 +153,10 @@ def run_here(
     page: bool = True,
 ) -> None:
     """Start services in `directory`, submit `spec` if given, and follow all open runs to their end, also while the
-    coordinator restarts. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all followed
-    runs succeed.
-
+    coordinator restarts. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all succeed.
     Runs that train on a data set's examples get no rollout and reward workers. With `scaled` (bounds by role, possibly none)
     the coordinator's advice decides on the number of workers. Raises PacelineError.
     """
-    from paceline.services.local.scaling import LocalScaler  # imports grpc
-
     say = functools.partial(click.echo, err=True)
     if spec is not None:
         check_paths_are_here(spec)
@@ -186,6 +182,8 @@ def run_here(
         run_ids = _begun(client, spec, resumed, list(going_on), say)
         cluster.start_workers()
         if scaled is not None:
+            from paceline.services.local.scaling import LocalScaler  # imports grpc
+
             stack.enter_context(LocalScaler(cluster, say))
         if page:
             start_page(cluster, host, say)
