@@ -201,9 +201,7 @@ def main() -> None:
 
 def compared(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
     """Return predicted and measured seconds of a shape's step."""
-    from paceline.apps.planning.processors import CPU_CORE
-    from paceline.apps.planning.rates import generation_seconds, training_seconds
-    from paceline.apps.planning.work import Work
+    from paceline.apps.planning.processors import CPU_CORE, Work, generation_seconds, training_seconds
     from paceline.models.shape import shape_of
 
     sizes = shape_of(shape.config())
@@ -236,8 +234,7 @@ def fitted(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]
     """Return the rates of one core that explain the measured seconds best."""
     import numpy as np
 
-    from paceline.apps.planning.rates import generation_terms, training_terms
-    from paceline.apps.planning.work import Work
+    from paceline.apps.planning.processors import Work, generation_terms, training_terms
     from paceline.models.shape import shape_of
 
     found = {}

@@ -32,8 +32,7 @@ from long_tail.engine import DECODE_STEP_S, LONGEST, MEDIAN_TOKENS
 from long_tail.trainer import VARIABLE
 
 from paceline.client import Client, state_name
-from paceline.services.demo.model import make_model
-from paceline.services.demo.task import write_data
+from paceline.services.demo.task import make_model, write_data
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec

@@ -20,8 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import psutil
 
 from paceline.client import Client, state_name
-from paceline.services.demo.model import make_model
-from paceline.services.demo.task import write_data
+from paceline.services.demo.task import make_model, write_data
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec

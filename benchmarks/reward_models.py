@@ -32,7 +32,7 @@ def make_model(folder: Path, hidden: int, layers: int) -> int:
     import torch
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-    from paceline.services.demo.model import make_tokenizer
+    from paceline.services.demo.task import make_tokenizer
 
     tokenizer = make_tokenizer()
     torch.manual_seed(0)

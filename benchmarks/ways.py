@@ -92,7 +92,7 @@ RUN = """\
 import json, sys
 from pathlib import Path
 try:
-    from paceline.services.demo.model import make_model
+    from paceline.services.demo.task import make_model
     main = "paceline.services.cli.main"
 except ImportError:
     from services.demo.model import make_model

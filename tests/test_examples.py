@@ -110,7 +110,7 @@ async def test_the_notebook_makes_a_run_whose_functions_score(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("paceline.services.local.one_call.train", train)
     monkeypatch.setattr(TrainedRun, "samples", lambda *_, step: [{"prompt": "1+1=", "completions": []}])
-    monkeypatch.setattr("paceline.services.demo.model.make_model", lambda *_, **__: None)
+    monkeypatch.setattr("paceline.services.demo.task.make_model", lambda *_, **__: None)
     run_notebook(EXAMPLES / "notebook" / "train.ipynb")
     (spec,) = made
     assert len(open_prompts(spec.data, 0)) == 100

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.apps.dashboard.methods import methods
+from paceline.apps.dashboard.backends import methods
 from paceline.services.cli.main import main
 from paceline.services.cli.reference import generated
 from paceline.services.common.reporting import metric_table

@@ -2,20 +2,31 @@
 
 The content security policy allows scripts, styles and connections from this server alone, and none inline, so a text that reached
 the page as markup by a fault would still not run. The page's files are open to everyone; what they show needs a key.
+
+Tokenizers, for views that colour a completion by token, are loaded when they are first asked for, by a thread of the
+dashboard's process, and only from folders on this machine: the page works without the internet, and without the
+tokenizer it shows numbers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
+from paceline.apps.dashboard.backends import Backend, document, methods
 from paceline.apps.dashboard.gateway import Gateway, error_body, retry_header
-from paceline.apps.dashboard.openapi import document
-from paceline.apps.dashboard.pieces import Pieces
-from paceline.errors import InvalidInput, NotFound
+from paceline.data.tokens import load_tokenizer
+from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.services.common.serving.http_listener import MAX_BODY_BYTES, Handler, HttpListener
+from paceline.spec.reading import spec_of_run
+from paceline.v1 import records_pb2
 
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
@@ -27,8 +38,6 @@ HEADERS = {
 
 
 class Dashboard:
-    """The server of one backend."""
-
     def __init__(self, gateway: Gateway, pieces: Pieces):
         self._gateway = gateway
         self._pieces = pieces
@@ -58,7 +67,6 @@ class Dashboard:
         return web.json_response(document())
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
-        """Say what the caller may do."""
         return web.json_response({"role": (await self._gateway.role(request)).name.lower()})
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
@@ -97,3 +105,48 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
     except Exception as error:  # any error is answered to its sender, and others are served on
         status, body = error_body(error)
         return web.json_response(body, status=status, headers=retry_header(error))
+
+
+MAX_IDS = 65_536
+TOKENIZERS = 4
+LARGEST_ID = (1 << 31) - 1
+
+
+class Pieces:
+    """Tokenizers of a backend's runs."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        self._thread = ThreadPoolExecutor(1, "tokenizers")
+        self._tokenizers: dict[str, Any] = {}
+
+    async def texts(self, run_id: Any, ids: Any) -> list[str]:
+        """Return the text of each token. Raises InvalidInput; NotFound where the tokenizer is not on this machine."""
+        if not isinstance(run_id, str) or not isinstance(ids, list) or len(ids) > MAX_IDS:
+            raise InvalidInput(f"send runId, a text, and ids, a list of at most {MAX_IDS} numbers")
+        if not all(isinstance(each, int) and 0 <= each <= LARGEST_ID for each in ids):
+            raise InvalidInput("ids has something that is no token: they are numbers from 0")
+        method = methods()["paceline.v1.RecordsService/GetSpec"]
+        answer = await self._backend.call(method, records_pb2.GetSpecRequest(run_id=run_id))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._texts, run_id, answer.spec_yaml, ids)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _texts(self, run_id: str, spec_yaml: str, ids: Sequence[int]) -> list[str]:
+        policy = spec_of_run(run_id, spec_yaml)[0].policy
+        name = policy.tokenizer_name or policy.model_name
+        if not os.path.isdir(name):
+            raise NotFound(f"the tokenizer {name} is not in a folder of this machine")
+        if name not in self._tokenizers:
+            while len(self._tokenizers) >= TOKENIZERS:
+                self._tokenizers.pop(next(iter(self._tokenizers)))
+            self._tokenizers[name] = load_tokenizer(policy)
+        try:
+            tokenizer = self._tokenizers[name]
+            return [str(tokenizer.decode([each])) for each in ids]
+        except PacelineError:
+            raise
+        except Exception as error:  # an id that the tokenizer does not know
+            raise InvalidInput(f"the tokenizer cannot decode these tokens: {error}") from None

@@ -1,60 +1,212 @@
-"""Where the dashboard's answers come from: a coordinator, or a ledger (`paceline.services.local.ledger_calls`)."""
+"""Where the dashboard's answers come from: a coordinator, or a ledger (`paceline.services.local.ledger_calls`).
+
+The calls with an HTTP path, and the OpenAPI document about them, come from the services' descriptors and the comments of the protos.
+`POST /paceline.v1.RunService/List` is the unary wire of Connect: its clients work. Calls that take a stream have none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from paceline.apps.dashboard.methods import Method
+from google.protobuf import message_factory
+from google.protobuf.descriptor_pb2 import MethodOptions
+
 from paceline.calls.token import metadata, read_token
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
 from paceline.tls.channels import RenewedChannel, open_aio_channel
+from paceline.v1 import (
+    access_pb2,
+    bundle_pb2,
+    records_pb2,
+    registry_pb2,
+    run_pb2,
+    status_pb2,
+    worker_pb2,
+)
+
+if TYPE_CHECKING:
+    from paceline.services.local.ledger_calls import LedgerCalls
+from functools import cache
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from paceline import __version__
+from paceline.v1 import common_pb2
 
 CALL_S, LONG_CALL_S = 60.0, 3600.0
 LONG_CALLS = ("paceline.v1.RecordsService/VerifyRun", "paceline.v1.RunService/Submit")
 
 
-class Backend(Protocol):
-    """Answers calls. Methods raise PacelineError or grpc.aio.AioRpcError."""
-
-    async def call(self, method: Method, request: Any, token: str = "") -> Any:
-        """Return the response. `token` is the caller's; without one the dashboard's is used."""
-
-    def stream(self, method: Method, request: Any, token: str = "") -> AsyncIterator[Any]:
-        """Yield the responses."""
-
-    async def close(self) -> None:
-        """Give up what it holds."""
-
-
 class CoordinatorBackend:
-    """A coordinator, which may restart meanwhile."""
+    """A coordinator, which may restart meanwhile. Methods raise PacelineError or grpc.aio.AioRpcError; without a caller's `token` the
+    dashboard's is used."""
 
     def __init__(self, address: str, token_file: Path):
         self._channel = RenewedChannel(lambda: open_aio_channel(address, CHANNEL_OPTIONS))
         self._token_file = token_file
 
     async def call(self, method: Method, request: Any, token: str = "") -> Any:
-        """Return the response."""
         call = self._channel.unary_unary(f"/{method.path}", _to_bytes, method.response.FromString)
         limit_s = LONG_CALL_S if method.path in LONG_CALLS else CALL_S
         return await call(request, timeout=limit_s, metadata=self._metadata(token))
 
     async def stream(self, method: Method, request: Any, token: str = "") -> AsyncIterator[Any]:
-        """Yield the responses."""
         call = self._channel.unary_stream(f"/{method.path}", _to_bytes, method.response.FromString)
         async for response in call(request, metadata=self._metadata(token)):
             yield response
 
     async def close(self) -> None:
-        """Close the channel."""
         await self._channel.close(None)
 
     def _metadata(self, token: str) -> Any:
         return metadata(token or read_token(self._token_file))
 
 
+Backend: TypeAlias = "CoordinatorBackend | LedgerCalls"
+"""What answers calls."""
+
+
 def _to_bytes(message: Any) -> bytes:
     content: bytes = message.SerializeToString()
     return content
+
+
+MODULES = (run_pb2, records_pb2, status_pb2, worker_pb2, bundle_pb2, registry_pb2, access_pb2)
+
+
+@dataclass(frozen=True)
+class Method:
+    path: str
+    """`package.Service/Method`."""
+    request: type[Any]
+    response: type[Any]
+    streams: bool
+    """True when it answers with a stream."""
+    only_reads: bool
+
+
+def methods() -> Mapping[str, Method]:
+    found = {}
+    for module in MODULES:
+        for service in module.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                if method.client_streaming:
+                    continue
+                path = f"{service.full_name}/{method.name}"
+                level = method.GetOptions().idempotency_level
+                found[path] = Method(
+                    path,
+                    message_factory.GetMessageClass(method.input_type),
+                    message_factory.GetMessageClass(method.output_type),
+                    bool(method.server_streaming),
+                    level == MethodOptions.NO_SIDE_EFFECTS,
+                )
+    return found
+
+
+INT64 = (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64)
+NUMBERS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
+
+
+@cache
+def document() -> dict[str, Any]:
+    comments, paths = _comments(), dict[str, Any]()
+    schemas: dict[str, Any] = {}
+    for path, method in methods().items():
+        service, _, name = path.rpartition("/")
+        content = {
+            "text/event-stream" if method.streams else "application/json": {
+                "schema": _reference(method.response.DESCRIPTOR, schemas, comments)
+            }
+        }
+        paths[f"/{path}"] = {
+            "post": {
+                "operationId": path.replace("/", "."),
+                "tags": [service],
+                "summary": comments.get(f"{service.rpartition('.')[2]}.{name}", ""),
+                "requestBody": {
+                    "content": {
+                        "application/json": {
+                            "schema": _reference(method.request.DESCRIPTOR, schemas, comments)
+                        }
+                    }
+                },
+                "responses": {
+                    "200": {"description": "The response.", "content": content},
+                    "default": {
+                        "description": "Code and message, as Connect has them.",
+                        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+                    },
+                },
+                "x-only-reads": method.only_reads,
+            }
+        }
+    schemas["Error"] = {
+        "type": "object",
+        "properties": {"code": {"type": "string"}, "message": {"type": "string"}},
+        "required": ["code", "message"],
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Paceline", "version": __version__},
+        "security": [{"bearer": []}],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+            "schemas": dict(sorted(schemas.items())),
+        },
+    }
+
+
+def _reference(descriptor: Descriptor, schemas: dict[str, Any], comments: dict[str, str]) -> dict[str, Any]:
+    """Return a reference to a message's schema, which is added with all that it refers to."""
+    name = descriptor.full_name
+    if name not in schemas:
+        schema: dict[str, Any] = {"type": "object", "description": comments.get(descriptor.name, "")}
+        schemas[name] = schema  # before its fields, because messages may refer to themselves
+        schema["properties"] = {
+            field.json_name: _field(field, schemas, comments) for field in descriptor.fields
+        }
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _field(field: FieldDescriptor, schemas: dict[str, Any], comments: dict[str, str]) -> dict[str, Any]:
+    owner = field.containing_type
+    comment = comments.get(f"{owner.name}.{field.name}", "") if owner is not None else ""
+    message = field.message_type
+    if message is not None and message.GetOptions().map_entry:
+        values = _value(message.fields_by_name["value"], schemas, comments)
+        return {"type": "object", "additionalProperties": values, "description": comment}
+    value = _value(field, schemas, comments)
+    if field.is_repeated:
+        return {"type": "array", "items": value, "description": comment}
+    return value | {"description": comment}
+
+
+def _value(field: FieldDescriptor, schemas: dict[str, Any], comments: dict[str, str]) -> dict[str, Any]:
+    if field.message_type is not None:
+        return _reference(field.message_type, schemas, comments)
+    if field.enum_type is not None:
+        return {"type": "string", "enum": [value.name for value in field.enum_type.values]}
+    if field.type in INT64:  # ProtoJSON writes them as texts, because JavaScript's numbers are too small
+        return {"type": "string", "format": "int64"}
+    if field.type in NUMBERS:
+        return {"oneOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+    if field.type == FieldDescriptor.TYPE_BOOL:
+        return {"type": "boolean"}
+    if field.type == FieldDescriptor.TYPE_STRING:
+        return {"type": "string"}
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return {"type": "string", "contentEncoding": "base64"}
+    return {"type": "integer"}
+
+
+def _comments() -> dict[str, str]:
+    """Return the comment before each message, rpc and field, by `Message`, `Service.Method` and `Message.field`."""
+    from paceline.services.cli.reference import FOLDER, comments_of
+
+    names = [Path(module.DESCRIPTOR.name).name for module in (*MODULES, common_pb2)]
+    return {key: text for name in names for key, text in comments_of(FOLDER / name).items()}

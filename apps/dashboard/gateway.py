@@ -16,8 +16,7 @@ import grpc
 from aiohttp import web
 from google.protobuf import json_format
 
-from paceline.apps.dashboard.backends import Backend
-from paceline.apps.dashboard.methods import Method, methods
+from paceline.apps.dashboard.backends import Backend, Method, methods
 from paceline.calls.retry_hint import USUAL_S, from_error, to_header
 from paceline.errors import (
     AccessDenied,
@@ -69,8 +68,6 @@ MAX_STREAMS = 64
 
 
 class Refused(Exception):
-    """A request that is answered with an error."""
-
     def __init__(self, code: str, message: str):
         super().__init__(message)
         self.code = code
@@ -78,8 +75,6 @@ class Refused(Exception):
 
 
 class Gateway:
-    """The calls of one backend."""
-
     def __init__(self, backend: Backend, access: Access):
         self._backend = backend
         self._access = access
@@ -169,7 +164,6 @@ async def _message(request: web.Request, method: Method, read: Read) -> Any:
 
 
 def _json(message: Any) -> str:
-    """Return a message as JSON on one line."""
     text: str = json_format.MessageToJson(message, indent=None, always_print_fields_with_no_presence=True)
     return text
 
@@ -184,7 +178,6 @@ def retry_header(error: Exception) -> dict[str, str] | None:
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, str]]:
-    """Return status and body of an answer for an error."""
     match error:
         case Refused():
             code, message = error.code, error.message

@@ -30,7 +30,6 @@ def main(address: str) -> None:
 
 
 def say_links(address: str, access: Access) -> None:
-    """Print the link of each role."""
     click.echo(f"page:           {link(address, access, Role.OPERATOR)}")
     click.echo(f"page, to read:  {link(address, access, Role.READER)}")
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import click
 
-from paceline.apps.dashboard.app import Dashboard
+from paceline.apps.dashboard.app import Dashboard, Pieces
 from paceline.apps.dashboard.backends import Backend, CoordinatorBackend
 from paceline.apps.dashboard.gateway import Gateway
 from paceline.apps.dashboard.links import say_links
-from paceline.apps.dashboard.pieces import Pieces
 from paceline.calls.token import TOKEN_NAME, token_path
 from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
+from paceline.services.cli.render import PATH
 from paceline.services.common.access.insecure import (
     check_coordinator,
     check_host,
@@ -55,9 +55,7 @@ log = logging.getLogger(__name__)
     help="Port on --host that serves /metrics for Prometheus, 0 for a free one. Default: none.",
 )
 @click.option("--read-only", is_flag=True, help="Pause, resume and cancel nothing, whatever the key.")
-@click.option(
-    "--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens."
-)
+@click.option("--ready-file", type=PATH, help="File to write the address to, once it listens.")
 @token_file_option
 def main(
     coordinator: str | None,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.apps.evaluation.models import ContinuationScore, split
+from paceline.apps.evaluation.problems import ContinuationScore, split
 from paceline.apps.model_server.serving import ServedModel
 from paceline.chat.completion_texts import completion_text, opens_reasoning
 from paceline.data.tokens import encode_continuation, encode_prompt
@@ -34,7 +34,6 @@ class EngineModel:
     async def sample(
         self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None
     ) -> list[Completion]:
-        """See `AskedModel.sample`."""
         served, generation = self._served, self._served.spec.policy.generation
         ids = self._encode(prompt, tools)
         stop = StopStrings.of(served.tokenizer, generation.stop_strings)

@@ -1,6 +1,6 @@
 """`paceline eval FILE --model MODEL`: measure a model on the validation set of a file, without a run.
 
-Comparison of an evaluation's questions with the data that a model was trained on.
+FILE has the keys of a run, for the model of `--model`. Its questions are compared with the data that the model was trained on.
 
 Promise: a set that cannot be compared is named with the reason, never passed over.
 """
@@ -8,33 +8,29 @@ Promise: a set that cannot be compared is named with the reason, never passed ov
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.apps.evaluation.evaluation_spec import (
-    digests,
-    evaluation_spec,
-    reads_model,
-    spec_of_endpoint,
-)
 from paceline.apps.evaluation.tasks import task_file, task_names
-from paceline.services.cli.chat import spec_of_model
+from paceline.data.overlap import OVERLAP, OverlapIndex, prompt_texts
+from paceline.data.rows import open_source
+from paceline.errors import PacelineError
+from paceline.services.cli.chat import spec_of_model, with_generation
+from paceline.services.cli.render import FOLDER
 from paceline.services.common.options import device_option, directory_option, json_option, print_json
 from paceline.services.common.processes.quiet_libraries import quiet_libraries
 from paceline.spec import RunSpec
+from paceline.spec.sections.data import DataSource
 
 if TYPE_CHECKING:
     from paceline.apps.evaluation.runner import Evaluated
     from paceline.reward.endpoints.settings import EndpointSettings
-    from paceline.spec.sections.data import DataSource
-from collections.abc import Sequence
-
-from paceline.data.overlap import OVERLAP, OverlapIndex, prompt_texts
-from paceline.data.rows import open_source
-from paceline.errors import PacelineError
-from paceline.spec.sections.data import DataSource
+from paceline.apps.evaluation.tasks import TASKS
+from paceline.errors import InvalidInput
+from paceline.spec.sections.data import RewardFunctionSection
 
 
 def _file_or_task(name: str) -> Path:
@@ -93,12 +89,7 @@ def _list_tasks(context: click.Context, _option: click.Parameter, is_set: bool) 
     type=click.Choice(["lm-eval", "inspect"]),
     help="Serve the model, run this harness against it with the arguments after --, and take its results in.",
 )
-@click.option(
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for result and samples.",
-)
+@click.option("--output", required=True, type=FOLDER, help="Folder for result and samples.")
 @click.option("--seed", default=0, show_default=True, help="Seed of sampling and of the intervals.")
 @click.option(
     "--processes",
@@ -235,8 +226,7 @@ def _by_harness(
     harness: str, arguments: tuple[str, ...], model: str | None, device: str, directory: Path, seed: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return result and samples of an outside harness on a model that is served meanwhile."""
-    from paceline.apps.evaluation.harnesses.running import run_harness
-    from paceline.apps.evaluation.harnesses.scored import HarnessRun, result_of
+    from paceline.apps.evaluation.harnesses import HarnessRun, result_of, run_harness
     from paceline.apps.model_server.serve_model import BATCH_SIZE, device_of
     from paceline.apps.model_server.serving import model_label, opened_model
 
@@ -244,9 +234,7 @@ def _by_harness(
         raise click.UsageError(
             f"--with serves a model of files or a run, and --model is {model or 'missing'}"
         )
-    spec = spec_of_model(model, directory)
-    generation = spec.policy.generation.model_copy(update={"max_batch_size": BATCH_SIZE})
-    spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
+    spec = with_generation(spec_of_model(model, directory), max_batch_size=BATCH_SIZE)
 
     async def run() -> HarnessRun:
         async with opened_model(spec, model_label(model), device_of(device)) as served:
@@ -258,8 +246,6 @@ def _by_harness(
 
 def _training_sets(model: RunSpec, named: tuple[str, ...]) -> list[DataSource]:
     """Return the training data to compare: that of the run, and what --trained-on names."""
-    from paceline.spec.sections.data import DataSource
-
     own = [model.data.source()] if model.data.train != "none" else []
     return [*own, *(DataSource("--trained-on", name, "train") for name in named)]
 
@@ -268,7 +254,6 @@ def _compare(
     result: dict[str, Any], sets: list[DataSource], questions: list[str], prompt_key: str
 ) -> list[str]:
     """Add the overlap with training data to the result, and return the warnings."""
-
     result["trained_on"] = compared(questions, sets, prompt_key)
     return warnings_of(result["trained_on"], len(questions))
 
@@ -334,3 +319,86 @@ def warnings_of(found: Sequence[Json], num_questions: int) -> list[str]:
                 "little about new questions"
             )
     return lines
+
+
+LONGEST = 4096
+"""Tokens of prompt and completion together, of a model whose files are not here."""
+
+
+def spec_of_endpoint(url: str) -> RunSpec:
+    """Return the settings of a model behind a URL, of which nothing else is known."""
+    return RunSpec.model_validate(
+        {
+            "policy": {"model_name": url, "max_total_sequence_length": LONGEST},
+            "data": {"train": "none"},
+            "rewards": [{"function": "exact_match"}],
+        }
+    )
+
+
+def evaluation_spec(file: Path, overrides: tuple[str, ...], model: RunSpec) -> RunSpec:
+    """Return the spec in `file` for the model of another one. Raises SpecError, InvalidInput without validation data."""
+    from paceline.spec.reading import apply_override, parse_spec, read_tree
+
+    tree = read_tree(file)
+    for override in overrides:
+        apply_override(tree, override)
+    if file.parent == TASKS and isinstance(tree["data"].get("validation"), str):
+        tree["data"]["validation"] = _from_here(tree["data"]["validation"])
+    data = tree.get("data") if isinstance(tree.get("data"), dict) else {}
+    if not data or not data.get("validation"):
+        raise InvalidInput(f"{file}: data.validation is not set; name the data set with the problems")
+    policy = tree.get("policy") or {}
+    generation = policy.get("generation") or {} if isinstance(policy, dict) else {}
+    if not (isinstance(policy, dict) and isinstance(generation, dict)):
+        return parse_spec(tree, base=file.parent)  # which says what they are
+    tree["policy"] = {
+        "max_total_sequence_length": model.policy.max_total_sequence_length,
+        **policy,
+        "model_name": model.policy.model_name,
+        "tokenizer_name": model.policy.tokenizer_name,
+        "lora_cfg": {"enabled": False},
+        # Nothing trains on these samples, so no ratio could be biased.
+        "generation": {"allow_biased_sampling": True, **generation},
+    }
+    # The training set is not read; a run's spec names one, and an evaluation file need not.
+    tree["data"] = {"train": data["validation"], **data}
+    if isinstance(evaluation := tree.get("evaluation"), dict) and evaluation.get("method") == "prefer":
+        _measure(tree, model.policy.model_name)
+    return parse_spec(tree, base=file.parent)
+
+
+def reads_model(tree: dict[str, Any]) -> bool:
+    """Return whether a file measures the model of `--model`; one that measures a judge needs none."""
+    evaluation, rewards = tree.get("evaluation"), tree.get("rewards")
+    if not isinstance(evaluation, dict) or evaluation.get("method") != "prefer":
+        return True
+    return any(_path_argument(reward) is not None for reward in rewards or ())
+
+
+def _measure(tree: dict[str, Any], model: str) -> None:
+    """Make `model` that of the reward functions which name none: it is what is measured."""
+    for reward in tree.get("rewards") or ():
+        argument = _path_argument(reward)
+        if argument is not None:
+            reward["kwargs"] = {argument: model, **(reward.get("kwargs") or {})}
+
+
+def _path_argument(reward: Any) -> str | None:
+    """Return the keyword argument of a reward function that names its model; None for another function."""
+    name = reward.get("function") if isinstance(reward, dict) else None
+    return RewardFunctionSection.PATH_ARGUMENTS.get(name) if isinstance(name, str) else None
+
+
+def _from_here(name: str) -> str:
+    """Return a path of this directory as an absolute one, and any other name unchanged."""
+    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
+
+
+def digests(spec: RunSpec) -> dict[str, str]:
+    """Return the digests of what decides an evaluation: the spec, and the model's files where they are on this machine."""
+    from paceline.models.evaluation_results import digest_of, folder_digest
+
+    found = {"spec": digest_of(spec.model_dump(mode="json", exclude={"folder"}))}
+    folder = Path(spec.policy.model_name)
+    return found | ({"model": folder_digest(folder)} if folder.is_dir() else {})

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from paceline.apps.evaluation.models import AskedModel, ContinuationScore
 from paceline.data.choices import LETTERS, TEXTS
 from paceline.data.example_rows import preference_of
 from paceline.data.messages import tools_of_prompt
@@ -25,6 +24,44 @@ from paceline.rewards import Rewards, group_totals
 from paceline.services.reward.group_inputs import inputs_of_completions
 from paceline.spec import RunSpec
 from paceline.spec.templates import fill
+
+
+class ContinuationScore(NamedTuple):
+    """Log-probability of a text after a prompt."""
+
+    logprob: float
+    """Sum over its tokens, in nats, under the model itself (temperature 1)."""
+    is_greedy: bool
+    """Whether each of its tokens is the likeliest one at its position."""
+
+
+class AskedModel(Protocol):
+    """A model of which completions or log-probabilities are requested."""
+
+    name: str
+    """Name of the model in the result."""
+    concurrency: int
+    """Completions that it generates at a time; further requests wait."""
+
+    async def sample(
+        self, prompt: Any, index: int, seed: int, tools: list[Any] | None = None
+    ) -> list[Completion]:
+        """Return the completions of problem number `index`, `grpo.val_samples_per_prompt` of them, with their texts. The chat
+        template gets `tools`.
+
+        Raises InvalidInput for a prompt that it cannot take, Unavailable where it does not answer.
+        """
+
+    async def score(self, prompt: Any, continuations: Sequence[str]) -> list[ContinuationScore]:
+        """Return the log-probability of each text after the prompt. Raises as `sample`."""
+
+
+def split(prompt: str, continuation: str) -> tuple[str, str]:
+    """Return prompt and continuation with white space at the prompt's end moved to the continuation, because tokens begin with
+    white space. As in lm-eval's `TemplateLM._encode_pair`."""
+    kept = prompt.rstrip()
+    return kept, prompt[len(kept) :] + continuation
+
 
 NORMALISED = "_norm"
 """End of the name of a reward of the answer that is likeliest per character."""
@@ -47,7 +84,6 @@ class Problem:
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the completions."""
         return [completion.text for completion in self.completions]
 
 
@@ -90,8 +126,6 @@ async def solved(
 
 
 class _NotScored(Exception):
-    """A reward function failed."""
-
     def __init__(self, text: str, completions: Sequence[Completion]) -> None:
         super().__init__(text)
         self.completions = tuple(completions)

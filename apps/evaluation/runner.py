@@ -1,7 +1,7 @@
 """An evaluation outside of runs: ask a model the validation problems, score its answers in reward processes, and summarise.
 
 Promise: completions are scored as in a run's evaluation, by the same keys; a problem that cannot be scored is counted as
-failed and never as 0.
+failed and never as 0, and a missing reward is None.
 
 Order of waiting: a problem waits for room, then for the model, then for a reward process. Room bounds what is in memory.
 """
@@ -9,25 +9,177 @@ Order of waiting: a problem waits for room, then for the model, then for a rewar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from paceline.apps.evaluation.models import AskedModel
-from paceline.apps.evaluation.problems import Problem, solved
-from paceline.apps.evaluation.summary import samples_of, summary
+import numpy as np
+
+from paceline.apps.evaluation.problems import AskedModel, Problem, labels_of, solved
+from paceline.apps.evaluation.statistics import Floats, bootstrap_gap, consensus, estimate, pass_at_k
 from paceline.data.overlap import text_of
 from paceline.data.prompts import PromptSource, open_prompts
 from paceline.errors import InvalidInput
+from paceline.models.evaluation_results import problem_id
+from paceline.reward.builtin.votes import same_vote, votes_of
 from paceline.reward.runner import RewardRunner
+from paceline.rewards import Rewards
 from paceline.services.rollout.gather import gather_or_cancel
 from paceline.spec import RunSpec
 
 Json = dict[str, Any]
+MAX_GROUPS = 200
+"""Values that a column of evaluation.group_by may have."""
+
+
+def summary(spec: RunSpec, model: str, problems: Sequence[Problem], seed: int, fingerprint: str) -> Json:
+    """Return the metrics of scored problems, each with its bootstrap interval over problems, and the counts.
+
+    `reward` and `reward/<function>` are avg@k. A function whose values are all 0 or 1 also has `pass@<j>` for the powers of
+    two up to k, and with k above 1 `cons@<k>`, by the answers that the completions state, if any does; both are over the problems
+    with j or k completions that got a number, and `unscored` counts the others of each function. `reward[<column>=<value>]` is
+    that of a group of problems, `gap/reward[<column>]` the best group's minus the worst one's; groups are those of `grouping_columns`.
+    Raises InvalidInput for a column with too many values.
+    """
+    scored = [problem for problem in problems if problem.rewards_CL is not None]
+    means = [_means(problem, labels_of(spec)) for problem in scored]
+    metrics = {
+        name: estimate(values, seed)._asdict()
+        for name, values in (_by_name(means) | _of_k(spec, scored)).items()
+    }
+    for column in grouping_columns(spec, [problem.columns for problem in problems]):
+        metrics |= _of_groups(column, scored, means, seed)
+    return {
+        "model": model,
+        "k": spec.grpo.val_samples_per_prompt if spec.evaluation.method == "sample" else 1,
+        "method": spec.evaluation.method,
+        "seed": seed,
+        "problems": len(scored),
+        "failed": len(problems) - len(scored),
+        "unscored": _unscored(spec, scored),
+        "failures": [f"problem {each.index}: {each.failure}" for each in problems if each.failure][:5],
+        "data": fingerprint,
+        "metrics": metrics,
+    }
+
+
+def grouping_columns(spec: RunSpec, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the columns that divide the problems: those of `evaluation.group_by`, and `data.source_key` where any row has it."""
+    key = spec.data.source_key
+    by_source = [key] if key is not None and any(key in row for row in rows) else []
+    return list(dict.fromkeys([*spec.evaluation.group_by, *by_source]))
+
+
+def _means(problem: Problem, labels: Sequence[str]) -> dict[str, float]:
+    """Return a problem's mean of each reward over the completions that got a number; without any it has none."""
+    assert problem.rewards_CL is not None
+    assert problem.totals_C is not None
+    columns = {"reward": problem.totals_C}
+    columns |= {f"reward/{label}": problem.rewards_CL[:, index] for index, label in enumerate(labels)}
+    known = {name: values[~np.isnan(values)].astype(np.float64) for name, values in columns.items()}
+    return {name: float(values.mean()) for name, values in known.items() if len(values)}
+
+
+def _by_name(means: Sequence[Mapping[str, float]]) -> dict[str, Floats]:
+    names = dict.fromkeys(name for each in means for name in each)
+    return {name: np.array([each[name] for each in means if name in each]) for name in names}
+
+
+def _unscored(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, int]:
+    """Return the completions of scored problems that got no number of a function, by its name, where there are any."""
+    if not scored or spec.evaluation.method != "sample":
+        return {}
+    counts = np.isnan(
+        np.concatenate([each.rewards_CL for each in scored if each.rewards_CL is not None])
+    ).sum(axis=0)
+    return {label: int(count) for label, count in zip(labels_of(spec), counts, strict=True) if count}
+
+
+def _of_k(spec: RunSpec, scored: Sequence[Problem]) -> dict[str, Floats]:
+    """Return pass@j and cons@k of each function that says right or wrong, for several completions of a problem."""
+    k, values = spec.grpo.val_samples_per_prompt, {}
+    if spec.evaluation.method != "sample" or k == 1:
+        return {}
+    for index, reward in enumerate(spec.rewards):
+        columns = [problem.rewards_CL[:, index] for problem in scored if problem.rewards_CL is not None]
+        known = [each[~np.isnan(each)] for each in columns]
+        if not any(map(len, known)) or not np.isin(np.concatenate(known), (0.0, 1.0)).all():
+            continue
+        for j in [1 << power for power in range(k.bit_length())]:
+            found = [pass_at_k(len(each), int(each.sum()), j) for each in known if len(each) >= j]
+            values[f"pass@{j}/{reward.label}"] = np.array(found)
+        votes = [
+            (votes_of(reward, problem.columns, problem.texts, scores := each.tolist()), scores)
+            for problem, each in zip(scored, known, strict=True)
+            if len(each) == k
+        ]
+        if any(vote is not None for found, _ in votes for vote in found):
+            agreed = [consensus(*each, partial(same_vote, reward)) for each in votes]
+            values[f"cons@{k}/{reward.label}"] = np.array(agreed)
+    return {name: found for name, found in values.items() if len(found)}
+
+
+def _of_groups(
+    column: str, scored: Sequence[Problem], means: Sequence[Mapping[str, float]], seed: int
+) -> Json:
+    """Return each reward's metrics by the values of a column, and the gap between the best and the worst."""
+    groups: dict[str, list[Mapping[str, float]]] = {}
+    for problem, found in zip(scored, means, strict=True):
+        groups.setdefault(str(problem.columns.get(column)), []).append(found)
+    if len(groups) > MAX_GROUPS:
+        raise InvalidInput(
+            f"column {column!r} of evaluation.group_by or data.source_key has {len(groups)} values; at most {MAX_GROUPS} are groups, "
+            "so name another column"
+        )
+    metrics: Json = {}
+    for name in dict.fromkeys(name for each in means for name in each):
+        of_groups = {value: _by_name(found).get(name) for value, found in sorted(groups.items())}
+        known = {value: values for value, values in of_groups.items() if values is not None}
+        for value, values in known.items():
+            metrics[f"{name}[{column}={value}]"] = estimate(values, seed)._asdict()
+        if len(known) > 1 or len(groups) == 1:  # a gap to groups without any number is no 0
+            metrics[f"gap/{name}[{column}]"] = bootstrap_gap(list(known.values()), seed)._asdict()
+    return metrics
+
+
+def samples_of(spec: RunSpec, problems: Sequence[Problem]) -> list[Json]:
+    """Return one entry for each sample, in the order of the data set."""
+    labels = labels_of(spec)
+    columns = grouping_columns(spec, [problem.columns for problem in problems])
+    found: list[Json] = []
+    seen: dict[str, int] = {}
+    for problem in problems:
+        name = problem_id(problem.prompt)
+        seen[name] = seen.get(name, 0) + 1
+        if seen[name] > 1:
+            name = f"{name}-{seen[name]}"
+        groups = {column: str(problem.columns.get(column)) for column in columns}
+        for index, completion in enumerate(problem.completions):
+            entry: Json = {
+                "problem": name,
+                "index": problem.index,
+                "sample": index,
+                "prompt": problem.prompt,
+                "completion": completion.text,
+                "finish_reason": completion.finish_reason,
+                "reward": _number(problem.totals_C, index),
+                "rewards": {
+                    label: _number(problem.rewards_CL, (index, place)) for place, label in enumerate(labels)
+                },
+            }
+            if groups:
+                entry["groups"] = groups
+            if problem.scores:
+                entry["choices"] = [score._asdict() for score in problem.scores]
+            found.append(entry)
+    return found
+
+
+def _number(values: Rewards | None, index: int | tuple[int, int]) -> float | None:
+    return None if values is None or np.isnan(values[index]) else float(values[index])
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation gives."""
-
     result: Json
     samples: list[Json]
     questions: list[str]
@@ -46,7 +198,8 @@ async def evaluate(model: AskedModel | None, spec: RunSpec, seed: int, num_proce
     _check(spec, prompts)
     number = min(len(prompts), spec.grpo.max_val_samples)
     places = num_processes if model is None else model.concurrency
-    room = asyncio.Semaphore(max(1, 2 * places // _requests_of(spec)))
+    requests = spec.grpo.val_samples_per_prompt if spec.evaluation.method == "sample" else 4  # of a problem
+    room = asyncio.Semaphore(max(1, 2 * places // requests))
 
     async def problem(index: int) -> Problem:
         async with room:
@@ -61,11 +214,6 @@ async def evaluate(model: AskedModel | None, spec: RunSpec, seed: int, num_proce
         samples_of(spec, problems),
         [text_of(each.columns.get(spec.data.prompt_key) or each.prompt) for each in problems],
     )
-
-
-def _requests_of(spec: RunSpec) -> int:
-    """Return the requests of a problem."""
-    return spec.grpo.val_samples_per_prompt if spec.evaluation.method == "sample" else 4
 
 
 def _check(spec: RunSpec, prompts: PromptSource) -> None:

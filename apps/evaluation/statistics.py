@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +26,7 @@ CHUNK = 1 << 22
 """Indices that are drawn at a time."""
 
 Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 Answer = TypeVar("Answer")
 
 
@@ -85,28 +86,34 @@ def consensus(
     return sum(means) / len(means)
 
 
-def bootstrap_means(values_G: Floats, seed: int, resamples: int = RESAMPLES) -> Floats:
-    """Return [B] means of resamples of the problems, drawn with replacement."""
+def drawn(num: int, seed: int) -> Iterator[Indices]:
+    """Yield [rows, G] indices of RESAMPLES resamples of `num` things, drawn with replacement, CHUNK at a time."""
     random = np.random.default_rng(seed)
-    num = len(values_G)
     rows = max(1, CHUNK // max(1, num))
-    parts = [
-        values_G[random.integers(0, num, (min(rows, resamples - start), num))].mean(axis=1)
-        for start in range(0, resamples, rows)
-    ]
-    return np.concatenate(parts)
+    for start in range(0, RESAMPLES, rows):
+        yield random.integers(0, num, (min(rows, RESAMPLES - start), num))
 
 
-def estimate(values_G: Floats, seed: int, level: float = LEVEL) -> Estimate:
+def bootstrap_means(values_G: Floats, seed: int) -> Floats:
+    """Return [B] means of resamples of the problems, drawn with replacement."""
+    return np.concatenate([values_G[indices].mean(axis=1) for indices in drawn(len(values_G), seed)])
+
+
+def interval(value: float, resampled_B: Floats) -> Estimate:
+    """Return a value with the percentile interval of its resamples."""
+    tail = (1.0 - LEVEL) / 2
+    low, high = np.quantile(resampled_B, [tail, 1.0 - tail])
+    return Estimate(value, float(low), float(high))
+
+
+def estimate(values_G: Floats, seed: int) -> Estimate:
     """Return the mean of [G] values and its percentile interval over problems. Raises ValueError without values."""
     if not len(values_G):
         raise ValueError("an estimate needs at least one problem")
-    tail = (1.0 - level) / 2
-    low, high = np.quantile(bootstrap_means(values_G, seed), [tail, 1.0 - tail])
-    return Estimate(float(values_G.mean()), float(low), float(high))
+    return interval(float(values_G.mean()), bootstrap_means(values_G, seed))
 
 
-def bootstrap_gap(groups: Sequence[Floats], seed: int, level: float = LEVEL) -> Estimate:
+def bootstrap_gap(groups: Sequence[Floats], seed: int) -> Estimate:
     """Return the highest mean of several groups of problems minus the lowest one, with its percentile interval over resamples
     within each group. Chance alone makes the gap of small groups wide, so the interval does not reach 0 when they are equal.
     Raises ValueError without groups."""
@@ -114,7 +121,4 @@ def bootstrap_gap(groups: Sequence[Floats], seed: int, level: float = LEVEL) -> 
         raise ValueError("a gap needs at least one group")
     means = [float(values.mean()) for values in groups]
     resampled = np.stack([bootstrap_means(values, seed + place) for place, values in enumerate(groups)])
-    gaps = resampled.max(axis=0) - resampled.min(axis=0)
-    tail = (1.0 - level) / 2
-    low, high = np.quantile(gaps, [tail, 1.0 - tail])
-    return Estimate(max(means) - min(means), float(low), float(high))
+    return interval(max(means) - min(means), resampled.max(axis=0) - resampled.min(axis=0))

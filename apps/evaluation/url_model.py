@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.apps.evaluation.models import ContinuationScore, split
+from paceline.apps.evaluation.problems import ContinuationScore, split
 from paceline.chat.completion_texts import message_text
 from paceline.data.messages import api_message
 from paceline.errors import InvalidInput, Unavailable

@@ -18,8 +18,6 @@ from paceline.spec.keys import keys
 
 @dataclass
 class Conversion:
-    """The spec so far."""
-
     library: str
     """One of `paceline.spec.foreign.names.TABLES`."""
     settings: dict[str, Any]

@@ -1,10 +1,8 @@
 """`paceline import trl|nemo|verl|prime-rl FILE`: write a spec from another library's configuration, and name what was left
 out.
 
-The spec that an import writes: YAML that loads, with what was left out above it as comments.
-
-Configurations as their libraries write them: YAML with `defaults` and `${…}`, TOML with `toml_files`, and overrides in a
-shell script.
+The spec is YAML that loads, with what was left out above it as comments. Configurations are read as their libraries write them: YAML
+with `defaults` and `${…}`, TOML with `toml_files`, and overrides in a shell script.
 """
 
 from __future__ import annotations
@@ -22,20 +20,17 @@ import yaml
 from paceline.apps.importers import nemo_rl, prime_rl, python_script, trl, verl
 from paceline.apps.importers.conversion import Conversion, flattened, listed
 from paceline.errors import SpecError
+from paceline.services.cli.render import FILE, PATH
 from paceline.services.common.options import json_option, print_json
+from paceline.spec.keys import keys_of
 from paceline.spec.reading import apply_override, parse_spec, read_tree
 
 
 @click.command("import")
 @click.argument("library", type=click.Choice(["trl", "nemo", "verl", "prime-rl"]))
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=PATH)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="The spec to write; default NAME.paceline.yaml beside FILE.",
-)
+@click.option("-o", "--output", type=FILE, help="The spec to write; default NAME.paceline.yaml beside FILE.")
 @click.option("--processes", default=1, type=click.IntRange(min=1), help="GPUs that the TRL training ran on.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @json_option
@@ -53,7 +48,6 @@ def import_spec(
 
     A Python script is read, never run. Overrides are Paceline's keys; they complete or change the spec.
     """
-
     done = import_config(library, file, overrides, processes=processes)
     destination = output or file.with_name(f"{file.stem}.paceline.yaml")
     texts = {destination: spec_text(done, file)} | {
@@ -118,9 +112,8 @@ def spec_text(done: Conversion, source: Path) -> str:
     lines += [f"# Note: {note}" for note in done.notes]
     lines += [f"# Left out: {line}" for line in done.left_out]
     comments = "\n".join(_one_line(line) for line in lines)
-    body = yaml.safe_dump(
-        _ordered(done.tree), sort_keys=False, allow_unicode=True, width=110, default_flow_style=None
-    )
+    ordered = {name: done.tree[name] for name in keys_of("") if name in done.tree}
+    body = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
     return f"{comments}\n{body}"
 
 
@@ -161,13 +154,6 @@ def _value(tree: dict[str, Any], key: str) -> Any:
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None
     return node
-
-
-def _ordered(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections in the order of the spec."""
-    from paceline.spec.keys import keys_of
-
-    return {name: tree[name] for name in keys_of("") if name in tree}
 
 
 def _one_line(text: str) -> str:

@@ -23,7 +23,6 @@ ADVANTAGES = {(True, True): "nemo", (True, False): "trl", (False, True): "rloo",
 
 
 def convert(settings: dict[str, Any], *, algorithm: str = "") -> Conversion:
-    """Return the conversion of NeMo RL's settings by dotted name."""
     settings = {name: plain(value) for name, value in settings.items()}
     done = Conversion("nemo_rl", settings, algorithm or _algorithm(settings))
     if done.algorithm != "grpo":

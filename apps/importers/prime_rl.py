@@ -31,7 +31,6 @@ GSM8K = {"dataset_name": "openai/gsm8k", "dataset_subset": "main"}
 
 
 def convert(settings: dict[str, Any]) -> Conversion:
-    """Return the conversion of prime-rl's settings by dotted name."""
     settings = {_place(name, settings): plain(value) for name, value in settings.items()}
     done = Conversion("prime_rl", settings, "sft" if _is_supervised(settings) else "grpo")
     if done.algorithm == "sft":

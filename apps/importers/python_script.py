@@ -3,10 +3,9 @@
 Values that are literals, or names with one literal value in the script, are read; for all others the expression's text is
 kept as `Unread`, so that the report can name it.
 
-The reward functions of a script as a file: their source, with the definitions, constants and imports that they use.
-
-Promise: the script is not run, and the file imports nothing that the functions do not use. A reward worker that loads the
-file therefore needs neither the training library nor a guard around `trainer.train()`.
+Its reward functions become a file with the definitions, constants and imports that they use. Promise: the file imports
+nothing that the functions do not use. A reward worker that loads the file therefore needs neither the training library
+nor a guard around `trainer.train()`.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ class Unread:
 
 @dataclass(frozen=True)
 class Script:
-    """The script's settings."""
-
     algorithm: str
     settings: dict[str, Any]
     notes: list[str]

@@ -56,7 +56,6 @@ def reward(prompts, completions, reward_model, **columns):
 
 
 def convert(settings: dict[str, Any], *, algorithm: str = "") -> Conversion:
-    """Return the conversion of verl's settings by dotted name."""
     settings = {name: plain(value) for name, value in settings.items()}
     done = Conversion(
         "verl", settings, algorithm or ("sft" if "model.partial_pretrain" in settings else "grpo")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from paceline.apps.registry.fetch import public_key_option
-from paceline.apps.registry.verified import verified_model
+from paceline.apps.registry.fetch import public_key_option, verified_model
 from paceline.errors import InvalidInput
-from paceline.services.cli.chat import changed, spec_of_model
+from paceline.services.cli.chat import changed, spec_of_model, with_generation
+from paceline.services.cli.render import FOLDER, PATH
 from paceline.services.common.access.insecure import check_host, insecure_option
 from paceline.services.common.options import device_option, directory_option
 from paceline.services.common.processes.quiet_libraries import quiet_libraries
@@ -52,7 +52,7 @@ BATCH_SIZE = 32
 )
 @click.option(
     "--traces",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER,
     help="Folder to write requests and feedback to, as traces. Default: nothing is written.",
 )
 @click.option(
@@ -65,9 +65,7 @@ BATCH_SIZE = 32
 @public_key_option
 @device_option
 @directory_option
-@click.option(
-    "--ready-file", type=click.Path(path_type=Path), help="File to write the base URL to, once it listens."
-)
+@click.option("--ready-file", type=PATH, help="File to write the base URL to, once it listens.")
 @click.pass_context
 def main(
     context: click.Context,
@@ -110,9 +108,7 @@ def main(
 
     with verified_model(model, directory, public_key, required=required) as checked:
         spec = changed(spec_of_model(checked, directory), None, max_new_tokens)
-        update = {"backend": backend, "max_batch_size": max_batch_size}
-        generation = spec.policy.generation.model_copy(update=update)
-        spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
+        spec = with_generation(spec, backend=backend, max_batch_size=max_batch_size)
         with _recorder(traces, spec.policy.model_name, label, max_traces_mb) as recorder:
             run_service(serve)
 

@@ -91,7 +91,6 @@ class TraceLog:
         return {"object": "feedback", **feedback.model_dump(), "duplicate": is_duplicate}
 
     def close(self) -> None:
-        """Write what is under way, and close the files."""
         self._thread.shutdown()
         for file in self._files.values():
             file.close()

@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from paceline.apps.planning.processors import Processor
-from paceline.apps.planning.rates import generation_seconds, training_seconds
-from paceline.apps.planning.work import Work
+from paceline.apps.planning.processors import Processor, Work, generation_seconds, training_seconds
 from paceline.errors import InvalidInput, SpecError
 from paceline.models.auto_settings import planned
 from paceline.models.memory_plan import Plan, Room, plan
@@ -70,17 +68,14 @@ class Capacity:
 
     @property
     def trained_tokens_per_s(self) -> float:
-        """Return the completion tokens that train in a second."""
         return self.work.sampled_tokens / self.step_s
 
     @property
     def groups_per_s(self) -> float:
-        """Return the groups that the coordinator commits in a second."""
         return self.work.groups / self.step_s if self.engines else 0.0
 
     @property
     def coordinator_mb_per_s(self) -> float:
-        """Return the megabytes of groups that the coordinator commits in a second."""
         size = self.work.completions * (self.work.prompt_tokens + self.work.completion_tokens) * TOKEN_BYTES
         return self.groups_per_s * size / 1e6
 
@@ -91,14 +86,12 @@ class Capacity:
 
     @property
     def cost_per_million_tokens(self) -> float | None:
-        """Return the cost of a million trained completion tokens."""
         if self.cost_per_hour is None:
             return None
         return self.cost_per_hour / 3600 / self.trained_tokens_per_s * 1e6
 
     @property
     def limit(self) -> str:
-        """Return what limits the run, in words."""
         if self.coordinator_load > 1:
             return (
                 f"the coordinator: {self.groups_per_s:,.0f} groups/s of {self.coordinator_mb_per_s:,.0f} MB are more than one was "

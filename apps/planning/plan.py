@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.errors import InvalidInput, NotFound
+from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option, print_json
 
 if TYPE_CHECKING:
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
     from paceline.models.memory_plan import Plan
     from paceline.models.shape import ModelShape
     from paceline.spec import RunSpec
+
+SPEEDS = (
+    *("sequences_per_engine", "generation_s", "sampled_tokens_per_s", "training_s", "step_s"),
+    *("trained_tokens_per_s", "age"),
+)
+COSTS = ("coordinator_mb_per_s", "coordinator_load", "cost_per_hour", "cost_per_million_tokens", "limit")
 
 
 @click.command()
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--prices",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="With --gpus: YAML or JSON file with the price of one GPU for an hour by name, such as {h100: 2.5}.",
 )
 @click.option(
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--model-config",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="The model's config.json, where the model is not on this machine.",
 )
 @json_option
@@ -84,31 +91,37 @@ def plan(
     if as_json:
         print_json(_as_json(wanted, made, chosen, why_not))
     else:
-        for line in (division, *chosen):
-            if line:
-                click.echo(line)
-        click.echo(f"model of {shape.parameters / 1e6:,.0f} M parameters, {shape.layers} layers")
-        click.echo(
-            f"learner of {wanted.cluster.learner_ranks} rank{'s' * (wanted.cluster.learner_ranks > 1)}: {made.mesh.replicate} × {made.mesh.shard} (replicate × shard), "
-            f"micro-batches of {made.estimate.micro_batch_tokens:,} tokens, checkpointing "
-            f"{wanted.policy.activation_checkpointing}"
-        )
-        _print_loads(made)
-        if made.cached_tokens is not None:
-            longest = wanted.policy.max_total_sequence_length
-            click.echo(
-                f"each engine's cache holds {made.cached_tokens:,} tokens: {made.cached_tokens / longest:,.1f} sequences of "
-                f"{longest:,}"
-            )
-        unknown = [load.device for load in made.loads if load.room_bytes is None]
-        if why_not:
-            click.echo(f"does not fit: {why_not}")
-        elif unknown:
-            click.echo(f"not compared: the memory of {unknown[0]} is not known; set cluster.gpu_gb")
-        else:
-            click.echo('fits, by an estimate (docs/performance.md, "Memory plan")')
+        _print_plan(wanted, made, [division, *chosen], why_not)
     if why_not:
         raise click.exceptions.Exit(1)
+
+
+def _print_plan(spec: RunSpec, made: Plan, chosen: list[str], why_not: str) -> None:
+    shape, ranks, longest = (
+        made.estimate.shape,
+        spec.cluster.learner_ranks,
+        spec.policy.max_total_sequence_length,
+    )
+    for line in filter(None, chosen):
+        click.echo(line)
+    click.echo(f"model of {shape.parameters / 1e6:,.0f} M parameters, {shape.layers} layers")
+    click.echo(
+        f"learner of {ranks} rank{'s' * (ranks > 1)}: {made.mesh.replicate} × {made.mesh.shard} (replicate × shard), "
+        f"micro-batches of {made.estimate.micro_batch_tokens:,} tokens, checkpointing {spec.policy.activation_checkpointing}"
+    )
+    _print_loads(made)
+    if made.cached_tokens is not None:
+        sequences = made.cached_tokens / longest
+        click.echo(
+            f"each engine's cache holds {made.cached_tokens:,} tokens: {sequences:,.1f} sequences of {longest:,}"
+        )
+    unknown = [load.device for load in made.loads if load.room_bytes is None]
+    if why_not:
+        click.echo(f"does not fit: {why_not}")
+    elif unknown:
+        click.echo(f"not compared: the memory of {unknown[0]} is not known; set cluster.gpu_gb")
+    else:
+        click.echo('fits, by an estimate (docs/performance.md, "Memory plan")')
 
 
 def _print_loads(made: Plan) -> None:
@@ -135,15 +148,8 @@ def _plan_for(
     from paceline.apps.planning.processors import read_gpus
 
     processor, number = read_gpus(gpus)
-    made = plan_capacity(
-        spec,
-        shape,
-        processor,
-        number,
-        price=price,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-    )
+    lengths = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    made = plan_capacity(spec, shape, processor, number, price=price, **lengths)
     if as_json:
         print_json(capacity_facts(made))
         return
@@ -179,7 +185,7 @@ def _plan_for(
 
 
 def capacity_facts(made: Capacity) -> dict[str, object]:
-    """Return the table of a plan as JSON."""
+    work = {name: getattr(made.work, name) for name in ("sequences", "prompt_tokens", "completion_tokens")}
     return {
         "processor": made.processor.name,
         "number": made.number,
@@ -188,22 +194,10 @@ def capacity_facts(made: Capacity) -> dict[str, object]:
         "engines": made.engines,
         "gpus_per_engine": made.gpus_per_engine,
         "take_turns": made.is_shared,
-        "sequences": made.work.sequences,
-        "prompt_tokens": made.work.prompt_tokens,
-        "completion_tokens": made.work.completion_tokens,
-        "sequences_per_engine": made.sequences_per_engine,
-        "generation_s": made.generation_s,
-        "sampled_tokens_per_s": made.sampled_tokens_per_s,
-        "training_s": made.training_s,
-        "step_s": made.step_s,
-        "trained_tokens_per_s": made.trained_tokens_per_s,
-        "age": made.age,
+        **work,
+        **{name: getattr(made, name) for name in SPEEDS},
         "coordinator_groups_per_s": made.groups_per_s,
-        "coordinator_mb_per_s": made.coordinator_mb_per_s,
-        "coordinator_load": made.coordinator_load,
-        "cost_per_hour": made.cost_per_hour,
-        "cost_per_million_tokens": made.cost_per_million_tokens,
-        "limit": made.limit,
+        **{name: getattr(made, name) for name in COSTS},
         "devices": _devices(made.memory),
     }
 

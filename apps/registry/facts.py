@@ -19,7 +19,6 @@ CHANGE = ("sequence", "kind", "alias", "version", "previous", "reason", "caller"
 
 
 def model_facts(model: RegisteredModel) -> dict[str, Any]:
-    """Return a version as JSON values."""
     return {name: getattr(model, name) for name in PLAIN} | {
         "session": model.policy.session,
         "step": model.policy.step,
@@ -30,12 +29,10 @@ def model_facts(model: RegisteredModel) -> dict[str, Any]:
 
 
 def change_facts(change: ModelChange) -> dict[str, Any]:
-    """Return a change of an alias as JSON values."""
     return {name: getattr(change, name) for name in CHANGE}
 
 
 def model_lines(model: RegisteredModel) -> list[str]:
-    """Return a version for people."""
     trained = f"run {model.run_id}, {model.policy.step} steps" if model.run_id else "from elsewhere"
     verdicts = [json.loads(each) for each in model.verdicts_json]
     lines = [

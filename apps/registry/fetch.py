@@ -1,8 +1,18 @@
-"""`paceline models fetch` and `paceline models push`: a version's files, verified, here or on the hub."""
+"""`paceline models fetch` and `paceline models push`: a version's files, verified, here or on the hub.
+
+`verified_model` is what `paceline serve model` serves. Promise: a version that is named by its reference is not served
+unless all its files are as registered and signed. A version in an object store is copied first, and the copy is what is
+checked and served; it is removed at the end.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +20,12 @@ import click
 
 from paceline.apps.registry.facts import model_facts, stage_fault
 from paceline.errors import Conflict, DataError, PacelineError
+from paceline.files.names import STATEMENT
+from paceline.files.spool import spool_folder
 from paceline.files.storage import Folder, unavailable
 from paceline.models.references import read_reference
-from paceline.services.cli.recorded.source import source_options
-from paceline.services.cli.registered_models import models_of
+from paceline.services.cli.recorded.source import models_of, registered_model, source_options
+from paceline.services.cli.render import FILE, PATH
 from paceline.services.common.options import json_option, print_json
 
 if TYPE_CHECKING:
@@ -24,14 +36,14 @@ public_key_option = click.option(
     "--public-key",
     envvar="PACELINE_PUBLIC_KEY",
     show_envvar=True,
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="Public key (PEM) of whoever signs.",
 )
 
 
 @click.command()
 @click.argument("model", metavar=MODEL)
-@click.argument("destination", type=click.Path(path_type=Path))
+@click.argument("destination", type=PATH)
 @click.option(
     "--stage",
     type=click.Choice(["passed", "promoted"]),
@@ -149,3 +161,62 @@ def check_files(model: RegisteredModel, folder: Path, public_key: Path | None) -
             f"{source}: {STATEMENT} has the SHA-256 {contents.statement_sha256}, and on record is {model.statement_sha256}; its "
             "files were registered anew without a record, or changed. Register the model again"
         )
+
+
+@contextlib.contextmanager
+def verified_model(model: str, directory: Path, public_key: Path | None, *, required: bool) -> Iterator[str]:
+    """Give the model to serve: for NAME:VERSION and NAME@ALIAS the folder that was checked, for others the same text.
+
+    A folder that was fetched is checked too where there is a key. With `required`, a model without a signature is refused. Raises
+    UsageError without a key for a registered model, DataError, which names the file that differs, NotFound.
+    """
+    with contextlib.ExitStack() as stack:
+        is_files = "://" in model or (Path(model).expanduser() / "config.json").is_file()
+        if not is_files and (found := registered_model(model, directory)) is not None:
+            if public_key is None:
+                raise click.UsageError(
+                    f"{model} is served after a check of its signature, which needs the key of whoever signs; name it with "
+                    "--public-key"
+                )
+            folder = Folder(found.path).local
+            if folder is None:
+                folder = stack.enter_context(_scratch())
+                checked_copy(found, folder, public_key)
+            else:
+                check_files(found, folder, public_key)
+            yield str(folder)
+            return
+        if public_key is not None and Folder(model).exists(STATEMENT):
+            _check_fetched(Folder(model), public_key)
+        elif required:
+            raise click.UsageError(
+                f"--public-key checks a registered model, and {model} has no {STATEMENT}; leave the option out, or register the model"
+            )
+        yield model
+
+
+def _check_fetched(folder: Folder, public_key: Path) -> None:
+    """Check a registered folder that is not on this machine's record."""
+    from paceline.apps.registry.folder import verify_folder
+
+    if folder.local is None:
+        raise click.UsageError(
+            f"--public-key checks files on this machine, and {folder} is elsewhere; fetch the model with `paceline models fetch "
+            "--verify` and serve that folder"
+        )
+    verify_folder(folder.local, public_key)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """Give an empty folder, which is removed at the end; those of processes that were killed go at the next call."""
+    from paceline.learner.checkpoints.export_folder import remove_left_overs
+
+    spool = spool_folder() / "served"
+    remove_left_overs(spool)
+    folder = spool / f".{uuid.uuid4().hex}.partial-{os.getpid()}"
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -16,19 +16,19 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.registry import signing
-from paceline.apps.registry.card import card_text
 from paceline.apps.registry.statement import (
     Lineage,
     files_digest,
     make_statement,
     read_statement,
+    sign,
     subjects,
+    verify,
 )
 from paceline.errors import Conflict, DataError, NotFound
 from paceline.files.names import CARD, EVALUATIONS, SIGNATURE, SPEC, STATEMENT, VERDICTS
@@ -36,7 +36,7 @@ from paceline.files.storage import CHUNK_BYTES, Folder
 from paceline.files.whole_file import write_whole
 from paceline.host.regular_file import read_regular
 from paceline.models.evaluation_results import RESULT, SAMPLES, read_result
-from paceline.models.evidence import check_evidence
+from paceline.models.evidence import check_evidence, outcome_of
 
 CONFIGS = ("config.json", "adapter_config.json")
 """A model folder has one of these files."""
@@ -46,8 +46,6 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a registered folder says."""
-
     statement: Json
     statement_sha256: str
     evaluations: tuple[Json, ...]
@@ -56,14 +54,11 @@ class Contents:
 
     @property
     def export_sha256(self) -> str:
-        """Return the digest of the exported files."""
         return str(self.statement["predicate"]["export"]["sha256"])
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a registered folder is made of."""
-
     export: Folder
     """The exported model."""
     evaluations: Sequence[Path] = ()
@@ -96,13 +91,13 @@ def make_folder(
     files = dict(_digests(into))
     content = json.dumps(make_statement(name, version, lineage, parent, export, files), indent=1) + "\n"
     write_whole(into / STATEMENT, content)
-    signing.sign(into, key)
+    sign(into, key)
     return Contents(json.loads(content), _sha256(into / STATEMENT), tuple(evaluations), tuple(verdicts))
 
 
 def verify_folder(folder: Path, public_key: Path | None = None) -> Contents:
     """Return what a registered folder says. Raises DataError, which names the file, unless every file is as the statement says,
-    evaluations and verdicts are of these files and, with a key, the signature fits; what `signing.verify` raises."""
+    evaluations and verdicts are of these files and, with a key, the signature fits; what `verify` raises."""
     if not (folder / STATEMENT).is_file():
         raise DataError(f"{folder.name} has no {STATEMENT}; it is no registered model")
     statement = read_statement((folder / STATEMENT).read_bytes())
@@ -124,7 +119,7 @@ def verify_folder(folder: Path, public_key: Path | None = None) -> Contents:
         raise DataError(f"{SPEC} is not the spec that {STATEMENT} names; register the model again")
     evaluations, verdicts = _read_evidence(folder, predicate["export"]["sha256"])
     if public_key is not None:
-        signing.verify(folder, public_key)
+        verify(folder, public_key)
     return Contents(statement, _sha256(folder / STATEMENT), tuple(evaluations), tuple(verdicts))
 
 
@@ -205,3 +200,99 @@ def _digests(folder: Path) -> Iterator[tuple[str, str]]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def card_text(
+    name: str,
+    version: int,
+    lineage: Lineage,
+    base_model: str,
+    evaluations: Sequence[Mapping[str, Any]],
+    verdicts: Sequence[Mapping[str, Any]],
+    earlier: str = "",
+) -> str:
+    """Return the card's text, which ends with the `earlier` text of the export's own card."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=each.get("name", "evaluation"),
+            dataset_name=each.get("name", "evaluation"),
+            metric_type=metric,
+            metric_value=found["value"],
+            metric_name=metric,
+        )
+        for each in evaluations
+        for metric, found in each["metrics"].items()
+    ]
+    data = ModelCardData(
+        model_name=name,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["paceline", "reinforcement-learning"],
+        eval_results=results or None,
+        base_model=base_model or None,
+    )
+    lines = [*_body(name, version, lineage, evaluations, verdicts), *_earlier(earlier)]
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines)
+
+
+def _body(
+    name: str,
+    version: int,
+    lineage: Lineage,
+    evaluations: Sequence[Mapping[str, Any]],
+    verdicts: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    lines = [f"# {name}, version {version}", ""]
+    if lineage.run_id:
+        lines += [
+            f"Trained by Paceline in the run `{lineage.run_id}`, session {lineage.session}, {lineage.step} steps.",
+            "",
+            f"- chain of its batches: `{lineage.chain or 'none (a run on examples)'}`",
+            f"- SHA-256 of its spec: `{lineage.spec_sha256}`",
+            f"- fingerprint of its data: `{lineage.data or 'not on record'}`",
+            *(
+                []
+                if lineage.named_by_files
+                else ["- named by whoever registered the files, which name no run"]
+            ),
+            "",
+        ]
+    for each in evaluations:
+        lines += [
+            f"## Evaluation {each.get('name', '')}",
+            "",
+            "| metric | value | 95 % interval |",
+            "|---|---|---|",
+        ]
+        lines += [
+            f"| {metric} | {found['value']:.4f} | {found['low']:.4f} to {found['high']:.4f} |"
+            for metric, found in each["metrics"].items()
+        ]
+        lines += [
+            "",
+            f"{each['problems']} problems, {each['k']} completions each, digest `{each['digest']}`.",
+            "",
+        ]
+    lines += [
+        f"Gate: {outcome_of(list(verdicts))}.",
+        *(f"- {r}" for v in verdicts for r in v.get("reasons", ())),
+        "",
+    ]
+    return [*lines, f"`{STATEMENT}` names every file's SHA-256 and every batch of the run.", ""]
+
+
+def _earlier(text: str) -> list[str]:
+    """Return the text of the export's own card, without its front matter, under a heading."""
+    from huggingface_hub import ModelCard
+
+    if not text.strip():
+        return []
+    return [
+        "## Card of the exported folder",
+        "",
+        ModelCard(text, ignore_metadata_errors=True).text.strip(),
+        "",
+    ]

@@ -11,8 +11,9 @@ from paceline.apps.registry.fetch import MODEL, fetch, push
 from paceline.apps.registry.register import register
 from paceline.errors import Conflict
 from paceline.models.references import CHAMPION, Reference, read_reference
-from paceline.services.cli.recorded.source import source_options
-from paceline.services.cli.registered_models import changing_models_of, models_of
+from paceline.services.cli import render
+from paceline.services.cli.recorded.source import changing_models_of, models_of, source_options
+from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option, print_json
 
 alias_option = click.option("--alias", default=CHAMPION, show_default=True, help="Alias that moves.")
@@ -77,10 +78,7 @@ def promote(
         raise click.UsageError(f"{model!r} names no version; write NAME:VERSION")
     with changing_models_of(directory, coordinator) as source:
         found = source.promote(reference.name, reference.version, alias=alias, override=override)
-    if as_json:
-        print_json(model_facts(found))
-    else:
-        click.echo(f"{found.name}@{alias} is version {found.version} now")
+    render.answer(as_json, model_facts(found), f"{found.name}@{alias} is version {found.version} now")
 
 
 @models.command()
@@ -97,12 +95,11 @@ def rollback(
     with changing_models_of(directory, coordinator) as source:
         holder = source.show(reference).model
         found = source.roll_back(reference.name, holder.version, reason, alias=alias)
-    if as_json:
-        print_json(model_facts(found))
-    else:
-        click.echo(
-            f"{found.name}@{alias} is version {found.version} again; version {holder.version} is rolled back"
-        )
+    render.answer(
+        as_json,
+        model_facts(found),
+        f"{found.name}@{alias} is version {found.version} again; version {holder.version} is rolled back",
+    )
 
 
 models.add_command(fetch)
@@ -110,10 +107,10 @@ models.add_command(push)
 
 
 @models.command()
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", type=FILE)
 def key(file: Path) -> None:
     """Make a key pair for signatures: FILE has the private key, FILE.pub the public one."""
-    from paceline.apps.registry.signing import make_key
+    from paceline.apps.registry.statement import make_key
 
     if not file.parent.is_dir():
         raise Conflict(f"the folder {file.parent} is not there; make it first")

@@ -1,11 +1,11 @@
-"""`paceline models register`: make the folder of a version, sign it, put it in its place, and record it.
-
-Where a model comes from, by the records of the run that trained it.
-"""
+"""`paceline models register`: make the folder of a version with its lineage by the run's records, sign it, put it in
+its place, and record it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,21 +16,23 @@ from paceline.apps.registry.facts import model_facts
 from paceline.apps.registry.statement import Lineage
 from paceline.errors import AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted
 from paceline.files.storage import Folder
-from paceline.models.export_origin import Origin, origin_of
+from paceline.models.export_origin import Origin, check_origin, origin_of
 from paceline.models.references import check_name
-from paceline.services.cli.recorded.source import records_of_run, source_options
-from paceline.services.cli.registered_models import changing_models_of, models_of
-from paceline.services.common.options import json_option, print_json
+from paceline.services.cli import render
+from paceline.services.cli.recorded.source import (
+    Source,
+    changing_models_of,
+    models_of,
+    records_of_run,
+    source_options,
+)
+from paceline.services.cli.render import FILE
+from paceline.services.common.options import json_option
+from paceline.spec.reading import spec_of_run, spec_to_yaml
 
 if TYPE_CHECKING:
     from paceline.apps.registry.folder import Contents
     from paceline.v1.registry_pb2 import RegisteredModel
-import hashlib
-import re
-
-from paceline.models.export_origin import check_origin
-from paceline.services.cli.recorded.source import Source
-from paceline.spec.reading import spec_of_run, spec_to_yaml
 
 NOT_RECORDED = (AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted)
 """Errors after which the version is certainly not on record. After others it may be, so its files stay."""
@@ -48,7 +50,7 @@ NAMELESS = (
     required=True,
     envvar="PACELINE_SIGNING_KEY",
     show_envvar=True,
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="Private key (PEM); `paceline models key` makes one.",
 )
 @click.option(
@@ -128,10 +130,7 @@ def register(
     except NOT_RECORDED:
         place.remove()
         raise
-    if as_json:
-        print_json(model_facts(model))
-    else:
-        click.echo(f"{name}:{version} is {model.stage}; its files are in {place}")
+    render.answer(as_json, model_facts(model), f"{name}:{version} is {model.stage}; its files are in {place}")
 
 
 def _lineage(

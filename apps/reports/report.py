@@ -1,7 +1,5 @@
-"""`paceline report RUN`: one self-contained HTML file about a run, to send to a colleague. It needs no coordinator, and takes one.
-
-`paceline plot RUN... [METRIC...]`: the curves of runs as one HTML page. It needs no coordinator, and takes one.
-"""
+"""`paceline report RUN`, one self-contained HTML file about a run, and `paceline plot RUN... [METRIC...]`, the curves
+of runs as one page. They need no coordinator, and take one."""
 
 from __future__ import annotations
 
@@ -13,19 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline import __version__
-from paceline.apps.reports.report_page import Block, curve_blocks, page
-from paceline.errors import NotFound
+from paceline.apps.reports.report_page import Block, RunCurves, curve_blocks, curves_page, page
+from paceline.errors import InvalidInput, NotFound
 from paceline.services.cli import render
-from paceline.services.cli.recorded.source import Source, records_of_run, source_options
-from paceline.services.common.options import json_option, print_json
+from paceline.services.cli.recorded.metrics import check_names, metric_rows, selected
+from paceline.services.cli.recorded.source import Source, records_of_run, run_ids, source_options
+from paceline.services.cli.render import FILE
+from paceline.services.common.options import find_run, json_option
 
 if TYPE_CHECKING:
     from paceline.records import Records
-from paceline.apps.reports.report_page import RunCurves, curves_page
-from paceline.errors import InvalidInput
-from paceline.services.cli.recorded.metrics import check_names, metric_rows, selected
-from paceline.services.cli.recorded.source import run_ids
-from paceline.services.common.options import find_run
 
 REPORT_NAME = "report.html"
 
@@ -35,7 +30,7 @@ REPORT_NAME = "report.html"
 @click.option(
     "-o",
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help=f"File to write; default {REPORT_NAME} in the first run's folder.",
 )
 @source_options
@@ -67,10 +62,11 @@ def plot(
         for curve in curves
     ]
     write_whole(destination, curves_page(shown))
-    if as_json:
-        print_json({"path": str(destination), "runs": [curve.run_id for curve in curves]})
-    else:
-        click.echo(f"{destination}: the curves of {', '.join(curve.run_id for curve in curves)}")
+    render.answer(
+        as_json,
+        {"path": str(destination), "runs": [curve.run_id for curve in curves]},
+        f"{destination}: the curves of {', '.join(curve.run_id for curve in curves)}",
+    )
 
 
 def check_page_file(path: Path) -> None:
@@ -82,7 +78,6 @@ def check_page_file(path: Path) -> None:
 
 
 def curves_of(source: Source, run_id: str, state: str) -> RunCurves:
-    """Return the metrics of a run."""
     events = list(source.records.events(run_id, kinds=["step", "evaluation"]))
     return RunCurves(run_id, state, *(metric_rows(events, kind) for kind in ("step", "evaluation")))
 
@@ -110,7 +105,7 @@ WARNINGS = 200
 @click.option(
     "-o",
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help=f"File to write; default {REPORT_NAME} in the run's folder, or here with --coordinator.",
 )
 @click.option("--verify", "verifies", is_flag=True, help="Compare all records first, and say what was found.")
@@ -136,10 +131,7 @@ def report(
         blocks += [*_completions(_samples(source, run_id)), *_warnings(records, run_id)]
         blocks += [*_checkpoints(records, run_id), *_spec(records, run_id)]
     write_whole(destination, page(run_id, blocks))
-    if as_json:
-        print_json({"path": str(destination), "run_id": run_id})
-    else:
-        click.echo(f"{destination}: {run_id}")
+    render.answer(as_json, {"path": str(destination), "run_id": run_id}, f"{destination}: {run_id}")
 
 
 def _outcome(facts: dict[str, Any]) -> list[Block]:

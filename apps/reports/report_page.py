@@ -40,7 +40,6 @@ class RunCurves(NamedTuple):
 
 
 def page(title: str, blocks: Sequence[Block]) -> str:
-    """Return a whole document."""
     template = (files("paceline.apps.reports") / "page.html").read_text("utf-8")
     begin, _, rest = template.partition("{{modules}}")
     own, closing, end = rest.partition("</script>")
@@ -65,7 +64,6 @@ def _static(name: str) -> str:
 
 
 def curves_page(runs: Sequence[RunCurves]) -> str:
-    """Return a page with the curves of several runs."""
     names = ", ".join(run.run_id for run in runs)
     key = [
         ["text", f"{run.run_id} ({run.state}, {len(run.steps)} steps)", f"key c{number % 8 + 1}"]

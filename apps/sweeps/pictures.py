@@ -23,8 +23,6 @@ Figure = dict[str, Any]
 
 
 class Ended(NamedTuple):
-    """A trial, as the pictures show it."""
-
     number: int
     state: str
     """`COMPLETE`, `PRUNED`, `FAIL` or `RUNNING`."""
@@ -71,7 +69,6 @@ def importances(study: optuna.Study) -> dict[str, float]:
 
 
 def report(sweep: Sweep, trials: Sequence[Ended], shares: dict[str, float], best: Ended | None) -> str:
-    """Return the page."""
     ended = [each for each in trials if each.value is not None]
     names = [f"trial {each.number} ({each.run_id})" for each in ended]
     figures = [_history(sweep, ended, names)] if ended else []
@@ -93,7 +90,7 @@ def _head(sweep: Sweep, trials: Sequence[Ended], best: Ended | None) -> list[Blo
     )
     blocks: list[Block] = [["heading", 1, f"Sweep {sweep.name}"], ["text", counts, ""]]
     if best is not None:
-        values = ", ".join(f"{key} = {_short(value)}" for key, value in best.values.items())
+        values = ", ".join(f"{key} = {short(value)}" for key, value in best.values.items())
         found = f"Best: {best.value:.4g}, trial {best.number} ({best.run_id}): {values}"
         blocks.append(["text", found, "good"])
     return blocks
@@ -197,11 +194,11 @@ def _table(sweep: Sweep, trials: Sequence[Ended]) -> Block:
     names = ["trial", "run", "outcome", sweep.metric, *sweep.search]
     rows = [
         [str(each.number), each.run_id, each.message or each.state.lower(), "" if each.value is None else f"{each.value:.4g}",
-         *(_short(each.values.get(key, "")) for key in sweep.search)]
+         *(short(each.values.get(key, "")) for key in sweep.search)]
         for each in trials
     ]  # fmt: skip
     return ["table", "Trials", names, rows]
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

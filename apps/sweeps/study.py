@@ -79,7 +79,6 @@ class SweepStudy:
         return len([each for each in self.study.get_trials(deepcopy=False) if each.state.name in ENDED])
 
     def ask(self) -> Trial:
-        """Begin a trial."""
         # Each process draws from the sampler's first number on; the number of trials keeps it from drawing the same ones.
         self.study.sampler = self._sampler()
         return self._trial(self.study.ask()._trial_id)
@@ -155,7 +154,6 @@ class Trial:
         return str(self._trial.user_attrs.get(RUN, ""))
 
     def set_run(self, run_id: str) -> None:
-        """Record its run."""
         self._trial.set_user_attr(RUN, run_id)
 
     def report(self, step: int, value: float) -> bool:
@@ -168,11 +166,9 @@ class Trial:
         return self._trial.should_prune()
 
     def complete(self, value: float) -> None:
-        """Record the outcome."""
         self._study.study.tell(self.number, value)
 
     def prune(self) -> None:
-        """Record that it ended early."""
         import optuna
 
         self._study.study.tell(self.number, state=optuna.trial.TrialState.PRUNED)

@@ -1,7 +1,5 @@
 """`paceline sweep SPEC SWEEP.yaml`: search over keys of a spec, by runs of a coordinator or of services that it starts here.
 
-Trials one after the other, each an ordinary run of the coordinator.
-
 Promise: a trial has one run. Its name is on record before it is submitted, so a process that goes on after it was killed looks
 for that name, follows the run that is there, and submits only where there is none. A trial that is pruned has its run cancelled;
 one whose run fails, or pauses for a fault, is told as failed, and the sweep goes on.
@@ -13,9 +11,9 @@ import contextlib
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import click
 
@@ -25,6 +23,7 @@ from paceline.apps.sweeps.sweep_file import check_sweep, load_sweep, overrides_o
 from paceline.client import Client, Event
 from paceline.errors import Conflict
 from paceline.services.cli import render
+from paceline.services.cli.render import PATH
 from paceline.services.cli.running.watching import advice, in_front_of
 from paceline.services.common.access.insecure import check_coordinator, insecure_option
 from paceline.services.common.options import directory_option, json_option, print_json, token_file_option
@@ -49,7 +48,7 @@ FOLDER, LOCK, REPORT = "sweeps", "sweep.lock", "report.html"
 @click.option(
     "--report",
     "report_file",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Write the pictures of the trials so far there, and end.",
 )
 @insecure_option
@@ -105,8 +104,7 @@ def _client(
         return stack.enter_context(Client(coordinator, reconnect_s=math.inf))
     from paceline.services.cli.running.up import ends_with_signals, placed
     from paceline.services.common.gpus import visible_gpus
-    from paceline.services.local.cluster import LocalCluster
-    from paceline.services.local.page_link import start_page
+    from paceline.services.local.cluster import LocalCluster, start_page
 
     gpus = visible_gpus()
     _, sizes = placed(spec, [spec], len(gpus), say)
@@ -156,32 +154,13 @@ def _conclude(study: SweepStudy, spec: str, overrides: tuple[str, ...], report: 
         raise click.exceptions.Exit(1)
 
 
-class Coordinator(Protocol):
-    """What a sweep asks of a coordinator; paceline.client.Client has it."""
-
-    def submit(self, spec: Any) -> Any:
-        """Queue a run."""
-
-    def runs(self) -> list[Any]:
-        """Return all runs."""
-
-    def get(self, run_id: str) -> Any:
-        """Return a run."""
-
-    def watch(self, run_id: str) -> Iterator[Event]:
-        """Events of a run until it has ended."""
-
-    def cancel(self, run_id: str) -> Any:
-        """End a run."""
-
-
 class Trials:
     """Runs the trials of a study until there are as many as the sweep wants."""
 
     def __init__(
         self,
         study: SweepStudy,
-        coordinator: Coordinator,
+        coordinator: Client,
         spec: str,
         overrides: tuple[str, ...],
         say: Callable[[str], None],
@@ -199,7 +178,7 @@ class Trials:
             self._run(self._study.ask())
 
     def _run(self, trial: Trial) -> None:
-        values = ", ".join(f"{key}={_short(value)}" for key, value in trial.values.items())
+        values = ", ".join(f"{key}={pictures.short(value)}" for key, value in trial.values.items())
         run_id = trial.run_id or self._found(trial)
         if run_id:
             self._say(f"trial {trial.number} goes on as {run_id}: {values}")
@@ -268,7 +247,3 @@ class Trials:
     def _cancel(self, run_id: str) -> None:
         with contextlib.suppress(Conflict):  # it has ended meanwhile
             self._coordinator.cancel(run_id)
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

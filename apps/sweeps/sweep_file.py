@@ -47,7 +47,6 @@ class Range(_Part):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether it holds integers only."""
         return all(isinstance(each, int) for each in (self.low, self.high, self.step or 1))
 
     def ends(self) -> tuple[Value, ...]:
@@ -56,12 +55,9 @@ class Range(_Part):
 
 
 class Choices(_Part):
-    """One of several values."""
-
     choices: Annotated[tuple[Value, ...], Field(min_length=1)]
 
     def ends(self) -> tuple[Value, ...]:
-        """Return all values."""
         return self.choices
 
 
@@ -73,8 +69,6 @@ class Pruning(_Part):
 
 
 class Sweep(_Part):
-    """What SWEEP.yaml says."""
-
     name: str = Field("", pattern=r"^[\w.-]*$", max_length=40)
     trials: int = Field(gt=0, le=10_000)
     search: dict[str, Range | Choices] = Field(min_length=1)

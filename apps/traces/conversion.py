@@ -3,10 +3,9 @@
 Promise: every record becomes a row or is counted by the reason for which it was left out; a line that is no record is refused
 with its file and number.
 
-Records of the library verifiers (0.2 and later, `traces.jsonl`) as traces.
-
-A record is one rollout: a graph of messages (`nodes`, each with its parent), and rewards with weights. Where its nodes have
-tokens, masks and log-probabilities the behaviour policy is the recorded one; else the row is text.
+A record of the library verifiers (0.2 and later, `traces.jsonl`) is one rollout: a graph of messages (`nodes`, each
+with its parent), and rewards with weights. Where its nodes have tokens, masks and log-probabilities the behaviour
+policy is the recorded one; else the row is text.
 
 Promise: only rollouts of one answer become traces, because a trace has one prompt; others are left out and counted.
 """
@@ -50,7 +49,6 @@ class ConversionReport:
     """Records by reason."""
 
     def facts(self) -> Json:
-        """Return the counts as JSON."""
         return {**vars(self), "left_out": dict(self.left_out)}
 
 
@@ -148,7 +146,6 @@ def _records(files: Sequence[Path]) -> Iterator[tuple[Json, str]]:
 
 
 def is_rollout(record: Mapping[str, Any]) -> bool:
-    """Return whether a line is such a record."""
     return isinstance(record.get("nodes"), list) and "task" in record
 
 

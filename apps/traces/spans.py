@@ -58,7 +58,6 @@ class Unusable(Exception):
 
 
 def is_telemetry(record: Mapping[str, Any]) -> bool:
-    """Return whether a line has telemetry."""
     return bool({"resourceSpans", "resourceLogs"} & record.keys()) or (
         "context" in record and isinstance(record.get("attributes"), dict)
     )

@@ -1,6 +1,5 @@
-"""`paceline traces`: a run's completions as a file to train on again, and preference pairs from files of traces.
-
-Preference pairs from traces: per prompt each good completion with each bad one.
+"""`paceline traces`: a run's completions as a file to train on again, preference pairs from files of traces (per prompt each good
+completion with each bad one), and a comparison of two models in use, by the feedback on their answers.
 
 Promise: prompts are split into training and held-out ones before pairing, by a hash of the prompt, so that no prompt is in
 both; every trace is counted as used or by the reason for which it was left out.
@@ -9,7 +8,7 @@ both; every trace is counted as used or by the reason for which it was left out.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,12 +17,99 @@ from typing import Any
 
 import click
 
-from paceline.apps.traces.trace_comparison import compare
+from paceline.apps.evaluation.gate_command import decision_options, end
 from paceline.data.joined_rows import Part
 from paceline.data.traces.rows import Trace, TraceKeys, prompt_digest, read_trace
 from paceline.errors import DataError
+from paceline.services.cli import render
 from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option, print_json
+
+
+@click.command()
+@click.argument("champion", metavar="CHAMPION")
+@click.argument("candidate", metavar="CANDIDATE")
+@decision_options
+def compare(
+    champion: str,
+    candidate: str,
+    max_drop: float,
+    margin: float,
+    seed: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Compare the rewards of two models' traces: exit status 0 promote the candidate, 1 roll back, 2 hold.
+
+    Each is a folder of `paceline serve model --traces`, or a file, glob or URL of traces with `final_reward`.
+    """
+    from paceline.apps.evaluation.gate import Bounds
+    from paceline.apps.evaluation.gate import compare as compared
+
+    sides = {name: _rewards(place) for name, place in (("champion", champion), ("candidate", candidate))}
+    report = compared(sides["champion"].rewards, sides["candidate"].rewards, Bounds(max_drop, margin), seed)
+    for name, side in sides.items():
+        report[name] |= {"source": side.source, "models": sorted(side.models), "unrated": side.unrated}
+    end(report, report["decision"], _lines(report), output, as_json)
+
+
+class _Side:
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.rewards: dict[bytes, list[float]] = defaultdict(list)
+        """By the digest of the prompt."""
+        self.models: set[str] = set()
+        self.unrated = 0
+        """Traces without a reward; of a folder, requests without feedback."""
+
+
+def _rewards(place: str) -> _Side:
+    """Return the rewards of the traces at a place. Raises DataError, NotFound."""
+    from paceline.data.rows import open_rows
+    from paceline.data.traces.rows import TraceKeys, prompt_digest, read_trace
+
+    folder = Path(place)
+    side = _Side(place)
+    name = f"{place.rstrip('/')}/rated-*.jsonl" if folder.is_dir() else place
+    rows = open_rows(name, "train", "TRACES", lambda row: _check(read_trace(row, TraceKeys())))
+    for index in range(len(rows)):
+        row = rows[index]
+        trace = read_trace(row, TraceKeys())
+        if trace.reward is None:
+            side.unrated += 1
+            continue
+        side.rewards[prompt_digest(trace.prompt)].append(trace.reward)
+        if row.get("model"):
+            side.models.add(str(row["model"]))
+    if folder.is_dir():
+        requests = sum(_num_lines(path) for path in folder.glob("requests-*.jsonl"))
+        side.unrated = max(0, requests - sum(map(len, side.rewards.values())))
+    return side
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    lines = [report["decision"]]
+    for name in ("champion", "candidate"):
+        side, reward = report[name], report[name]["reward"]
+        lines.append(
+            f"{name}: {reward['value']:.4f} [{reward['low']:.4f}, {reward['high']:.4f}] over {side['traces']:,} rated traces of "
+            f"{side['prompts']:,} prompts, {side['unrated']:,} unrated {' '.join(side['models'])}".rstrip()
+        )
+    found, bounds = report["difference"], report["bounds"]
+    lines.append(
+        f"difference {found['value']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]; max_drop {bounds['max_drop']:g}, margin "
+        f"{bounds['margin']:g}"
+    )
+    return lines
+
+
+def _num_lines(path: Path) -> int:
+    from paceline.encryption.storage_key import storage_key
+    from paceline.files.line_file import LineReader
+
+    with LineReader(path, storage_key()) as file:
+        return sum(1 for _ in file.stored())
 
 
 @click.group()
@@ -37,7 +123,7 @@ traces.add_command(compare)
 
 @traces.command()
 @click.argument("run")
-@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("destination", type=FILE)
 @source_options
 @json_option
 def export(run: str, destination: Path, directory: Path, coordinator: str | None, as_json: bool) -> None:
@@ -52,15 +138,14 @@ def export(run: str, destination: Path, directory: Path, coordinator: str | None
     with records_of_run(run, directory, coordinator) as (source, run_id):
         source.get(run_id)  # raises NotFound with the runs that exist
         rows = export_samples(source.records, run_id, destination)
-    if as_json:
-        print_json({"path": str(destination), "rows": rows})
-    else:
-        click.echo(f"{destination}: {rows:,} traces of {run_id}")
+    render.answer(
+        as_json, {"path": str(destination), "rows": rows}, f"{destination}: {rows:,} traces of {run_id}"
+    )
 
 
 @traces.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
-@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("destination", type=FILE)
 @click.option(
     "--scores-from",
     "score_files",
@@ -105,7 +190,7 @@ def convert(
 
 @traces.command()
 @click.argument("file")
-@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("destination", type=FILE)
 @click.option("--prompt-key", default="prompt", show_default=True, help="Column of the prompt.")
 @click.option("--completion-key", default="completion", show_default=True, help="Column of the completion.")
 @click.option(
@@ -121,7 +206,7 @@ def convert(
 @click.option("--max-pairs-per-prompt", type=click.IntRange(min=1), help="Those of the largest margin stay.")
 @click.option(
     "--held-out",
-    type=(click.FloatRange(0, 1, min_open=True, max_open=True), click.Path(path_type=Path, dir_okay=False)),
+    type=(click.FloatRange(0, 1, min_open=True, max_open=True), FILE),
     metavar="SHARE FILE",
     help="Write the pairs of this share of the prompts to FILE instead.",
 )
@@ -181,8 +266,6 @@ def _check(_: object) -> None:
 
 @dataclass(frozen=True)
 class PairRules:
-    """The choice of pairs."""
-
     chosen: float = 0.7
     """Least reward of a chosen completion."""
     rejected: float = 0.5
@@ -208,7 +291,6 @@ class PairReport:
     """Pairs by reason."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the counts as JSON."""
         return {**vars(self), "left_out": dict(self.left_out), "pairs_left_out": dict(self.pairs_left_out)}
 
 

@@ -3,29 +3,35 @@
 Whatever fails, the records or the tracker, is tried again later, for as long as it takes; the run knows nothing of it. An entry counts
 as sent when the tracker has taken it. The cursor is written after that, so a death in between leads to a repetition, which the tracker
 recognizes by the entry's sequence number.
+
+Promise: one process at a time sends a run to a tracker, and after any death it goes on at the first entry that may be missing.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import logging
+import os
 import threading
+import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from paceline.apps.tracking.cursor import Cursor
-from paceline.apps.tracking.entries import Entry, entries
 from paceline.apps.tracking.names import Style
-from paceline.apps.tracking.opening import Setting, open_tracker
-from paceline.apps.tracking.tracker import Refused, TrackedRun, Tracker
+from paceline.apps.tracking.tracker import Entry, Refused, TrackedRun, Tracker, entries
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.encryption.storage_key import storage_key
-from paceline.errors import Conflict, InvalidInput, NotFound
+from paceline.errors import Conflict, InvalidInput, NotFound, Unreadable
+from paceline.files.whole_file import write_whole
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.records import Records
 from paceline.run_states import ENDED_STATES
-from paceline.spec.sections.system import TrackerSection
+from paceline.spec.sections.alerts import WebhookSection
+from paceline.spec.sections.system import LoggerSection, TrackerSection
 
 POLL_S = 2.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
@@ -33,9 +39,41 @@ log = logging.getLogger(__name__)
 seldom = RateLimitedLog(log, interval_s=30.0)
 
 
-class Target(NamedTuple):
-    """What is sent where."""
+Setting = TrackerSection | WebhookSection
 
+
+def named(logger: LoggerSection) -> dict[str, Setting]:
+    """Return the trackers and the webhooks of a spec by the names of their cursors."""
+    found: dict[str, Setting] = {tracker.kind: tracker for tracker in logger.trackers}
+    for webhook in logger.webhooks:
+        address = webhook.url or f"${webhook.url_variable}"
+        found[f"webhook-{hashlib.sha256(address.encode()).hexdigest()[:8]}"] = webhook
+    return found
+
+
+def open_tracker(setting: Setting, run: TrackedRun, folder: Path) -> Tracker:
+    """Return the tracker of a run. `folder` is for its files. Raises NotFound when its library is not installed."""
+    if isinstance(setting, WebhookSection):
+        from paceline.apps.tracking.backends.webhook import Webhook
+
+        return Webhook(setting, run)
+    match setting.kind:
+        case "wandb":
+            from paceline.apps.tracking.backends.wandb_run import WandbRun
+
+            return WandbRun(setting, run, folder)
+        case "mlflow":
+            from paceline.apps.tracking.backends.mlflow_run import MlflowRun
+
+            return MlflowRun(setting, run)
+        case "tensorboard":
+            from paceline.apps.tracking.backends.tensorboard_run import TensorboardRun
+
+            return TensorboardRun(folder)
+    raise ValueError(f"no tracker is called {setting.kind!r}")
+
+
+class Target(NamedTuple):
     run_id: str
     name: str
     """Name of the cursor: the kind of a tracker; of a webhook also its address."""
@@ -48,8 +86,6 @@ class Target(NamedTuple):
 
 
 class Follower:
-    """One run at one tracker."""
-
     def __init__(
         self,
         target: Target,
@@ -189,3 +225,74 @@ def _without_texts(config: Any) -> Any:
     if isinstance(config, list):
         return [_without_texts(value) for value in config if not isinstance(value, str)]
     return config
+
+
+FIELDS = ("identity", "sequence", "time_s", "ended", "done", "url", "refused")
+"""Fields of a cursor's file."""
+
+
+class Cursor:
+    def __init__(self, folder: Path, kind: str):
+        """Read the file of a tracker, or begin it. Raises Conflict while another process has it, Unreadable, OSError."""
+        path = _path(folder, kind)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._lock: IO[str] = path.with_suffix(".lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise Conflict(
+                f"another process sends this run to the tracker ({path} is locked); stop it first"
+            ) from None
+        try:
+            content = self._read()
+        except BaseException:
+            self._lock.close()
+            raise
+        self.identity = str(content.get("identity") or uuid.uuid4().hex)
+        self.sequence = int(content.get("sequence", 0))
+        """Sequence number of the newest entry that was sent."""
+        self.time_s = float(content.get("time_s", 0.0))
+        """Time of that entry, which those without a time get."""
+        self.ended = str(content.get("ended", ""))
+        """State of the run if it had ended by that entry."""
+        self.done = bool(content.get("done"))
+        """All of a run that has ended was sent, and the tracker knows its end."""
+        self.url = str(content.get("url", ""))
+        self.refused = int(content.get("refused", 0))
+        """Entries that the tracker refused."""
+        self.save()
+
+    def save(self) -> None:
+        """Write the file; it is on the disk afterwards. Raises OSError."""
+        content = {name: getattr(self, name) for name in FIELDS}
+        write_whole(self._path, json.dumps(content) + "\n", durable=True)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def _read(self) -> dict[str, Any]:
+        if not os.path.exists(self._path):
+            return {}
+        try:
+            content: dict[str, Any] = json.loads(self._path.read_text())
+            if not isinstance(content, dict) or int(content["sequence"]) < 0 or not content["identity"]:
+                raise ValueError
+        except (ValueError, KeyError, TypeError):
+            raise Unreadable(
+                f"{self._path} is damaged; remove it to send the run again from its beginning, as a new run of the tracker"
+            ) from None
+        return content
+
+
+def is_done(folder: Path, kind: str) -> bool:
+    """Return whether the cursor of a tracker says that all of an ended run was sent."""
+    try:
+        return bool(json.loads(_path(folder, kind).read_text())["done"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _path(folder: Path, kind: str) -> Path:
+    return folder / f"{kind}.json"

@@ -72,7 +72,6 @@ def renamed(kind: str, name: str, style: Style) -> str:
 
 
 def table() -> str:
-    """Return the table as Markdown."""
     lines = ["| Paceline | TRL (`names: trl`) | NeMo RL (`names: nemo_rl`) | remark |", "|---|---|---|---|"]
     for each in NAMES:
         cells = [f"{PREFIXES[each.kind]}/{each.ours}", each.trl, each.nemo_rl]

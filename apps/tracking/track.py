@@ -1,14 +1,20 @@
 """`paceline track [RUN]`: send runs to experiment trackers, from wherever the coordinator or its ledger can be read. A run is not
-touched by it, so it can be started, stopped and started again at any time."""
+touched by it, so it can be started, stopped and started again at any time.
+
+Without RUN every run whose spec names trackers or webhooks is sent to these, new runs included. One thread for each run and tracker:
+one that hangs keeps no other waiting.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -17,12 +23,13 @@ from typing import NoReturn
 import click
 from pydantic import ValidationError
 
-from paceline.apps.tracking.follower import Follower, Target
-from paceline.apps.tracking.opening import Setting, named
-from paceline.apps.tracking.service import Sender, Tracking, end, folder_of, records_opening
+from paceline.apps.tracking.follower import Follower, Setting, Target, is_done, named
 from paceline.client import Client
-from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.errors import InvalidInput, NotFound, PacelineError, SpecError
 from paceline.files.names import LEDGER_NAME
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.records import Records
+from paceline.run_states import ENDED_STATES, state_name
 from paceline.services.cli.recorded.source import (
     Source,
     ledger_source,
@@ -94,16 +101,10 @@ def track(
         where = _Where(source)
     # One thread for each, because libraries block; the process ends without those that hang.
     links = where.links(f"{page.rstrip('/')}/#/run/{run_id}" if page else "")
-    senders = [
-        Sender(
-            Follower(
-                Target(run_id, name, setting, folder_of(directory, run_id), links, only_now),
-                records_opening(where.opened),
-            ),
-            f"{run_id} to {name}",
-        )
-        for name, setting in settings.items()
-    ]
+    folder = folder_of(directory, run_id)
+    targets = [Target(run_id, name, each, folder, links, only_now) for name, each in settings.items()]
+    records = records_opening(where.opened)
+    senders = [Sender(Follower(each, records), f"{run_id} to {each.name}") for each in targets]
     while any(sender.thread.is_alive() for sender in senders) and not stop.wait(0.1):
         pass
     all_ended = end(senders)
@@ -125,11 +126,9 @@ class _Where:
         self._path = Path(LEDGER_NAME) if isinstance(source, Client) else source.ledger.path
 
     def opened(self) -> AbstractContextManager[Source]:
-        """Open the records."""
         return Client(self._address) if self._address else ledger_source(self._path)
 
     def links(self, page: str) -> dict[str, str]:
-        """Return where the run is found."""
         found = {"coordinator": self._address} if self._address else {"ledger": str(self._path)}
         return found | ({"page": page} if page else {})
 
@@ -182,6 +181,109 @@ def main() -> None:
         track()
     except PacelineError as error:
         sys.exit(f"Error: {error}")
+
+
+LOOK_S = 10.0
+END_S = 8.0
+"""Seconds that senders have to end; one that hangs is left behind with the process."""
+MAX_SENDERS = 64
+FOLDER = "trackers"
+"""Folder beside the ledger that has the cursors."""
+log = logging.getLogger(__name__)
+seldom = RateLimitedLog(log, interval_s=30.0)
+
+
+Opening = Callable[[], AbstractContextManager[Source]]
+
+
+class Sender:
+    def __init__(self, follower: Follower, name: str):
+        self.follower, self.name = follower, name
+        self.failure = ""
+        """Why it ended before its time."""
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.follower.run()
+        except PacelineError as error:
+            self.failure = str(error)
+            log.error("%s: %s", self.name, error)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            log.exception("%s ended by an unforeseen error", self.name)
+
+
+class Tracking:
+    def __init__(self, opening: Opening, directory: Path, links: Mapping[str, str], stop: threading.Event):
+        self._opening, self._directory, self._links, self._stop = opening, directory, dict(links), stop
+        self._settings: dict[str, dict[str, Setting]] = {}
+        """Trackers and webhooks by run, of runs that were looked at."""
+        self._senders: dict[tuple[str, str], Sender] = {}
+
+    def run(self) -> None:
+        """Look for runs until told to stop, and end all senders then."""
+        while True:
+            try:
+                with self._opening() as source:
+                    self._look(source)
+            except Exception as error:  # the coordinator is away, or one record cannot be read
+                seldom.warning("look", "the runs cannot be read: %s; trying again", error)
+            if self._stop.wait(LOOK_S):
+                break
+        end(list(self._senders.values()))
+
+    def _look(self, source: Source) -> None:
+        """Start a sender for each run and tracker of which something may be missing."""
+        for run in source.runs():
+            has_ended = state_name(run) in ENDED_STATES
+            for name, setting in self._trackers(source, run.run_id).items():
+                key, folder = (run.run_id, name), folder_of(self._directory, run.run_id)
+                before = self._senders.get(key)
+                if before is not None and (before.thread.is_alive() or before.failure):
+                    continue
+                if (has_ended and is_done(folder, name)) or len(self._alive()) >= MAX_SENDERS:
+                    continue
+                target = Target(run.run_id, name, setting, folder, self._links)
+                follower = Follower(target, records_opening(self._opening))
+                self._senders[key] = Sender(follower, f"{run.run_id} to {name}")
+
+    def _alive(self) -> list[Sender]:
+        return [sender for sender in self._senders.values() if sender.thread.is_alive()]
+
+    def _trackers(self, source: Source, run_id: str) -> dict[str, Setting]:
+        if run_id not in self._settings:
+            try:
+                spec, _ = spec_of_run(run_id, source.records.spec_yaml(run_id))
+                self._settings[run_id] = named(spec.logger)
+            except SpecError as error:
+                log.warning("%s", error)
+                self._settings[run_id] = {}
+        return self._settings[run_id]
+
+
+def end(senders: list[Sender]) -> bool:
+    """Tell senders to end once they have sent what is on record, and wait for them, not for long; return whether all have ended."""
+    for sender in senders:
+        sender.follower.stop.set()
+    until_s = time.monotonic() + END_S
+    for sender in senders:
+        sender.thread.join(max(0.0, until_s - time.monotonic()))
+    return not any(sender.thread.is_alive() for sender in senders)
+
+
+def folder_of(directory: Path, run_id: str) -> Path:
+    return directory / FOLDER / run_id
+
+
+def records_opening(opening: Opening) -> Callable[[], AbstractContextManager[Records]]:
+    @contextlib.contextmanager
+    def opened() -> Iterator[Records]:
+        with opening() as source:
+            yield source.records
+
+    return opened
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The seam between the records of a run and a tracker.
+"""The seam between the records of a run and a tracker: the entries of its recorded events, and what a tracker does with them.
 
 A tracker gets the entries of a run in order. It is told the sequence number of each, which is that of the run's event, so that it can
 recognize what it already has: `position` says up to where, and a repeated `log` or `alert` of the same entry changes nothing there.
@@ -7,11 +7,16 @@ recognize what it already has: `position` says up to where, and a repeated `log`
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
+from paceline.apps.tracking.names import Style, renamed
 from paceline.errors import InvalidInput, NotFound
+from paceline.records import RecordedEvent, Records
+from paceline.services.common.reporting.visible_text import visible
 
 Row = dict[str, Any]
 """One completion: the row of a samples table."""
@@ -49,17 +54,17 @@ class TrackedRun(NamedTuple):
     """Where the run is: the coordinator or the ledger, and the page."""
 
 
-class Tracker(Protocol):
+class Tracker:
     """One run at one tracker. Methods raise Refused for an entry that can never be sent, and any other exception while the
-    tracker cannot be reached; the caller opens it again then."""
+    tracker cannot be reached; the caller opens it again then. A tracker leaves out what it has no place for."""
 
-    @property
-    def url(self) -> str:
-        """Where people see the run; empty if that is not known."""
+    url = ""
+    """Where people see the run; empty if that is not known."""
 
     def position(self) -> int | None:
         """Return the sequence number up to which the tracker has all entries; None where it cannot say, and the caller's
         record counts."""
+        return None
 
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
         """Send metrics by name and a table of samples."""
@@ -85,9 +90,91 @@ def library(name: str) -> ModuleType:
 
 
 def finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the metrics that have a value."""
     return {
         name: float(value)
         for name, value in metrics.items()
         if value is not None and value == value and abs(value) != float("inf")
     }
+
+
+KINDS = ("step", "evaluation", "warning", "state")
+NOT_METRICS = {"step", "time", "sequence"}
+
+
+class Entry(NamedTuple):
+    """One event, as a tracker takes it."""
+
+    step: Step
+    metrics: dict[str, float]
+    samples: tuple[Row, ...] = ()
+    text: str = ""
+    """A warning, or why the state changed."""
+    alert: AlertKind | None = None
+    state: str = ""
+    """New state of the run, if it changed here."""
+
+
+def entries(
+    records: Records, run_id: str, *, after: int, time_s: float, names: Style, samples: int
+) -> Iterator[Entry]:
+    """Yield what happened after a sequence number, oldest first. An event without a time of its own gets that of the one before, at
+    first `time_s`, so that each repetition is the same. Raises NotFound, Unavailable."""
+    for event in records.events(run_id, kinds=KINDS, after=after):
+        recorded = event.content.get("time")
+        time_s = float(recorded) if isinstance(recorded, int | float) else time_s
+        number = event.content.get("step")
+        step = Step(number if isinstance(number, int) else event.at_step, event.sequence, time_s)
+        yield _entry(records, run_id, event, step, names, samples)
+
+
+def _entry(
+    records: Records, run_id: str, event: RecordedEvent, step: Step, names: Style, samples: int
+) -> Entry:
+    if event.kind == "warning":
+        alert: AlertKind = (
+            "stalled" if event.content.get("stalled") else "rule" if event.content.get("rule") else "warning"
+        )
+        return Entry(step, {}, text=_message(event), alert=alert)
+    if event.kind == "state":
+        return Entry(step, {}, text=_message(event), state=str(event.content.get("state", "")))
+    metrics = {
+        renamed(event.kind, name, names): value
+        for name, value in event.content.items()
+        if name not in NOT_METRICS and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    rows = tuple(_rows(records, run_id, step.number, samples)) if event.kind == "step" and samples else ()
+    return Entry(step, finite(metrics), rows)
+
+
+def _message(event: RecordedEvent) -> str:
+    return visible(str(event.content.get("message", "")))
+
+
+def _rows(records: Records, run_id: str, step: int, groups: int) -> Iterator[Row]:
+    """Yield a row for each completion of the first groups of a step; none where samples are not kept."""
+    found = records.sample_groups(run_id, from_step=step, to_step=step, page_size=groups)
+    try:
+        for group in itertools.islice(found, groups):
+            prompt: Any = json.loads(group.prompt_json)
+            text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+            for completion in group.completions:
+                yield {
+                    "step": step,
+                    "group": group.group_id,
+                    "prompt": visible(text),
+                    "completion": visible(completion.text),
+                    "reward": completion.reward if completion.HasField("reward") else None,
+                    **{f"reward/{name}": value for name, value in sorted(completion.rewards.items())},
+                    "tokens": completion.num_tokens,
+                    "age": completion.age,
+                    "versions": " ".join(map(str, completion.versions)),
+                    "finish_reason": completion.finish_reason,
+                }
+    except NotFound:  # the step's groups have left the ledger
+        return
+
+
+def as_table(rows: tuple[Row, ...] | list[Row]) -> tuple[list[str], list[list[Any]]]:
+    """Return columns and lines; a row without a column has None there."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return columns, [[row.get(name) for name in columns] for row in rows]

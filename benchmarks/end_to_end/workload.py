@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paceline.services.demo.model import CHARACTERS, make_model
-from paceline.services.demo.task import write_data
+from paceline.services.demo.task import CHARACTERS, make_model, write_data
 
 SEED = 0
 NUM_PROMPTS = 4096

@@ -27,7 +27,7 @@ from paceline.learner.step.trainer import Trainer
 from paceline.learner.weights.gather import gather_weights
 from paceline.rollout.engine import GenerationRequest, SamplingParams
 from paceline.rollout.native.engine import NativeEngine
-from paceline.services.demo.model import make_tokenizer
+from paceline.services.demo.task import make_tokenizer
 from paceline.spec import RunSpec
 from paceline.spec.presets import PresetName
 from paceline.spec.reading import load_spec

@@ -7,8 +7,7 @@ the right answer (for the reward). With a model and data of your own this file i
 
 from pathlib import Path
 
-from paceline.services.demo.model import make_model
-from paceline.services.demo.task import write_data
+from paceline.services.demo.task import make_model, write_data
 
 HERE = Path(__file__).resolve().parent
 SEED = 0

@@ -14,7 +14,7 @@ import json
 import random
 from pathlib import Path
 
-from paceline.services.demo.model import make_model
+from paceline.services.demo.task import make_model
 
 HERE = Path(__file__).resolve().parent
 SIGNS = {"plus": "+", "minus": "-", "times": "*"}

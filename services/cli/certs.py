@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 from paceline.services.cli import render
+from paceline.services.cli.render import FOLDER
 from paceline.services.common.access.revoked_certificates import FILE_NAME, revoke
-from paceline.services.common.options import directory_option, json_option, print_json
+from paceline.services.common.options import directory_option, json_option
 from paceline.tls.authority import (
     AUTHORITY,
     AUTHORITY_DAYS,
@@ -20,7 +23,15 @@ from paceline.tls.authority import (
 )
 from paceline.tls.certificates import ROLES, Certificate, read_certificate
 
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 COLUMNS = ("name", "role", "hosts", "valid until", "left")
+
+POSITIVE = click.FloatRange(min=0, min_open=True)
+folder_argument = click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
+
+
+def _days_option(default: float) -> Callable[[CommandT], CommandT]:
+    return click.option("--days", default=default, show_default=True, type=POSITIVE, help="Life.")
 
 
 @click.group()
@@ -29,14 +40,8 @@ def certs() -> None:
 
 
 @certs.command("init")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-@click.option(
-    "--days",
-    default=AUTHORITY_DAYS,
-    show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
-    help="Life.",
-)
+@click.argument("folder", type=FOLDER)
+@_days_option(AUTHORITY_DAYS)
 def init(folder: Path, days: float) -> None:
     """Make a certificate authority in FOLDER. Its ca.key can issue certificates for everybody: keep it off the cluster."""
     made = make_authority(folder, days)
@@ -44,7 +49,7 @@ def init(folder: Path, days: float) -> None:
 
 
 @certs.command("issue")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@folder_argument
 @click.argument("name")
 @click.option("--role", required=True, type=click.Choice(ROLES), help="Role of the holder.")
 @click.option(
@@ -53,24 +58,16 @@ def init(folder: Path, days: float) -> None:
     multiple=True,
     help="DNS name or IP address by which others reach the process; may be given several times. Names of this host are always in.",
 )
-@click.option(
-    "--days",
-    default=CERTIFICATE_DAYS,
-    show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
-    help="Life.",
-)
+@_days_option(CERTIFICATE_DAYS)
 def issue_command(folder: Path, name: str, role: str, hosts: tuple[str, ...], days: float) -> None:
     """Issue a certificate to NAME by the authority in FOLDER. FOLDER/NAME is what the process gets as its --tls-dir."""
     click.echo(str(issue(folder, name, role, hosts, days)))
 
 
 @certs.command("renew")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@folder_argument
 @click.argument("names", nargs=-1)
-@click.option(
-    "--days", type=click.FloatRange(min=0, min_open=True), help="Life; default: that of the one before."
-)
+@click.option("--days", type=POSITIVE, help="Life; default: that of the one before.")
 def renew_command(folder: Path, names: tuple[str, ...], days: float | None) -> None:
     """Issue certificates anew: those of NAMES, or all that have less than a third of their life left."""
     due = names or tuple(name for name, certificate in issued(folder) if certificate.is_due)
@@ -91,7 +88,7 @@ def revoke_command(name: str, directory: Path) -> None:
 
 
 @certs.command("show")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@folder_argument
 @json_option
 def show(folder: Path, as_json: bool) -> None:
     """List the authority and the certificates in FOLDER, or the certificate of a --tls-dir."""
@@ -99,11 +96,7 @@ def show(folder: Path, as_json: bool) -> None:
     if (folder / AUTHORITY).is_file():
         found = {"(authority)": read_certificate((folder / AUTHORITY).read_bytes()), **found}
     facts = [_facts(name, certificate) for name, certificate in found.items() if certificate is not None]
-    if as_json:
-        for line in facts:
-            print_json(line)
-    else:
-        render.print_table(COLUMNS, [_row(line) for line in facts], empty="no certificates")
+    render.print_all(as_json, facts, COLUMNS, _row, "no certificates")
 
 
 def _own(folder: Path) -> Certificate | None:
@@ -124,8 +117,5 @@ def _facts(name: str, certificate: Certificate) -> render.Facts:
 
 
 def _row(facts: render.Facts) -> list[str]:
-    left_s = float(str(facts["left_s"]))
-    hosts = facts["hosts"]
-    assert isinstance(hosts, list)
-    left = "expired" if left_s < 0 else f"{left_s / 86400:.1f} days"
-    return [str(facts["name"]), str(facts["role"]), ", ".join(hosts), str(facts["valid_until"])[:16], left]
+    left = "expired" if facts["left_s"] < 0 else f"{facts['left_s'] / 86400:.1f} days"
+    return [facts["name"], facts["role"], ", ".join(facts["hosts"]), facts["valid_until"][:16], left]

@@ -1,4 +1,4 @@
-"""`paceline chat` and `paceline generate --export`: the model of a run, in this process, without services."""
+"""`paceline chat` and `paceline generate`: completions of a model in this process, without services, or of a rollout worker."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.errors import InvalidInput, NotFound
+from paceline.client import Client
+from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.files.model_source import model_source
 from paceline.files.storage import is_url
 from paceline.services.cli.recorded.source import opened_ledger
-from paceline.services.common.options import directory_option, find_run
+from paceline.services.common.options import (
+    coordinator_option,
+    directory_option,
+    find_run,
+    json_option,
+    print_json,
+)
 from paceline.services.common.processes.quiet_libraries import quiet_libraries
 from paceline.services.common.reporting.visible_text import visible
 from paceline.spec import RunSpec
@@ -21,6 +28,7 @@ from paceline.spec import RunSpec
 if TYPE_CHECKING:
     from paceline.groups import Completion
     from paceline.rollout.engine import Engine
+    from paceline.v1.rollout_pb2 import GeneratedCompletion
 
 DEFAULT_NEW_TOKENS = 512
 UNFINISHED = "\ufffd"
@@ -59,7 +67,7 @@ def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSp
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         return _spec_of_folder(str(folder.resolve()))
-    from paceline.services.cli.registered_models import registered_model
+    from paceline.services.cli.recorded.source import registered_model
 
     if registered := registered_model(model, directory):
         return _spec_of_folder(registered.path)
@@ -83,10 +91,14 @@ def spec_of_model(model: str, directory: Path, *, scores: bool = False) -> RunSp
         raise InvalidInput(f"run {run_id} has trained a reward model, which writes no text")
     lora = spec.policy.lora_cfg.model_copy(update={"enabled": False})
     policy = {"model_name": str(export), "tokenizer_name": None, "lora_cfg": lora}
-    generation = spec.policy.generation.model_copy(update={"max_batch_size": 16})
-    return spec.model_copy(
-        update={"policy": spec.policy.model_copy(update={**policy, "generation": generation})}
-    )
+    spec = spec.model_copy(update={"policy": spec.policy.model_copy(update=policy)})
+    return with_generation(spec, max_batch_size=16)
+
+
+def with_generation(spec: RunSpec, **settings: Any) -> RunSpec:
+    """Return the spec with other settings of policy.generation."""
+    generation = spec.policy.generation.model_copy(update=settings)
+    return spec.model_copy(update={"policy": spec.policy.model_copy(update={"generation": generation})})
 
 
 def _spec_of_folder(model: str) -> RunSpec:
@@ -130,15 +142,9 @@ def changed(
             f"{longest} tokens together"
         )
     given = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    generation = {key: value for key, value in given.items() if value is not None}
-    policy = {"generation": spec.policy.generation.model_copy(update=generation)}
+    spec = with_generation(spec, **{key: value for key, value in given.items() if value is not None})
     data = {} if system is None else {"system_prompt": system}
-    return spec.model_copy(
-        update={
-            "policy": spec.policy.model_copy(update=policy),
-            "data": spec.data.model_copy(update=data),
-        }
-    )
+    return spec.model_copy(update={"data": spec.data.model_copy(update=data)})
 
 
 @dataclass
@@ -154,7 +160,6 @@ class Talk:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether prompts go through a chat template."""
         return bool(self.tokenizer.chat_template) and self.spec.data.apply_chat_template != "never"
 
     async def answer(self, line: str, show: Any = None) -> str:
@@ -255,3 +260,79 @@ def _read_line() -> str:
     except (EOFError, KeyboardInterrupt):
         click.echo()  # what follows begins on a line of its own
         return ""
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("--n", default=1, show_default=True, help="Number of completions.")
+@click.option("--temperature", type=float, help="Sampling temperature; default the run's.")
+@click.option("--max-new-tokens", type=int, help="Longest completion; default the run's.")
+@click.option(
+    "--seed", default=0, show_default=True, help="The same seed and weights give the same completions."
+)
+@click.option(
+    "--export",
+    "exported",
+    metavar="RUN|FOLDER|URL|NAME@ALIAS",
+    help="Sample from this run's exported model, the model at this folder or URL, or a registered one, in this process: no service "
+    "has to run.",
+)
+@coordinator_option
+@directory_option
+@json_option
+def generate(
+    prompt: str,
+    n: int,
+    temperature: float | None,
+    max_new_tokens: int | None,
+    seed: int,
+    exported: str | None,
+    coordinator: str,
+    directory: Path,
+    as_json: bool,
+) -> None:
+    """Ask the rollout worker with the newest weights for completions of PROMPT; as JSON lines with --json."""
+    if exported is not None:
+        quiet_libraries()
+        spec = changed(spec_of_model(exported, directory), temperature, max_new_tokens)
+        for text, sampled in asyncio.run(_from_export(spec, prompt, n, seed)):
+            spans = [[s.start, s.end, s.session, s.step] for s in sampled.spans]
+            _print(text, sampled, spans, as_json)
+        return
+    try:
+        with Client(coordinator) as client:
+            completions = client.generate(
+                prompt, n=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed
+            )
+    except Unavailable as error:
+        raise Unavailable(
+            f"{error}; without services --export RUN samples from a run's exported model"
+        ) from None
+    for completion in completions:
+        spans = [[s.start, s.end, s.version.session, s.version.step] for s in completion.spans]
+        _print(completion.text, completion, spans, as_json)
+
+
+def _print(
+    text: str, completion: Completion | GeneratedCompletion, spans: list[list[int]], as_json: bool
+) -> None:
+    """Print a completion; `spans` are [start, end, session, step]."""
+    if not as_json:
+        click.echo(visible(text))
+        return
+    facts = {"text": text, "token_ids": list(map(int, completion.token_ids))}
+    facts |= {"logprobs": list(map(float, completion.logprobs)), "finish_reason": completion.finish_reason}
+    print_json(facts | {"spans": spans})
+
+
+async def _from_export(spec: RunSpec, prompt: str, n: int, seed: int) -> list[tuple[str, Completion]]:
+    """Return text and completion of each of `n` samples; the prompt is encoded as a rollout worker does."""
+    from paceline.data.tokens import encode_prompt
+
+    talk = await open_talk(spec, seed)
+    try:
+        data = spec.data
+        ids = encode_prompt(talk.tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs)
+        return [(talk.text(completion), completion) for completion in await talk.sample(ids, n)]
+    finally:
+        await talk.engine.close()

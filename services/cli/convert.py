@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import click
 
-from paceline.services.common.options import json_option, print_json
+from paceline.services.cli import render
+from paceline.services.common.options import json_option
 
 
 @click.command()
@@ -82,10 +83,9 @@ def convert(
         quantize_folder(source, destination, quantize)
     else:
         folders.to_folder(source, destination, adapter=adapter, **options)
-    if as_json:
-        print_json({"source": source, "path": destination, "to": to})
-    else:
-        click.echo(f"{destination}: the weights of {source}")
+    render.answer(
+        as_json, {"source": source, "path": destination, "to": to}, f"{destination}: the weights of {source}"
+    )
 
 
 def _check_options(
@@ -97,7 +97,6 @@ def _check_options(
     config: str | None,
     key: str | None,
 ) -> None:
-    """Raise click.UsageError for options that do not go together."""
     if of_dcp and to == "dcp":
         raise click.UsageError(
             "SOURCE is such a checkpoint already; leave --to dcp out to make a model folder of it"

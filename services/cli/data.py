@@ -1,45 +1,37 @@
-"""`paceline data`: look at a spec's data before a run: counts, lengths, samples with their masks, and overlap.
-
-`paceline data prepare`: write a spec's training data as `data.preparation` makes them.
-
-Samples of a data set for people: what a model reads and what it trains on, as text or as its tokens.
+"""`paceline data`: a spec's data before a run: counts, lengths, samples with their masks, overlap; and `data prepare`, which writes
+the training data as `data.preparation` makes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from paceline.errors import InvalidInput
-from paceline.services.cli.recorded.source import source_options
-from paceline.services.common.options import json_option, print_json
-
-if TYPE_CHECKING:
-    from paceline.data.preparation.prepared import Prepared
-    from paceline.data.rows import Rows
-    from paceline.spec import RunSpec
-import shutil
-from collections.abc import Callable
-from itertools import groupby
-
 import numpy as np
 
 from paceline.data.conversations import encode_conversation
 from paceline.data.example_rows import Demonstration, is_whole
 from paceline.data.exchanges import exchange_of
 from paceline.data.messages import tools_of, tools_of_prompt
-from paceline.data.tokens import changed_text, encode_exchange, encode_prompt, encode_text
-from paceline.services.cli.recorded.source import records_of_run
+from paceline.data.tokens import changed_text, encode_exchange, encode_prompt, encode_text, load_tokenizer
+from paceline.errors import InvalidInput
+from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.cli.render import FILE
+from paceline.services.common.options import json_option, print_json
 from paceline.spec import RunSpec
+
+if TYPE_CHECKING:
+    from paceline.data.preparation.prepared import Prepared
+    from paceline.data.rows import Rows
 
 
 @click.command()
 @click.argument("spec", type=click.Path())
-@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("destination", type=FILE)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @source_options
 @json_option
@@ -220,7 +212,6 @@ def _inspected(prepared: Prepared, original: RunSpec, limit: int, tokens: bool) 
 
 
 def _first_rows(spec: RunSpec) -> Rows:
-    """Return the first block of a stream."""
     from paceline.data.prompts import open_streamed
     from paceline.data.row_checks import row_check
     from paceline.data.spooled_rows import SpooledRows
@@ -249,8 +240,6 @@ def _sources(rows: Rows, spec: RunSpec, *, validation: bool) -> dict[str, Any]:
 
 
 def _samples(rows: Rows, spec: RunSpec, number: int, tokens: bool) -> list[dict[str, Any]]:
-    from paceline.data.tokens import load_tokenizer
-
     if not tokens:
         return [{"row": index, "parts": as_text(rows[index], spec)} for index in range(number)]
     tokenizer, samples = load_tokenizer(spec.policy), []
@@ -267,7 +256,6 @@ def _samples(rows: Rows, spec: RunSpec, number: int, tokens: bool) -> list[dict[
 
 def _train_prompts(rows: Rows, spec: RunSpec) -> Iterator[str]:
     """Yield the text of each prompt as the algorithm reads it; of a text that trains as a whole the text."""
-    from paceline.data.exchanges import exchange_of
     from paceline.data.overlap import text_of
 
     for index in range(len(rows)):
@@ -287,8 +275,6 @@ def _overlap(train: Rows, evaluation: Rows, spec: RunSpec) -> dict[str, Any]:
 
 
 def _lengths(rows: Rows, spec: RunSpec) -> dict[str, int]:
-    import numpy as np
-
     lengths = [len(text) for text in _train_prompts(rows, spec)] or [0]
     p10, p50, p90 = np.quantile(lengths, [0.1, 0.5, 0.9])
     return {"p10": int(p10), "p50": int(p50), "p90": int(p90), "max": max(lengths)}

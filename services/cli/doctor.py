@@ -1,19 +1,27 @@
-"""`paceline doctor`: the findings about this machine as a list.
+"""`paceline doctor`: checks of this machine (hardware, software, isolation of user code), and of a spec's files, GPUs and memory.
 
-Checks of this machine against one spec: its files, its GPUs and its memory. Imports torch.
-
-Checks of what isolates user code on this machine, and programs that a reward or a tool runs because a model wrote them.
+Each finding is tested, not guessed, and has the remedy for what is missing; nothing is changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.metadata
+import shutil
+import socket
+import sys
+import tempfile
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import click
 
 from paceline.errors import InvalidInput, SpecError
+from paceline.host.cores import usable_cores
 from paceline.host.memory import available_bytes
 from paceline.models.memory_estimate import (
     Estimate,
@@ -25,8 +33,8 @@ from paceline.models.memory_estimate import (
 from paceline.models.shape import read_shape
 from paceline.services.common.gpus import divide, missing_gpus, named_in
 from paceline.services.common.options import directory_option, json_option, print_json
-from paceline.services.local.machine_checks import Finding
-from paceline.services.local.missing_paths import missing_paths
+from paceline.services.local.cluster import USUAL_PORT, free_port
+from paceline.services.local.room import missing_paths
 from paceline.spec import RunSpec
 from paceline.user_code.box import why_no_isolation
 
@@ -43,7 +51,6 @@ def doctor(spec: str | None, overrides: tuple[str, ...], directory: Path, as_jso
 
     With SPEC also whether its GPUs are there, and the memory that its services take by an estimate.
     """
-    from paceline.services.local.machine_checks import examine
     from paceline.spec.reading import load_spec
 
     wanted = load_spec(spec, overrides) if spec else None
@@ -84,10 +91,10 @@ def examine_spec(
     if shape is None:
         value = f"not estimated: no config.json of {spec.policy.model_name!r} with the usual keys is on this machine"
         return [*findings, Finding("its memory", "absent", value)]
-    return [*findings, _memory(spec, estimate(spec, shape), sizes, free_bytes)]
+    return [*findings, _memory_for(spec, estimate(spec, shape), sizes, free_bytes)]
 
 
-def _memory(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int], free_bytes: int | None) -> Finding:
+def _memory_for(spec: RunSpec, needed: Estimate, gpu_bytes: Sequence[int], free_bytes: int | None) -> Finding:
     if small := _too_small(spec, needed, gpu_bytes):
         return Finding("its memory", "absent", sentence(needed, spec), small)
     free = available_bytes() if free_bytes is None else free_bytes
@@ -174,3 +181,185 @@ def _faults(spec: RunSpec) -> list[Finding]:
             except InvalidInput as error:
                 faults.append(Finding(f"rewards.{index}", "fault", str(error)))
     return faults
+
+
+MIN_PYTHON = (3, 11)
+MIN_FREE_BYTES = 5 << 30
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    status: Literal["ok", "absent", "fault"]
+    """`absent` is an optional part that is missing; a `fault` has to be fixed."""
+    value: str
+    remedy: str = ""
+    """Advice, where there is something to do."""
+
+
+def examine(directory: Path) -> list[Finding]:
+    """Check everything that a run needs of this machine; `directory` is where runs would be kept. Imports torch."""
+    return [
+        _python(),
+        Finding("CPU", "ok", f"{usable_cores()} cores usable"),
+        _memory(),
+        _disk(directory),
+        _ports(),
+        _package("grpcio", "grpc"),
+        _package("pyzmq", "zmq"),
+        _package("transformers"),
+        *_torch(),
+        *_division(),
+        _vllm(),
+    ]
+
+
+def _python() -> Finding:
+    version = sys.version.split()[0]
+    if sys.version_info < MIN_PYTHON:
+        return Finding("Python", "fault", version, f"use Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer")
+    return Finding("Python", "ok", f"{version}, {sys.executable}")
+
+
+def _memory() -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    value = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
+    limit = _cgroup_limit_bytes()
+    if limit is not None and limit < memory.total:
+        value += f", this container is limited to {limit / GIB:.1f} GiB"
+    return Finding("memory", "ok", value)
+
+
+def _cgroup_limit_bytes() -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _disk(directory: Path) -> Finding:
+    """Check whether runs can be kept there: a file is really written, and the free space is enough for a checkpoint."""
+    existing = directory.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing) as probe:
+            probe.write(b"probe")
+    except OSError as error:
+        return Finding(
+            "directory",
+            "fault",
+            f"cannot write in {existing}: {error.strerror}",
+            "name another one with --directory",
+        )
+    free_bytes = shutil.disk_usage(existing).free
+    value = f"{directory.resolve()} is writable, {free_bytes / GIB:.1f} GiB free"
+    if free_bytes < MIN_FREE_BYTES:
+        return Finding("directory", "absent", value, "make room: checkpoints are 12 bytes for each parameter")
+    return Finding("directory", "ok", value)
+
+
+def _ports() -> Finding:
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+    except OSError as error:
+        return Finding(
+            "ports", "fault", f"cannot listen on 127.0.0.1: {error.strerror}", "allow loopback sockets"
+        )
+    if not free_port("127.0.0.1", USUAL_PORT):
+        return Finding("ports", "ok", f"port {USUAL_PORT} is taken (a coordinator?), others are free")
+    return Finding("ports", "ok", f"port {USUAL_PORT} is free")
+
+
+def _package(name: str, module: str | None = None) -> Finding:
+    try:
+        version = importlib.metadata.version(name)
+        importlib.import_module(module or name)
+    except ImportError as error:
+        return Finding(name, "fault", str(error), f"pip install {name}")
+    return Finding(name, "ok", version)
+
+
+def _torch() -> list[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return [Finding("torch", "fault", str(error).splitlines()[0], "pip install torch")]
+    findings = [Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")]
+    with warnings.catch_warnings(
+        record=True
+    ) as driver_warnings:  # torch reports a driver that does not fit as a warning
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        device = torch.cuda.get_device_properties(index)
+        findings.append(Finding(f"GPU {index}", "ok", f"{device.name}, {device.total_memory / GIB:.0f} GiB"))
+    if not count:
+        findings.append(
+            _no_gpu(
+                torch.version.cuda,
+                str(driver_warnings[-1].message).splitlines()[0] if driver_warnings else "",
+            )
+        )
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        findings.append(
+            Finding("gloo", "fault", "this torch has no gloo", "install a torch with torch.distributed")
+        )
+    if not count:
+        findings.append(Finding("NCCL", "absent", "not needed without GPUs"))
+    elif torch.distributed.is_nccl_available():
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        findings.append(Finding("NCCL", "ok", ".".join(str(part) for part in version)))
+    else:
+        findings.append(
+            Finding(
+                "NCCL",
+                "fault",
+                "this torch has none, and several learner ranks on GPUs need it",
+                "install a CUDA build of torch",
+            )
+        )
+    return findings
+
+
+def _no_gpu(built_for: str | None, warning: str) -> Finding:
+    """Return why torch sees no GPU: there is none, the build is for CPUs, or the driver does not fit."""
+    if not Path("/dev/nvidiactl").exists():
+        return Finding(
+            "GPU", "absent", "none in this machine", "small models train on the CPU; see `paceline demo`"
+        )
+    if built_for is None:
+        return Finding(
+            "GPU",
+            "fault",
+            "there is one, but this torch is a build for CPUs",
+            "install a CUDA build, see pytorch.org",
+        )
+    remedy = "compare the driver (nvidia-smi) with it and look at CUDA_VISIBLE_DEVICES"
+    return Finding(
+        "GPU", "fault", f"torch for CUDA {built_for} cannot use it: {warning or 'no reason given'}", remedy
+    )
+
+
+def _division() -> list[Finding]:
+    """Return how `paceline up` would divide the GPUs of this machine for a spec that names none."""
+    from paceline.services.common.gpus import divide, visible_gpus
+    from paceline.spec import ClusterSection
+
+    _, sentence = divide(ClusterSection(), len(visible_gpus()))
+    return [Finding("paceline up", "ok", sentence)] if sentence else []
+
+
+def _vllm() -> Finding:
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            "vllm", "absent", "not installed; the native engine is", "pip install 'paceline[vllm]' for GPUs"
+        )
+    return Finding("vllm", "ok", version)

@@ -2,9 +2,7 @@
 
 Commands of apps are found by entry points (GROUP). An entry point names a table like `sections` below, in a module that imports
 nothing heavy; its headings are those of `paceline --help`, or SERVE for roles of `paceline serve`.
-
-The answer to a command or an option that Paceline does not have: what another library's word stands for, or a near
-name.
+A command or an option that Paceline does not have is answered by what another library's word stands for, or by a near name.
 """
 
 from __future__ import annotations
@@ -79,11 +77,9 @@ class LazyGroup(click.Group):
         return {name: entry for section in self.sections.values() for name, entry in section.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order of the table."""
         return list(self.entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command."""
         if cmd_name not in self._own and cmd_name not in self.entries:
             return None
         target, summary = self._own.get(cmd_name) or self.entries[cmd_name]
@@ -104,7 +100,6 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands from the table, without importing them."""
         for heading, entries in self.sections.items():
             if not entries:
                 continue
@@ -125,83 +120,39 @@ class LazyGroup(click.Group):
 
 
 MEANT = {
-    "train": "up",
-    "run": "up",
-    "start": "up",
-    "launch": "up",
-    "rl": "up",
-    "ppo": "up",
-    "main_ppo": "up",
-    "run_grpo": "grpo",
-    "run_grpo_math": "grpo",
-    "run_sft": "sft",
-    "sft_trainer": "sft",
-    "run_dpo": "dpo",
-    "run_rm": "rm",
-    "reward": "rm",
-    "reward_trainer": "rm",
-    "run_distillation": "distillation",
-    "distill": "distillation",
-    "gkd": "distillation",
-    "sample": "samples",
-    "rollouts": "samples",
-    "completions": "samples",
-    "verify": "ledger verify",
-    "check": "ledger verify",
-    "fsck": "ledger verify",
-    "backup": "ledger backup",
-    "logs": "watch",
-    "log": "watch",
-    "tail": "watch",
-    "follow": "watch",
-    "progress": "watch",
-    "list": "runs",
-    "ls": "runs",
-    "jobs": "runs",
-    "ps": "runs",
-    "workers": "members",
-    "nodes": "members",
-    "stop": "cancel",
-    "kill": "cancel",
-    "delete": "cancel",
-    "abort": "cancel",
-    "continue": "resume",
-    "restart": "resume",
-    "infer": "generate",
-    "predict": "generate",
-    "complete": "generate",
-    "merge": "convert",
-    "model_merger": "convert",
-    "convert_dcp_to_hf": "export",
-    "quantize": "convert",
-    "save": "export",
-    "push": "models push",
-    "upload": "models push",
-    "register": "models register",
-    "promote": "models promote",
-    "deploy": "models fetch",
-    "config": "spec",
-    "validate": "spec",
-    "explain": "spec",
-    "init": "import",
-    "migrate": "import",
-    "vllm-serve": "serve rollout",
-    "inference": "serve rollout",
-    "rollout": "serve rollout",
-    "worker": "serve rollout",
-    "learner": "serve learner",
-    "trainer": "serve learner",
-    "orchestrator": "serve coordinator",
-    "coordinator": "serve coordinator",
-    "server": "serve coordinator",
-    "env": "doctor",
-    "health": "doctor",
-    "install": "doctor",
-    "evaluate": "eval",
-    "run_eval": "eval",
-    "benchmark": "eval",
-    "tune": "sweep",
-    "hpo": "sweep",
+    word: command
+    for command, words in {
+        "up": "train run start launch rl ppo main_ppo",
+        "grpo": "run_grpo run_grpo_math",
+        "sft": "run_sft sft_trainer",
+        "dpo": "run_dpo",
+        "rm": "run_rm reward reward_trainer",
+        "distillation": "run_distillation distill gkd",
+        "samples": "sample rollouts completions",
+        "ledger verify": "verify check fsck",
+        "ledger backup": "backup",
+        "watch": "logs log tail follow progress",
+        "runs": "list ls jobs ps",
+        "members": "workers nodes",
+        "cancel": "stop kill delete abort",
+        "resume": "continue restart",
+        "generate": "infer predict complete",
+        "convert": "merge model_merger quantize",
+        "export": "convert_dcp_to_hf save",
+        "models push": "push upload",
+        "models register": "register",
+        "models promote": "promote",
+        "models fetch": "deploy",
+        "spec": "config validate explain",
+        "import": "init migrate",
+        "serve rollout": "vllm-serve inference rollout worker",
+        "serve learner": "learner trainer",
+        "serve coordinator": "orchestrator coordinator server",
+        "doctor": "env health install",
+        "eval": "evaluate run_eval benchmark",
+        "sweep": "tune hpo",
+    }.items()
+    for word in words.split()
 }
 """Words for a command in other libraries and command lines, and ours."""
 

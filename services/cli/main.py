@@ -10,115 +10,85 @@ import click
 
 from paceline import __version__
 from paceline.host.process import keep_no_core
-from paceline.services.cli.lazy import LazyGroup
+from paceline.services.cli.lazy import LazyGroup, Sections
 
-SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+
+def _in(module: str, **summaries: str) -> dict[str, tuple[str, str]]:
+    """Return the entries of commands that a module of this package has under their own names."""
+    return {name: (f"paceline.services.cli.{module}:{name}", line) for name, line in summaries.items()}
+
+
+SECTIONS: Sections = {
     "Begin": {
-        "doctor": (
-            "paceline.services.cli.doctor:doctor",
-            "Check this machine: what is missing and how to get it.",
-        ),
+        **_in("doctor", doctor="Check this machine: what is missing and how to get it."),
         "demo": (
             "paceline.services.demo.run:main",
             "Train a small model on this machine with all services, in a few minutes.",
         ),
-        "up": (
-            "paceline.services.cli.running.up:up",
-            "Start all services on this host, submit a spec and watch it.",
-        ),
+        **_in("running.up", up="Start all services on this host, submit a spec and watch it."),
     },
-    "Train SPEC, here or at a coordinator": {
-        name: (f"paceline.services.cli.running.train:{name}", summary)
-        for name, summary in {
-            "grpo": "From rollouts and rewards.",
-            "sft": "Imitate a data set's completions.",
-            "dpo": "Prefer chosen completions to rejected ones.",
-            "kto": "From good and bad completions.",
-            "orpo": "Imitate and prefer at once, without a reference.",
-            "rm": "A reward model from pairs.",
-            "distillation": "From rollouts and a teacher.",
-            "offline_grpo": "From recorded completions with rewards.",
-        }.items()
-    },
-    "Before a run": {
-        "spec": (
-            "paceline.services.cli.spec:spec",
-            "Check a spec and print it resolved, or explain its keys.",
-        ),
-        "data": (
-            "paceline.services.cli.data:data",
-            "Show the data of a spec (counts, lengths, samples, overlap), or prepare them.",
-        ),
-    },
-    "Runs and workers": {
-        "submit": ("paceline.services.cli.running.runs:submit", "Queue a run from a spec."),
-        "status": (
-            "paceline.services.cli.running.status:status",
-            "Say what limits the run that trains, and what would help.",
-        ),
-        "runs": ("paceline.services.cli.running.runs:runs", "List the runs."),
-        "watch": ("paceline.services.cli.running.runs:watch", "Follow a run until it ends."),
-        "cancel": ("paceline.services.cli.running.runs:cancel", "End a run."),
-        "pause": ("paceline.services.cli.running.runs:pause", "Pause a run."),
-        "resume": ("paceline.services.cli.running.runs:resume", "Go on with a run that is paused."),
-        "drop": (
-            "paceline.services.cli.running.runs:drop",
-            "Take groups out of the batch that a paused run is to train next.",
-        ),
-        "checkpoint": (
-            "paceline.services.cli.running.runs:checkpoint",
-            "Write a checkpoint of the run that trains.",
-        ),
-        "members": ("paceline.services.cli.workers:members", "List the workers."),
-        "drain": ("paceline.services.cli.workers:drain", "Tell a worker to finish its work and leave."),
-        "generate": (
-            "paceline.services.cli.workers:generate",
-            "Ask the newest weights for completions of a prompt.",
-        ),
-    },
+    "Train SPEC, here or at a coordinator": _in(
+        "running.train",
+        grpo="From rollouts and rewards.",
+        sft="Imitate a data set's completions.",
+        dpo="Prefer chosen completions to rejected ones.",
+        kto="From good and bad completions.",
+        orpo="Imitate and prefer at once, without a reference.",
+        rm="A reward model from pairs.",
+        distillation="From rollouts and a teacher.",
+        offline_grpo="From recorded completions with rewards.",
+    ),
+    "Before a run": _in("spec", spec="Check a spec and print it resolved, or explain its keys.")
+    | _in("data", data="Show the data of a spec (counts, lengths, samples, overlap), or prepare them."),
+    "Runs and workers": _in(
+        "running.runs",
+        submit="Queue a run from a spec.",
+        status="Say what limits the run that trains, and what would help.",
+        runs="List the runs.",
+        watch="Follow a run until it ends.",
+        cancel="End a run.",
+        pause="Pause a run.",
+        resume="Go on with a run that is paused.",
+        drop="Take groups out of the batch that a paused run is to train next.",
+        checkpoint="Write a checkpoint of the run that trains.",
+        members="List the workers.",
+        drain="Tell a worker to finish its work and leave.",
+    )
+    | _in("chat", generate="Ask the newest weights for completions of a prompt."),
     "What is on record": {
-        "samples": (
-            "paceline.services.cli.recorded.samples:samples",
-            "Show the completions of a step or an evaluation with their rewards, or export all.",
+        **_in(
+            "recorded.samples",
+            samples="Show the completions of a step or an evaluation with their rewards, or export all.",
         ),
-        "metrics": ("paceline.services.cli.recorded.metrics:metrics", "Show or export the metrics of a run."),
-        "ledger": (
-            "paceline.services.cli.recorded.records:ledger",
-            "Verify, back up or encrypt the record of every group.",
-        ),
-        "replay": (
-            "paceline.services.cli.recorded.replay:replay",
-            "Train recorded steps of a run again, without the services, and compare the weights.",
+        **_in("recorded.metrics", metrics="Show or export the metrics of a run."),
+        **_in("recorded.records", ledger="Verify, back up or encrypt the record of every group."),
+        **_in(
+            "recorded.replay",
+            replay="Train recorded steps of a run again, without the services, and compare the weights.",
         ),
     },
     "Models": {
-        "export": (
-            "paceline.services.cli.recorded.records:export",
-            "Write a Hugging Face model folder from a run's newest checkpoint.",
+        **_in(
+            "recorded.records",
+            export="Write a Hugging Face model folder from a run's newest checkpoint.",
         ),
-        "convert": (
-            "paceline.services.cli.convert:convert",
-            "Convert weights: model folders, checkpoints of torch, other types, merged adapters.",
+        **_in(
+            "convert",
+            convert="Convert weights: model folders, checkpoints of torch, other types, merged adapters.",
         ),
-        "chat": (
-            "paceline.services.cli.chat:chat",
-            "Talk to a trained model in this process, without services.",
-        ),
+        **_in("chat", chat="Talk to a trained model in this process, without services."),
     },
     "Services, and who may use them": {
-        "serve": (
-            "paceline.services.cli.serve:serve",
-            "Run one service: coordinator, rollout, reward, environment, learner, model or dashboard.",
+        **_in(
+            "main",
+            serve="Run one service: coordinator, rollout, reward, environment, learner, model or dashboard.",
         ),
-        "certs": (
-            "paceline.services.cli.certs:certs",
-            "Make or revoke the certificates of processes and people, by an authority of your own.",
+        **_in(
+            "certs",
+            certs="Make or revoke the certificates of processes and people, by an authority of your own.",
         ),
-        "token": ("paceline.services.cli.token:token", "Make, list and revoke tokens with a role."),
-        "audit": (
-            "paceline.services.cli.recorded.audit:audit",
-            "Show or verify who changed something and who was refused.",
-        ),
+        **_in("token", token="Make, list and revoke tokens with a role."),
+        **_in("recorded.audit", audit="Show or verify who changed something and who was refused."),
     },
 }
 """The core's commands under the headings of `paceline --help`: module and attribute, and one line of help."""
@@ -136,3 +106,21 @@ def main() -> None:
     Start with `paceline doctor` and `paceline demo`; your own run is `paceline up spec.yaml`.
     """
     keep_no_core()
+
+
+SERVICES = {
+    role: (f"paceline.services.{role.replace('-', '_')}.main:main", line)
+    for role, line in {
+        "coordinator": "Runs, members, the exchange and the ledger; start this first.",
+        "rollout": "A rollout worker: generates completions.",
+        "reward": "A reward worker: scores completions.",
+        "environment": "An environment worker: runs episodes of several turns.",
+        "learner": "The learner: trains and publishes weights.",
+        "host-agent": "The agent that brings weights to a host's workers; they start one by themselves.",
+    }.items()
+}
+
+
+@click.group(cls=LazyGroup, sections={"Commands": SERVICES})
+def serve() -> None:
+    """Run one service in the foreground. Workers find each other through the coordinator."""

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from paceline.services.common.options import print_json
 from paceline.services.common.reporting.curve import scaled, sparkline
 from paceline.services.common.reporting.visible_text import visible
-from paceline.services.coordinator.ledger.groups import OPEN_STATES
 
 if TYPE_CHECKING:
-    from paceline.v1.rollout_pb2 import GeneratedCompletion
     from paceline.v1.run_pb2 import Run
     from paceline.v1.worker_pb2 import Member
 
 Facts = dict[str, Any]
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+PATH = click.Path(path_type=Path)
 
+RUN_FACTS = (
+    *("run_id", "state", "message", "step", "max_num_steps", "directory", "groups", "tokens", "age_s"),
+    *("warnings", "priority", "queue_place"),
+)
 RUN_COLUMNS = ("run", "state", "steps", "open groups", "trained tokens", "age", "message")
 MEMBER_COLUMNS = ("member", "role", "address", "http", "version", "session", "holds", "silent")
 STYLES = {"warning": "yellow", "evaluation": "green", "state": "bold", "session": "cyan", "member": "cyan"}
@@ -37,24 +46,13 @@ def run_facts(run: Run) -> Facts:
     """Return the facts of a run without its spec."""
     from paceline.client import state_name
 
-    return {
-        "run_id": run.run_id,
-        "state": state_name(run),
-        "message": run.message,
-        "step": run.step,
-        "max_num_steps": run.max_num_steps,
-        "directory": run.directory,
-        "groups": dict(run.groups),
-        "tokens": dict(run.tokens),
-        "age_s": run.age_s,
-        "warnings": list(run.warnings),
-        "priority": run.priority,
-        "queue_place": run.queue_place,
-    }
+    own = {"state": state_name(run), "groups": dict(run.groups), "tokens": dict(run.tokens)}
+    return {name: getattr(run, name) for name in RUN_FACTS} | own | {"warnings": list(run.warnings)}
 
 
 def run_row(facts: Facts) -> list[str]:
-    """Return the cells of RUN_COLUMNS for a run."""
+    from paceline.services.coordinator.ledger.groups import OPEN_STATES
+
     opened = sum(facts["groups"].get(state, 0) for state in OPEN_STATES)
     return [
         facts["run_id"],
@@ -91,7 +89,6 @@ def member_facts(member: Member) -> Facts:
 
 
 def member_row(facts: Facts) -> list[str]:
-    """Return the cells of MEMBER_COLUMNS for a member."""
     version = facts["version"] or {"step": "", "session": ""}
     return [
         facts["member_id"],
@@ -103,17 +100,6 @@ def member_row(facts: Facts) -> list[str]:
         str(facts["held"]),
         f"{facts['silent_s']:.1f} s",
     ]
-
-
-def completion_facts(completion: GeneratedCompletion) -> Facts:
-    """Return the facts of a completion from a rollout worker; `spans` are [start, end, session, step]."""
-    return {
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "logprobs": list(completion.logprobs),
-        "finish_reason": completion.finish_reason,
-        "spans": [[s.start, s.end, s.version.session, s.version.step] for s in completion.spans],
-    }
 
 
 def event_line(kind: str, content: Mapping[str, Any]) -> str:
@@ -277,7 +263,8 @@ def _episode_line(episode: Mapping[str, Any]) -> str:
 
 
 def _conversation(episode: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a conversation, from the prompt on where it is the episode's own. What the model did not write is behind a bar, as the learner masks it."""
+    """Yield the lines of a conversation, from the prompt on where it is the episode's own. What the model did not write
+    is behind a bar, as the learner masks it."""
     own = episode["prompt"]  # what `reset` returned, in this episode's prompt alone
     opening = [{"role": "user", "content": own}] if isinstance(own, str) else own or []
     for message in [*opening, *episode["messages"]]:
@@ -303,19 +290,42 @@ def verify_text(run_id: str, problems: Sequence[str], facts: Mapping[str, Any]) 
     return "\n".join([head, *(f"  ✗ {visible(problem)}" for problem in problems), *compared])
 
 
+def answer(as_json: bool, facts: Any, text: str) -> None:
+    """Print the outcome of a command: the facts as JSON, or the text."""
+    if as_json:
+        print_json(facts)
+    else:
+        click.echo(text)
+
+
+def print_all(
+    as_json: bool,
+    facts: Sequence[Facts],
+    columns: Sequence[str],
+    row: Callable[[Facts], list[str]],
+    empty: str,
+) -> None:
+    """Print a list of things: JSON lines, or a table with a `row` of cells for each."""
+    if not as_json:
+        print_table(columns, [row(each) for each in facts], empty=empty)
+    for each in facts if as_json else ():
+        print_json(each)
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
     """Print a table on stdout, or `empty` for an empty table. Off a terminal cells are never cut."""
     import sys
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     if not rows:
         print(empty)
         return
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        table.add_row(*(_plain(cell) for cell in row))
+        table.add_row(*(Text(visible(cell)) for cell in row))
     console = Console() if sys.stdout.isatty() else Console(width=400)
     console.print(table, highlight=False)
 
@@ -334,9 +344,3 @@ def _number(value: Any, form: str) -> str:
     if isinstance(value, int | float) and math.isfinite(value):
         return format(value, form)
     return "-".rjust(int(form.split(".")[0] or 1))
-
-
-def _plain(cell: str) -> Any:
-    from rich.text import Text
-
-    return Text(visible(cell))

@@ -10,6 +10,7 @@ import click
 
 from paceline.calls.token import TOKEN_NAME, read_token, token_path
 from paceline.errors import Conflict
+from paceline.services.cli.render import PATH
 from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.token_table import BOOTSTRAP, DAY_S, FILE_NAME, read_table
 from paceline.services.common.access.token_table import create as create_token
@@ -43,9 +44,7 @@ def token() -> None:
     type=click.FloatRange(min=0.0),
     help="Days for which it counts; 0 is without end.",
 )
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="New file for the token, mode 0600. Default: print it."
-)
+@click.option("--out", type=PATH, help="New file for the token, mode 0600. Default: print it.")
 @directory_option
 def create(name: str, role: str, days: float, out: Path | None, directory: Path) -> None:
     """Make a token for NAME and show it, once: the coordinator keeps its digest alone."""

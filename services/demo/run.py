@@ -18,8 +18,7 @@ from paceline.client import Client, Event
 from paceline.errors import PacelineError
 from paceline.services.common.reporting.curve import chart, sparkline
 from paceline.services.demo.task import write_data
-from paceline.services.local.cluster import LocalCluster
-from paceline.services.local.page_link import start_page
+from paceline.services.local.cluster import LocalCluster, start_page
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
 
@@ -87,7 +86,7 @@ def make_files(directory: Path, seed: int) -> Path:
     made = directory / f"seed-{seed}"
     if made.is_dir():
         return made
-    from paceline.services.demo.model import make_model
+    from paceline.services.demo.task import make_model
 
     partial = directory / f".seed-{seed}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -138,12 +137,10 @@ class Screen:
         self._started_s = time.monotonic()
 
     def say(self, line: str) -> None:
-        """Print one line."""
         if not self._quiet:
             click.echo(f"[{time.monotonic() - self._started_s:5.1f} s] {line}")
 
     def begin(self, title: str, spec: RunSpec) -> None:
-        """Begin the output of a run."""
         self.say(title)
         self._spec, self._values = spec, []
         if sys.stdout.isatty() and not self._quiet:
@@ -153,13 +150,11 @@ class Screen:
             self._live.start()
 
     def end(self) -> None:
-        """End the output of the run."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def show(self, event: Event) -> None:
-        """Show one event of the run."""
         assert self._spec is not None
         content = event.content
         if event.kind == "step":
@@ -176,7 +171,6 @@ class Screen:
             self.say(f"  {content['state']}: {content['message']}")
 
     def conclude(self, summary: dict[str, Any]) -> None:
-        """Print the summary of the demo."""
         books = {name: summary[f"{name}_tokens"] for name in ("generated", "trained", "dropped", "live")}
         if self._values:
             click.echo("\nReward of the training batches:\n" + chart(self._values) + "\n")

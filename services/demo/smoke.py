@@ -14,8 +14,7 @@ import yaml
 
 from paceline.errors import PacelineError
 from paceline.files.storage import Folder
-from paceline.services.demo.model import make_model
-from paceline.services.demo.task import write_data
+from paceline.services.demo.task import make_model, write_data
 
 SEED = 0
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from types import MappingProxyType
 from paceline.calls.token import TOKEN_NAME, VARIABLE, token_path
 from paceline.errors import NotFound, PacelineError
 from paceline.host.cores import THREADS_VARIABLE, threads_beside
+from paceline.services.common.access.page_keys import Access, Role
 from paceline.services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
 from paceline.services.common.processes.log_tail import last_lines
 from paceline.services.common.processes.restart_policy import MAX_BACKOFF_S
@@ -35,6 +37,8 @@ from paceline.services.local.folder_lock import FolderLock
 from paceline.spec import ClusterSection
 
 LOCK_NAME = "up.lock"
+USUAL_PORT, PAGE_PORT = 7070, 7080
+"""Ports of the coordinator and of its page, where they are free."""
 NOT_READY_S = 60.0
 """Seconds without listening, and each time again, after which a line says that the coordinator still starts."""
 
@@ -341,3 +345,35 @@ class LocalCluster:
             self.failure = reason
             self._failed.set()
             self.on_failure()
+
+
+CHECK_S = 0.1
+WAIT_S = 120.0
+
+
+def start_page(cluster: LocalCluster, host: str, say: Callable[[str], None]) -> None:
+    """Start the page of a cluster, and say its link once it listens. A thread waits for it, so that the run goes on meanwhile."""
+    ready_file = cluster.start_dashboard(free_port(host, PAGE_PORT))
+    thread = threading.Thread(target=_say_link, args=(ready_file, cluster.token_file, say), daemon=True)
+    thread.start()
+
+
+def _say_link(ready_file: Path, token_file: Path, say: Callable[[str], None]) -> None:
+    waiting = threading.Event()
+    for _ in range(int(WAIT_S / CHECK_S)):
+        if ready_file.exists():
+            address = ready_file.read_text().strip()
+            say(f"page at http://{address}/#key={Access(token_file).key(Role.OPERATOR)}")
+            return
+        waiting.wait(CHECK_S)
+
+
+def free_port(host: str, usual: int) -> int:
+    """Return the usual port, or 0 if that is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, usual))
+        except OSError:
+            return 0
+    return usual

@@ -45,7 +45,6 @@ class FolderLock:
         self._file = file
 
     def release(self) -> None:
-        """Release the lock, if it is held."""
         if self._file is not None:
             self._file.close()
             self._file = None

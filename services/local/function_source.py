@@ -76,7 +76,6 @@ class _Source:
         """Folders of modules that only this process finds."""
 
     def add(self, function: FunctionType) -> None:
-        """Add a function, and what it uses."""
         source = _source_of(function)
         self._objects[function.__name__] = function
         if function.__code__.co_freevars:
@@ -92,7 +91,6 @@ class _Source:
         self._definitions.append(source)
 
     def text(self) -> str:
-        """Return the file's text."""
         folders = [f"sys.path.append({folder!r})" for folder in sorted(self._folders)]
         parts = [
             "from __future__ import annotations",
@@ -206,26 +204,13 @@ def _global_names(code: CodeType) -> set[str]:
 def _names_in_head(source: str) -> set[str]:
     """Return the names in decorators, default values and a class' body outside of its methods: code objects lack them."""
     definition = ast.parse(source).body[0]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    parts: list[ast.AST] = [*getattr(definition, "decorator_list", ())]
     if isinstance(definition, ast.ClassDef):
-        inner = [
-            part for part in definition.body if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
-        ]
-        methods = [
-            part for part in definition.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
-        ]
-        parts: list[ast.AST] = [
-            *definition.decorator_list,
-            *inner,
-            *(d for m in methods for d in m.decorator_list),
-        ]
-    elif isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
-        arguments = definition.args
-        defaults = [
-            default for default in (*arguments.defaults, *arguments.kw_defaults) if default is not None
-        ]
-        parts = [*definition.decorator_list, *defaults]
-    else:
-        parts = []
+        for part in definition.body:
+            parts += part.decorator_list if isinstance(part, functions) else [part]
+    elif isinstance(definition, functions):
+        parts += [*definition.args.defaults, *filter(None, definition.args.kw_defaults)]
     return {
         node.id
         for part in parts

@@ -34,7 +34,6 @@ class LedgerCalls:
         self._reader: RecordsReader | None = None
 
     async def call(self, method: Called, request: Any, token: str = "") -> Any:
-        """Return the response. Raises Unavailable for a call that needs a coordinator."""
         if isinstance(request, records_pb2.VerifyRunRequest):
             await self._on_thread(lambda: self._opened().ledger.run(request.run_id))  # raises NotFound
             return await verify_apart(self._path, request)
@@ -56,7 +55,6 @@ class LedgerCalls:
                 return
 
     async def close(self) -> None:
-        """Close the ledger."""
         if self._reader is not None:
             await self._on_thread(self._reader.close)
         self._thread.shutdown()

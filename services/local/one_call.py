@@ -30,8 +30,7 @@ from paceline.files.whole_file import write_whole
 from paceline.services.common.gpus import divide, visible_gpus
 from paceline.services.local.cluster import LocalCluster
 from paceline.services.local.function_source import named_function
-from paceline.services.local.missing_paths import check_paths_are_here
-from paceline.services.local.sizes import sizes_for
+from paceline.services.local.room import check_paths_are_here, sizes_for
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.reading import load_spec, parse_spec
 

@@ -1,17 +1,25 @@
-"""The room for a run on this host, and its division."""
+"""What a run needs of this host: memory and GPUs, services of each role, and the local files and folders that its spec names."""
 
 from __future__ import annotations
 
+import glob
 import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
 
+from paceline.data.files import names_files
 from paceline.errors import SpecError
+from paceline.files.storage import is_url
 from paceline.host.memory import available_bytes
 from paceline.models.auto_settings import planned
 from paceline.models.memory_plan import Room
 from paceline.models.memory_remedies import refusal
 from paceline.models.shape import read_shape
 from paceline.services.common.gpus import divide, memory_of_gpus, usable_gpus
-from paceline.spec import RunSpec
+from paceline.spec import ClusterSection, RewardFunctionSection, RunSpec
+from paceline.spec.code_paths import code_paths, file_of
+from paceline.spec.explaining.nearest import nearest
+from paceline.spec.reading import MODEL_FIELDS
 
 
 def room_here() -> Room:
@@ -40,3 +48,89 @@ def planned_here(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     if shape is not None and (why_not := refusal(spec, shape, Room(gpu_bytes=room.gpu_bytes))):
         raise SpecError(why_not)
     return spec, chosen
+
+
+def sizes_for(specs: Sequence[RunSpec]) -> ClusterSection:
+    """Return the services that the runs need: as the first of them with rollouts says. Runs on examples need no workers, and
+    only runs with an environment need environment workers, one unless they say how many."""
+    sizes = next((spec.cluster for spec in specs if spec.samples), specs[0].cluster)
+    if not any(spec.samples for spec in specs):
+        none = {"rollout_workers": 0, "reward_workers": 0, "rollout_gpus": (), "reward_gpus": ()}
+        return sizes.model_copy(update={**none, "environment_workers": 0})
+    named = [spec.cluster.environment_workers for spec in specs if spec.environment.is_used]
+    environment_workers = max((1 if number is None else number for number in named), default=0)
+    if not named and sizes.environment_workers:
+        environment_workers = sizes.environment_workers
+    return sizes.model_copy(update={"environment_workers": environment_workers})
+
+
+MAX_SIBLINGS = 1000
+"""Files of a folder that are compared with a name that is not there."""
+
+
+def check_paths_are_here(spec: RunSpec) -> None:
+    """Raises SpecError, a line for each local path of a model, data file or file of code that is not on this machine."""
+    missing = missing_paths(spec)
+    if missing:
+        raise SpecError("\n".join(missing))
+
+
+def missing_paths(spec: RunSpec) -> list[str]:
+    """Return a sentence for each such path. Names of a hub and URLs are left to the workers, which read them."""
+    return [*_models(spec), *_data(spec), *_functions(spec)]
+
+
+def _models(spec: RunSpec) -> list[str]:
+    found = []
+    for section, key in MODEL_FIELDS:
+        name = getattr(getattr(spec, section), key)
+        if name is None or is_url(name) or name.startswith("run:"):
+            continue
+        path = Path(name).expanduser()
+        if (path.is_absolute() or name.startswith(".")) and not path.is_dir():
+            found.append(f"{section}.{key}: no folder {name!r}{_remedy(path)}")
+    return found
+
+
+def _data(spec: RunSpec) -> list[str]:
+    found = []
+    for key in ("train", "validation"):
+        value = getattr(spec.data, key)
+        for name in value if isinstance(value, tuple) else (value,):
+            if name is None or is_url(name) or not (names_files(name) or Path(name).is_absolute()):
+                continue
+            path = Path(spec.folder, name)
+            if glob.has_magic(name):
+                if not glob.glob(str(path), recursive=True):
+                    found.append(f"data.{key}: no file matches {str(path)!r}; correct the pattern")
+            elif not path.exists():
+                found.append(f"data.{key}: no file {str(path)!r}{_remedy(path)}")
+    return found
+
+
+def _functions(spec: RunSpec) -> list[str]:
+    found = []
+    for name, code in code_paths(spec).items():
+        file = Path(file_of(code))
+        if file.is_absolute() and not file.is_file():
+            found.append(f"{name}: no file {str(file)!r}{_remedy(file)}")
+    for index, reward in enumerate(spec.rewards):
+        argument = RewardFunctionSection.PATH_ARGUMENTS.get(reward.function)
+        model = reward.kwargs.get(argument) if argument is not None else None
+        if isinstance(model, str) and Path(model).is_absolute() and not Path(model).is_dir():
+            found.append(f"rewards.{index}.kwargs.{argument}: no folder {model!r}{_remedy(Path(model))}")
+    return found
+
+
+def _remedy(path: Path) -> str:
+    """Return what to do about a path that is not there: the nearest name beside it, if one is near."""
+    try:
+        siblings = [each.name for each, _ in zip(path.parent.iterdir(), range(MAX_SIBLINGS), strict=False)]
+    except OSError:
+        return f", and no folder {str(path.parent)!r}; correct the path"
+    close = nearest(path.name, siblings)
+    return (
+        f"; did you mean {close[0]!r}?"
+        if close
+        else "; correct the path (relative ones start at the spec's folder)"
+    )

@@ -21,8 +21,7 @@ from links.network import Network
 from links.proxy import Proxy
 from lying import LyingWorker
 
-from paceline.services.demo.model import make_model
-from paceline.services.demo.task import answer, problem
+from paceline.services.demo.task import answer, make_model, problem
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec

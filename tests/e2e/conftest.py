@@ -16,8 +16,7 @@ from tls_folders import make_folders
 
 from paceline.client import ENDED_STATES, Client, state_name
 from paceline.errors import Conflict
-from paceline.services.demo.model import make_model
-from paceline.services.demo.task import answer, problem
+from paceline.services.demo.task import answer, make_model, problem
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec

@@ -20,7 +20,7 @@ from watched_runs import finish, metrics
 
 from paceline.client import Client
 from paceline.rollout.vllm.process_guard import VARIABLE
-from paceline.services.demo.model import make_model
+from paceline.services.demo.task import make_model
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import environment, learner, protos, rollout, services
 import paceline
-from paceline.services.demo.model import make_model
+from paceline.services.demo.task import make_model
 from reward import length
 
 assert all(each.WANTED == 4 for each in (environment, learner, protos, rollout, services))

@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from messages import Known, Maker
 from targets import CALL_S, ORDERS, STREAM_S
 
-from paceline.apps.dashboard.methods import methods
+from paceline.apps.dashboard.backends import methods
 from paceline.v1 import host_agent_pb2
 from paceline.weights.hosts import frames
 

@@ -14,7 +14,7 @@ from transformers import Qwen3ForCausalLM
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 from paceline.reward.reference import ReferenceModel, ReferenceScorer
-from paceline.services.demo.model import make_model
+from paceline.services.demo.task import make_model
 from paceline.spec import RunSpec
 
 VOCABULARY = 29

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForSequenceClassification, Qwen3ForTokenClassification
 
-from paceline.services.demo.model import make_tokenizer
+from paceline.services.demo.task import make_tokenizer
 
 MAX_TOKENS = 64
 

@@ -12,7 +12,7 @@ from exchange_drivers import make_spec
 
 from paceline.groups import Completion, VersionSpan
 from paceline.rollout.engine import GenerationRequest, empty_completion
-from paceline.services.demo.model import make_tokenizer
+from paceline.services.demo.task import make_tokenizer
 from paceline.services.rollout.run import RolloutRun
 from paceline.v1 import exchange_pb2 as pb
 

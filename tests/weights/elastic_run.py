@@ -27,8 +27,7 @@ from paceline.groups import Version
 from paceline.learner.checkpoints.checkpoint import load
 from paceline.learner.checkpoints.manifest import read_manifest
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.demo.model import make_model
-from paceline.services.demo.task import answer, problem
+from paceline.services.demo.task import answer, make_model, problem
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.spec.reading import parse_spec

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+TASKS = Path(__file__).parent
 
 
 def task_names() -> list[str]:
     """Return the names of the files, sorted."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return sorted(path.stem for path in TASKS.glob("*.yaml"))
 
 
 def task_file(name: str) -> Path | None:
     """Return the file of a task; None for another name."""
-    return FOLDER / f"{name}.yaml" if name in task_names() else None
+    return TASKS / f"{name}.yaml" if name in task_names() else None

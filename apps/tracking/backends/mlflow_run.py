@@ -12,8 +12,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.apps.tracking.entries import as_table
-from paceline.apps.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, library
+from paceline.apps.tracking.tracker import (
+    AlertKind,
+    Refused,
+    Row,
+    Step,
+    TrackedRun,
+    Tracker,
+    as_table,
+    library,
+)
 from paceline.errors import InvalidInput
 from paceline.spec.sections.system import TrackerSection
 
@@ -28,9 +36,7 @@ REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST"}
 ALLOWED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-. :/")
 
 
-class MlflowRun:
-    """See apps/tracking/tracker.py."""
-
+class MlflowRun(Tracker):
     def __init__(self, setting: TrackerSection, run: TrackedRun):
         """Raises InvalidInput without a server: MLflow's folder of files is no longer written by it."""
         address = setting.url or os.environ.get("MLFLOW_TRACKING_URI", "")
@@ -48,20 +54,10 @@ class MlflowRun:
         self._client: Any = library("mlflow.tracking").MlflowClient(tracking_uri=address)
         experiment_id = self._experiment(setting.project)
         self._run_id = self._found(experiment_id, run) or self._made(experiment_id, run)
-        self._url = f"{address.rstrip('/')}/#/experiments/{experiment_id}/runs/{self._run_id}"
+        self.url = f"{address.rstrip('/')}/#/experiments/{experiment_id}/runs/{self._run_id}"
         self._send_parameters(run.config)
 
-    @property
-    def url(self) -> str:
-        """Return the run's page."""
-        return self._url
-
-    def position(self) -> int | None:
-        """Return None: the caller's cursor counts, and repetitions change nothing."""
-        return None
-
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
-        """Send metrics, and the samples as a table among the run's artifacts."""
         time_ms = int(step.time_s * 1000)
         values = [
             self._mlflow.Metric(_allowed(name), value, time_ms, step.number)
@@ -81,15 +77,11 @@ class MlflowRun:
         self._call(self._client.set_tag, self._run_id, f"paceline.{kind}.{step.sequence}", words)
 
     def change_state(self, step: Step, state: str, message: str) -> None:
-        """Set the run's status."""
         end_ms = int(step.time_s * 1000)
         if state in STATUS:
             self._call(self._client.set_terminated, self._run_id, STATUS[state], end_ms)
         else:
             self._call(self._client.update_run, self._run_id, status="RUNNING")
-
-    def close(self) -> None:
-        """Do nothing: the server has all."""
 
     def _experiment(self, name: str) -> str:
         found = self._client.get_experiment_by_name(name)

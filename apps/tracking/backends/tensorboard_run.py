@@ -10,16 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.tracking.entries import as_table
-from paceline.apps.tracking.tracker import AlertKind, Row, Step, library
+from paceline.apps.tracking.tracker import AlertKind, Row, Step, Tracker, as_table, library
 
 SEQUENCE = "paceline/sequence"
 EVENT_FILES = "events.out.tfevents.*"
 
 
-class TensorboardRun:
-    """See apps/tracking/tracker.py."""
-
+class TensorboardRun(Tracker):
     def __init__(self, folder: Path):
         self._folder = folder / "tensorboard"
         self._position = recorded_position(self._folder)
@@ -27,11 +24,6 @@ class TensorboardRun:
         self._writer: Any = writer(str(self._folder), flush_secs=10)
         self._event: Any = library("tensorboard.compat.proto.event_pb2").Event
         self._summary: Any = library("tensorboard.compat.proto.summary_pb2")
-
-    @property
-    def url(self) -> str:
-        """Return nothing: `tensorboard --logdir` shows the folder."""
-        return ""
 
     def position(self) -> int | None:
         """Return the newest sequence number in the files that were there."""
@@ -49,14 +41,9 @@ class TensorboardRun:
         self._write(step, values)
 
     def alert(self, step: Step, kind: AlertKind, text: str) -> None:
-        """Write the warning as a text."""
         self._write(step, [self._text(SEQUENCE, str(step.sequence)), self._text("warnings", _code(text))])
 
-    def change_state(self, step: Step, state: str, message: str) -> None:
-        """Do nothing: files have no state."""
-
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
     def _write(self, step: Step, values: list[Any]) -> None:

@@ -14,8 +14,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.apps.tracking.entries import as_table
-from paceline.apps.tracking.tracker import TITLES, AlertKind, Row, Step, TrackedRun, library
+from paceline.apps.tracking.tracker import (
+    TITLES,
+    AlertKind,
+    Row,
+    Step,
+    TrackedRun,
+    Tracker,
+    as_table,
+    library,
+)
 from paceline.spec.sections.system import TrackerSection
 
 INIT_TIMEOUT_S = 60.0
@@ -27,9 +35,7 @@ MAX_ID = 64
 log = logging.getLogger(__name__)
 
 
-class WandbRun:
-    """See apps/tracking/tracker.py."""
-
+class WandbRun(Tracker):
     def __init__(self, setting: TrackerSection, run: TrackedRun, folder: Path):
         """Raises what W&B raises while its server cannot be reached."""
         self._wandb: Any = library("wandb")
@@ -59,23 +65,17 @@ class WandbRun:
             resume=None if setting.offline else "allow",
             settings=self._wandb.Settings(**settings),
         )
+        self.url = str(self._run.url or "")
         self._exit_code = 0
         self._run.define_metric(AXIS)
         self._run.define_metric("*", step_metric=AXIS)
 
-    @property
-    def url(self) -> str:
-        """Return the run's page; empty offline."""
-        return str(self._run.url or "")
-
     def position(self) -> int | None:
-        """Return the newest sequence number in the history."""
         if self._offline_position is not None:
             return self._offline_position
         return max(0, int(self._run.starting_step) - 1)
 
     def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
-        """Send metrics and the table of samples as one line of the history."""
         values: dict[str, Any] = {AXIS: step.number, **metrics}
         if samples:
             columns, lines = as_table(list(samples))

@@ -13,10 +13,9 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
 from typing import IO
 
-from paceline.apps.tracking.tracker import TITLES, AlertKind, Refused, Row, Step, TrackedRun
+from paceline.apps.tracking.tracker import TITLES, AlertKind, Refused, Step, TrackedRun, Tracker
 from paceline.errors import InvalidInput
 from paceline.run_states import ENDED_STATES
 from paceline.spec.sections.alerts import WebhookSection
@@ -43,11 +42,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class Webhook:
-    """See apps/tracking/tracker.py."""
-
-    url = ""
-
+class Webhook(Tracker):
     def __init__(self, setting: WebhookSection, run: TrackedRun):
         """Raises InvalidInput without an address in the variable that the spec names."""
         self._setting, self._run = setting, run
@@ -59,30 +54,18 @@ class Webhook:
         self._secret = os.environ.get(SECRET, "").encode()
         self._opener = urllib.request.build_opener(_NoRedirects)
 
-    def position(self) -> int | None:
-        """Return None: the caller's cursor counts."""
-        return None
-
-    def log(self, step: Step, metrics: Mapping[str, float], samples: Sequence[Row]) -> None:
-        """Do nothing: metrics are not for webhooks."""
-
     def alert(self, step: Step, kind: AlertKind, text: str) -> None:
-        """Send a warning of a kind that the spec names."""
         self._send(step, kind, f"{TITLES[kind]}: {text}", "")
 
     def change_state(self, step: Step, state: str, message: str) -> None:
-        """Send the end of the run."""
         if state in ENDED_STATES:
             because = f": {message}" if message else ""
             self._send(
                 step,
                 "failed" if state == "failed" else "ended",
-                f"The run has {_past(state)}{because}",
+                f"The run has {'been ' if state == 'cancelled' else ''}{state}{because}",
                 state,
             )
-
-    def close(self) -> None:
-        """Do nothing: each request has its own connection."""
 
     def _send(self, step: Step, event: str, text: str, state: str) -> None:
         if event not in self._setting.events:
@@ -123,7 +106,3 @@ class Webhook:
 def signature(secret: bytes, body: bytes) -> str:
     """Return the value of the header that proves who sent a body: HMAC with SHA-256, in hexadecimal."""
     return "sha256=" + hmac.new(secret, body, hashlib.sha256).hexdigest()
-
-
-def _past(state: str) -> str:
-    return {"cancelled": "been cancelled"}.get(state, state)

@@ -78,14 +78,9 @@ def _row(fields: Mapping[str, Any]) -> list[str]:
     count, why = fields.get("count", 1), fields.get("why", "")
     result = f"{fields['result']} ×{count}" if count > 1 else str(fields["result"])
     why = why.partition("; ")[0]  # without the remedy, which was for the caller
-    who = " ".join(
-        each for each in (fields.get("who", ""), _in_brackets(fields.get("certificate", ""))) if each
-    )
+    certificate = fields.get("certificate", "")
+    who = " ".join(filter(None, (fields.get("who", ""), certificate and f"({certificate})")))
     subject, address = fields.get("subject", ""), fields.get("address", "")
     what = str(fields["what"]).removeprefix("paceline.v1.")
     time = str(fields["time"])[:19]
     return [str(fields["sequence"]), time, who, address, what, subject, result, why]
-
-
-def _in_brackets(certificate: str) -> str:
-    return f"({certificate})" if certificate else ""

@@ -7,14 +7,16 @@ import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import click
 
 from paceline.data.table_packages import need_table_packages
 from paceline.errors import NotFound
+from paceline.records import RecordedEvent
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option, print_json
 from paceline.spec.explaining.nearest import nearest
 
@@ -24,18 +26,6 @@ TIME = "time"
 Row = dict[str, Any]
 
 
-class RunEvent(Protocol):
-    """An event, from a coordinator or from a ledger."""
-
-    @property
-    def kind(self) -> str:
-        """`step`, `evaluation` …"""
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """Details of the event."""
-
-
 @click.command()
 @click.argument("run")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
@@ -43,11 +33,7 @@ class RunEvent(Protocol):
     "--kind", type=click.Choice(KINDS), default="step", show_default=True, help="Steps or evaluations."
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Write every step as CSV, with a header.")
-@click.option(
-    "--parquet",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write every step to this Parquet file.",
-)
+@click.option("--parquet", type=FILE, help="Write every step to this Parquet file.")
 @source_options
 @json_option
 def metrics(
@@ -85,7 +71,7 @@ def metrics(
         )
 
 
-def metric_rows(events: Iterable[RunEvent], kind: str) -> list[Row]:
+def metric_rows(events: Iterable[RecordedEvent], kind: str) -> list[Row]:
     """Return a row for each step (or evaluation): `step` and the metrics."""
     return [
         {"step": event.content.get("step")}
@@ -130,20 +116,25 @@ def _write_parquet(rows: Sequence[Row], path: Path) -> None:
     """Write a column of doubles for each metric, whole or not at all. Raises NotFound without the file's folder."""
     need_table_packages("a Parquet file")
     import pyarrow as pa
+
+    types = {name: pa.int64() if name == "step" else pa.float64() for name in _columns(rows) or ["step"]}
+    write_parquet({name: pa.array([row.get(name) for row in rows], types[name]) for name in types}, path)
+
+
+def write_parquet(columns: dict[str, Any], path: Path) -> None:
+    """Write a table, whole or not at all. Raises NotFound without the file's folder."""
+    import pyarrow as pa
     import pyarrow.parquet
 
     from paceline.files.whole_file import written_whole
 
     if not path.parent.is_dir():
         raise NotFound(f"no folder {path.parent}; make it first")
-    types = {name: pa.int64() if name == "step" else pa.float64() for name in _columns(rows) or ["step"]}
-    table = pa.table({name: pa.array([row.get(name) for row in rows], types[name]) for name in types})
     with written_whole(path) as partial:
-        pyarrow.parquet.write_table(table, partial, compression="zstd")
+        pyarrow.parquet.write_table(pa.table(columns), partial, compression="zstd")
 
 
 def _summary(rows: Sequence[Row]) -> list[list[str]]:
-    """Return a line of the table for each metric, by name."""
     lines = []
     for name in sorted(set(_columns(rows)) - {"step", TIME}):
         values = [row[name] for row in rows if row.get(name) is not None]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
 
@@ -25,8 +25,8 @@ from paceline.services.cli.recorded.source import (
     run_ids,
     source_options,
 )
+from paceline.services.cli.render import FILE
 from paceline.services.common.options import directory_option, find_run, json_option, print_json
-from paceline.spec import RunSpec
 
 if TYPE_CHECKING:
     from paceline.v1.records_pb2 import RecordedCheckpoint
@@ -82,7 +82,7 @@ def verify(
 
 
 @ledger.command()
-@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("destination", type=FILE)
 @directory_option
 @json_option
 def backup(destination: Path, directory: Path, as_json: bool) -> None:
@@ -100,7 +100,7 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 @ledger.command()
 @click.option(
     "--old-key-file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="File with the storage key that the ledger is encrypted with now; default: it is not encrypted.",
 )
 @directory_option
@@ -151,12 +151,15 @@ def export(
     """
     if adapter and dtype:
         raise click.UsageError("--dtype goes with whole models; an adapter is always float32")
+    from paceline.spec.reading import spec_of_run
+
     with records_of_run(run, directory, coordinator) as (source, run_id):
-        chosen = _chosen(source, run_id)
-    spec = chosen.spec
+        found = source.get(run_id)
+        chosen = _chosen(source, found)
+    spec = spec_of_run(run_id, found.spec_yaml)[0]
     if destination is None:
         beside = chosen.path.rpartition("/checkpoints/")[0] if not spec.checkpointing.checkpoint_dir else ""
-        destination = f"{beside or chosen.directory}/{EXPORTS}/step-{chosen.step}"
+        destination = f"{beside or found.directory}/{EXPORTS}/step-{chosen.step}"
     import torch
 
     from paceline.learner.checkpoints.export import export_checkpoint
@@ -174,53 +177,26 @@ def export(
             session=chosen.session,
             step=chosen.step,
             chain=chosen.chain,
-            spec_sha256=chosen.spec_sha256,
+            spec_sha256=hashlib.sha256(found.spec_yaml.encode()).hexdigest(),
         ),
     )
     facts = {"run_id": run_id, "step": chosen.step, "session": chosen.session, "path": destination}
-    if as_json:
-        print_json(facts)
-    else:
-        click.echo(f"{destination}: the weights of {run_id} after {chosen.step} steps")
+    render.answer(as_json, facts, f"{destination}: the weights of {run_id} after {chosen.step} steps")
 
 
-class _Chosen(NamedTuple):
-    """The checkpoint to export."""
-
-    spec: RunSpec
-    session: int
-    step: int
-    path: str
-    sha256: str
-    chain: str
-    spec_sha256: str
-    directory: str
-
-
-def _chosen(source: Source, run_id: str) -> _Chosen:
-    from paceline.spec.reading import spec_of_run
-
-    run = source.get(run_id)
+def _chosen(source: Source, run: Run) -> RecordedCheckpoint:
+    """Return the checkpoint to export. Raises NotFound."""
     newest = _newest(source.records, run)
     if newest is None:
         raise NotFound(
-            f"run {run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"
+            f"run {run.run_id} has no complete checkpoint yet; checkpointing.save_period says when it makes one"
         )
     if isinstance(source, Client) and "://" not in newest.path and not os.path.isdir(newest.path):
         raise NotFound(
             f"the checkpoint {newest.path} is not on this machine; export on the coordinator's host, or keep checkpoints in an "
             "object store (`--store`)"
         )
-    return _Chosen(
-        spec_of_run(run_id, run.spec_yaml)[0],
-        newest.session,
-        newest.step,
-        newest.path,
-        newest.sha256,
-        newest.chain,
-        hashlib.sha256(run.spec_yaml.encode()).hexdigest(),
-        run.directory,
-    )
+    return newest
 
 
 def _newest(records: Records, run: Run) -> RecordedCheckpoint | None:

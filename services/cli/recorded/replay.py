@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,14 @@ import click
 import yaml
 
 from paceline.errors import Conflict, PacelineError
+from paceline.services.cli import render
 from paceline.services.cli.recorded.source import opened_ledger
+from paceline.services.cli.render import PATH
 from paceline.services.common.options import (
     device_option,
     directory_option,
     find_run,
     json_option,
-    print_json,
 )
 from paceline.spec import RunSpec
 from paceline.spec.reading import apply_override, parse_spec, spec_to_yaml
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     help="First step: 0, or a step that has a checkpoint.",
 )
 @click.option("--to", "end", type=int, help="Step to stop before; default after the last that was trained.")
-@click.option("--output", type=click.Path(path_type=Path), help="New folder for the results.")
+@click.option("--output", type=PATH, help="New folder for the results.")
 @click.option("--ranks", type=int, help="Ranks of the learner; default as recorded.")
 @click.option("--threads", type=int, help="Compute threads of each rank; default as recorded.")
 @device_option
@@ -83,20 +84,8 @@ def replay(
         *("--ledger", str(path.resolve()), "--run-id", run_id, "--spec", str(output / "spec.yaml")),
         *("--from", str(plan.start), "--to", str(plan.end), "--output", str(output), "--device", device),
     ]
-    saved: dict[str, Any] = {}
-    equal_losses = 0
-    with (output / "metrics.jsonl").open("w") as metrics:
-        for line in _lines(_command(ranks), options, threads):
-            if "checkpoint" in line:
-                saved = line
-                continue
-            metrics.write(json.dumps(line) + "\n")
-            before = recorded.get(line["step"])
-            equal_losses += line["loss"] == before
-            if not as_json:
-                was = "" if before is None else f"  recorded {before:.6g}"
-                norm = line["grad_norm"]
-                click.echo(f"step {line['step']:>4}  loss {line['loss']:.6g}{was}  gradient norm {norm:.4g}")
+    lines = _lines(_command(ranks), options, threads)
+    saved, equal_losses = _written(lines, output / "metrics.jsonl", recorded, quiet=as_json)
     facts = {
         "run_id": run_id,
         "from": plan.start,
@@ -108,10 +97,7 @@ def replay(
         "checkpoint": saved["checkpoint"],
         **_compared(plan, saved),
     }
-    if as_json:
-        print_json(facts)
-    else:
-        click.echo(_sentence(facts, plan))
+    render.answer(as_json, facts, _sentence(facts, plan))
     if facts["identical"] is False and not overrides and ranks == plan.ranks and plan.steady:
         raise click.exceptions.Exit(1)
 
@@ -164,6 +150,27 @@ def _lines(command: list[str], options: list[str], threads: int) -> Iterator[dic
                 process.terminate()
     if process.returncode:
         raise PacelineError(f"the replay ended with exit status {process.returncode}; the reason is above")
+
+
+def _written(
+    lines: Iterator[dict[str, Any]], path: Path, recorded: Mapping[int, float], *, quiet: bool
+) -> tuple[dict[str, Any], int]:
+    """Write the steps' metrics to a file and show them; return the checkpoint's line and the number of losses that are as recorded."""
+    saved: dict[str, Any] = {}
+    equal_losses = 0
+    with path.open("w") as metrics:
+        for line in lines:
+            if "checkpoint" in line:
+                saved = line
+                continue
+            metrics.write(json.dumps(line) + "\n")
+            before = recorded.get(line["step"])
+            equal_losses += line["loss"] == before
+            if not quiet:
+                was = "" if before is None else f"  recorded {before:.6g}"
+                norm = line["grad_norm"]
+                click.echo(f"step {line['step']:>4}  loss {line['loss']:.6g}{was}  gradient norm {norm:.4g}")
+    return saved, equal_losses
 
 
 def _compared(plan: ReplayPlan, saved: dict[str, Any]) -> dict[str, Any]:

@@ -129,7 +129,6 @@ class TrainedGroups:
             self._note(json.loads(group.json))
 
     def steps(self) -> Iterator[list[Row]]:
-        """Yield the groups of each step, in order."""
         self._file.seek(0)
         for _, groups in groupby(map(json.loads, self._file), lambda group: group["step"]):
             yield list(groups)
@@ -251,7 +250,12 @@ def _write_csv(path: Path, tables: Iterable[list[Row]], columns: dict[str, str])
         writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
         for row in (row for table in tables for row in table):
-            writer.writerow({name: _text(value) if _nested(value) else value for name, value in row.items()})
+            writer.writerow(
+                {
+                    name: _text(value) if isinstance(value, list | dict) else value
+                    for name, value in row.items()
+                }
+            )
             number += 1
     return number
 
@@ -263,7 +267,6 @@ def _write_parquet(
     message_keys: list[str] | None,
     functions: list[str],
 ) -> int:
-    """Write a row group for each step."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -302,10 +305,6 @@ def _cell(value: Any, kind: str, message_keys: list[str] | None) -> Any:
     if kind == "prompt" and message_keys and isinstance(value, list):
         return [{key: _text(message.get(key)) for key in message_keys} for message in value]
     return _text(value) if kind in ("prompt", "string") else value
-
-
-def _nested(value: Any) -> bool:
-    return isinstance(value, list | dict)
 
 
 def _text(value: Any) -> str | None:

@@ -1,7 +1,5 @@
 """`paceline samples`: shows what a run trained on or what it answered in an evaluation, and exports it. It needs no coordinator,
 and takes one.
-
-Which samples `paceline samples` shows: those of a step, of an evaluation, or of all steps that pass filters.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from paceline.errors import NotFound
 from paceline.records import Records, missing_samples
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import Source, records_of_run, source_options
+from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option, print_json
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -85,12 +84,9 @@ class SampleChoice:
 
     def write_parquet(self, source: Source, run_id: str, destination: Path) -> int:
         """Write the completions as a table; return the number of rows. Raises NotFound."""
+        from paceline.services.cli.recorded.metrics import write_parquet
+
         need_table_packages("a Parquet file")
-        import pyarrow as pa
-        import pyarrow.parquet
-
-        from paceline.files.whole_file import written_whole
-
         if not destination.parent.is_dir():
             raise NotFound(f"no folder {destination.parent}; make it first")
         columns = source.records.samples(run_id, **self._request(source.records, run_id, all_steps=True))
@@ -98,8 +94,7 @@ class SampleChoice:
             raise NotFound(f"run {run_id} has no sample that passes")
         if any(not isinstance(prompt, str) for prompt in columns["prompt"]):
             columns["prompt"] = [json.dumps(prompt) for prompt in columns["prompt"]]
-        with written_whole(destination) as partial:
-            pyarrow.parquet.write_table(pa.table(columns), partial, compression="zstd")
+        write_parquet(columns, destination)
         return len(columns["group_id"])
 
     def _request(self, records: Records, run_id: str, *, all_steps: bool = False) -> dict[str, Any]:
@@ -150,7 +145,7 @@ def samples() -> None:
 
 @samples.command("export")
 @click.argument("run")
-@click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("destination", type=FILE)
 @click.option(
     "--pairs",
     is_flag=True,
@@ -200,10 +195,11 @@ def export_all(
     with records_of_run(run, directory, coordinator) as (source, run_id):
         source.get(run_id)  # raises NotFound with the runs that exist
         rows = export_samples(source.records, run_id, destination, pairs=bounds)
-    if as_json:
-        print_json({"path": str(destination), "rows": rows})
-    else:
-        click.echo(f"{destination}: {rows:,} {'pairs' if pairs else 'completions'} of {run_id}")
+    render.answer(
+        as_json,
+        {"path": str(destination), "rows": rows},
+        f"{destination}: {rows:,} {'pairs' if pairs else 'completions'} of {run_id}",
+    )
 
 
 @samples.command()
@@ -225,7 +221,7 @@ def export_all(
 @filter_options
 @click.option(
     "--parquet",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="Write the completions as a table to this file instead, those of all steps unless --step is given.",
 )
 @click.option("--no-pager", is_flag=True, help="Print at once, also on a terminal.")

@@ -1,14 +1,18 @@
 """Where the commands on records read them: a ledger on this machine, or a coordinator anywhere.
 
-`--coordinator` asks the coordinator there, and needs its address and token alone. Without it, the ledger of `--directory` is read,
-whether a coordinator works there or not; where there is none, the coordinator of PACELINE_COORDINATOR is asked. A command is written
-once: `LedgerRuns` reads a ledger as `paceline.client.Client` reads a coordinator. A ledger is opened read-only, so a coordinator that
-works there is not disturbed.
+`--coordinator` asks the coordinator there, and needs its address and token alone. Without it, the ledger of
+`--directory` is read, whether a coordinator works there or not; where there is none, the coordinator of
+PACELINE_COORDINATOR is asked. A command is written once: `LedgerRuns` reads a ledger as `paceline.client.Client` reads
+a coordinator. A ledger is opened read-only, so a coordinator that works there is not disturbed.
+
+So are registered models found. Commands that change them open the ledger as its one writer, which is refused while a
+coordinator has it; then --coordinator names that one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import os
 import sqlite3
@@ -19,14 +23,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import click
 
 from paceline.client import Client, Event
-from paceline.errors import NotFound, Unavailable
+from paceline.errors import Conflict, NotFound, Unavailable
 from paceline.files.names import LEDGER_NAME
+from paceline.models.references import REFERENCE, read_reference
+from paceline.models.registered import Models
 from paceline.services.common.access.insecure import check_coordinator, insecure_option
 from paceline.services.common.options import caller_token_file_option, directory_option, find_run
 
 if TYPE_CHECKING:
     from paceline.services.coordinator.ledger.ledger import Ledger
+    from paceline.v1.registry_pb2 import RegisteredModel
     from paceline.v1.run_pb2 import Run
+
 
 VARIABLE = "PACELINE_COORDINATOR"
 EVENTS_AT_ONCE = 1000
@@ -42,7 +50,6 @@ _coordinator_option = click.option(
 
 
 def source_options(command: CommandT) -> CommandT:
-    """Add --directory, --coordinator, --token-file and --insecure."""
     return directory_option(caller_token_file_option(insecure_option(_coordinator_option(command))))
 
 
@@ -74,6 +81,11 @@ class LedgerRuns:
             for row in rows:
                 after = row["sequence"]
                 yield Event(after, row["kind"], json.loads(row["json"]))
+
+    @property
+    def models(self) -> Models:
+        """The registered models, to read."""
+        return _local(self.ledger)
 
     def run_ids(self) -> list[str]:
         """Return the ids of all runs, oldest first, also where other columns cannot be read; the runs whose rows are lost come
@@ -183,3 +195,52 @@ def _address_instead(path: Path) -> str:
 
 
 _OPTION = click.Option(["--coordinator"])
+
+
+@contextlib.contextmanager
+def models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
+    """Give the registered models of a coordinator, or of the ledger of `directory`, to read. Raises NotFound, Unavailable."""
+    with records_of(directory, coordinator) as source:
+        yield source.models
+
+
+@contextlib.contextmanager
+def changing_models_of(directory: Path, coordinator: str | None) -> Iterator[Models]:
+    """Give the registered models to change them. Raises NotFound, Unavailable; Conflict while a coordinator has the ledger."""
+    with records_of(directory, coordinator) as source:
+        if isinstance(source, Client):
+            yield source.models
+            return
+    from paceline.services.coordinator.ledger.ledger import Ledger
+
+    path = directory / LEDGER_NAME
+    if not path.is_file():
+        raise NotFound(f"no ledger at {path}; name the coordinator's --directory")
+    try:
+        ledger = Ledger(path)
+    except Conflict as error:
+        raise Conflict(
+            f"{error}. Name the coordinator that works there with --coordinator HOST:PORT"
+        ) from None
+    with contextlib.closing(ledger):
+        yield _local(ledger)
+
+
+def registered_model(model: str, directory: Path) -> RegisteredModel | None:
+    """Return the registered model that NAME:VERSION or NAME@ALIAS names; None for a text that is neither. Raises NotFound."""
+    if model.startswith("run:") or not REFERENCE.fullmatch(model) or not {*":@"}.intersection(model):
+        return None
+    with models_of(directory, None) as models:
+        found: RegisteredModel = models.show(read_reference(model)).model
+    return found
+
+
+def _local(ledger: Ledger) -> Models:
+    from paceline.services.coordinator.model_servicer import RegistryCalls
+
+    calls = RegistryCalls(ledger, ledger, getpass.getuser)
+
+    def call(method: str, request: Any) -> Any:
+        return getattr(calls, method)(request)
+
+    return Models(call)

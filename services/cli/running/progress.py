@@ -32,8 +32,6 @@ Show = Callable[[Event], None]
 
 
 class Shown(NamedTuple):
-    """The output that the user wants to see."""
-
     as_json: bool = False
     """JSON lines instead of text."""
     quiet: bool = False
@@ -110,7 +108,6 @@ class Course:
         return render.duration(left_s) if left_s >= 1 else ""
 
     def curve(self, columns: int) -> str:
-        """Return the values of the steps as one line of characters."""
         return sparkline(scaled(self.values), columns)
 
 

@@ -1,13 +1,17 @@
-"""Commands about runs: submit, runs, watch, cancel, pause, resume, drop, checkpoint."""
+"""Commands about runs (submit, runs, watch, cancel, pause, resume, drop, checkpoint), their pools (status) and workers
+(members, drain)."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from paceline.calls.address import checked_address, is_loopback
 from paceline.client import Client
+from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import DEFAULT_DIRECTORY, runs_of
 from paceline.services.cli.running.progress import Shown, shown_options
@@ -20,6 +24,9 @@ from paceline.services.common.options import (
     recorded_option,
 )
 from paceline.spec import RunSpec
+
+if TYPE_CHECKING:
+    from paceline.v1.status_pb2 import PoolStatus, StatusResponse
 
 
 @click.command()
@@ -67,13 +74,7 @@ def runs(coordinator: str, directory: Path | None, as_json: bool) -> None:
     """List the runs of the coordinator, or of a directory, oldest first; as JSON lines with --json."""
     with runs_of(coordinator, directory) as source:
         facts = [render.run_facts(run) for run in source.runs()]
-    if as_json:
-        for run_facts in facts:
-            print_json(run_facts)
-    else:
-        render.print_table(
-            render.RUN_COLUMNS, [render.run_row(run_facts) for run_facts in facts], empty="no runs yet"
-        )
+    render.print_all(as_json, facts, render.RUN_COLUMNS, render.run_row, "no runs yet")
 
 
 @click.command()
@@ -133,10 +134,7 @@ def checkpoint(run: str, timeout_s: float, coordinator: str, as_json: bool) -> N
     """Let the learner write a checkpoint after the step under way, and print its folder once it is complete."""
     with Client(coordinator) as client:
         path = client.checkpoint(run, timeout_s)
-    if as_json:
-        print_json({"run_id": run, "path": path})
-    else:
-        click.echo(path)
+    render.answer(as_json, {"run_id": run, "path": path}, path)
 
 
 @click.command()
@@ -169,3 +167,121 @@ def _say(facts: render.Facts, as_json: bool) -> None:
         print_json(facts)
     else:
         click.echo(f"run {facts['run_id']} is {facts['state']}")
+
+
+COLUMNS = (
+    *("pool", "ready", "starting", "wanted", "needed"),
+    *("groups/s each", "groups/s asked", "room taken", "scaled"),
+)
+STATUS = (
+    *("run_id", "state", "step", "max_num_steps", "queued_runs"),
+    *("advice", "insecurity", "learner_wait_fraction"),
+)
+POOL = (
+    *("name", "ready", "starting", "desired", "need", "rate", "demand", "occupied"),
+    *("is_scaled", "cost_per_hour"),
+)
+
+
+@click.command()
+@coordinator_option
+@json_option
+def status(coordinator: str, as_json: bool) -> None:
+    """Say in words which pool limits the run that trains, by how much, what to change, and what it would bring.
+
+    `wanted` is the size that a scaler is told, `needed` what keeps the learner fed with a tenth to spare.
+    """
+    with Client(coordinator) as client:
+        response = client.status()
+    if as_json:
+        print_json(status_facts(response))
+        return
+    if response.run_id:
+        click.echo(
+            f"{response.run_id} is {response.state}, step {response.step} of {response.max_num_steps}"
+            + (f"; {response.queued_runs} more wait" if response.queued_runs else "")
+        )
+    click.echo(response.advice)
+    if response.insecurity:
+        click.echo(response.insecurity)
+    if response.pools:
+        render.print_table(COLUMNS, [_row(pool) for pool in response.pools], empty="")
+
+
+def status_facts(response: StatusResponse) -> render.Facts:
+    facts = {name: getattr(response, name) for name in STATUS}
+    return facts | {"pools": [{name: getattr(pool, name) for name in POOL} for pool in response.pools]}
+
+
+def _row(pool: PoolStatus) -> list[str]:
+    unknown = "-"
+    return [
+        pool.name,
+        str(pool.ready),
+        str(pool.starting),
+        str(pool.desired),
+        f"{pool.need:.1f}" if pool.need else unknown,
+        f"{pool.rate:.2f}" if pool.rate else unknown,
+        f"{pool.demand:.2f}" if pool.demand else unknown,
+        f"{pool.occupied:.0%}",
+        "yes" if pool.is_scaled else "no",
+    ]
+
+
+LEAVING_S = 30.0
+"""Seconds after its grace in which a worker leaves: it returns what is unfinished, or writes a checkpoint."""
+POLL_S = 0.2
+
+
+@click.command()
+@coordinator_option
+@json_option
+def members(coordinator: str, as_json: bool) -> None:
+    """List the workers that are members now; as JSON lines with --json."""
+    with Client(coordinator) as client:
+        facts = [render.member_facts(member) for member in client.members()]
+    render.print_all(as_json, facts, render.MEMBER_COLUMNS, render.member_row, "no workers yet")
+
+
+@click.command()
+@click.argument("member")
+@click.option(
+    "--grace", "grace_s", default=60.0, show_default=True, help="Seconds in which it may finish its work."
+)
+@coordinator_option
+@json_option
+def drain(member: str, grace_s: float, coordinator: str, as_json: bool) -> None:
+    """Tell a worker to finish its work and leave, and wait until it has left; exit status 1 if it stays.
+
+    MEMBER is its id, or the first characters of one id. It takes nothing new; groups that are not finished after --grace
+    are returned with their tokens, and others go on with them.
+    """
+    with Client(coordinator) as client:
+        member_id = _member(client, member)
+        held, started_s = client.drain(member_id, grace_s), time.monotonic()
+        if not as_json:
+            work = "1 group" if held == 1 else f"{held} groups"
+            click.echo(f"{member_id} holds {work} and has {grace_s:g} s to finish")
+        while any(one.member_id == member_id for one in client.members()):
+            if time.monotonic() - started_s > grace_s + LEAVING_S:
+                raise PacelineError(
+                    f"{member_id} is still a member {LEAVING_S:g} s after its grace; end its process, and the coordinator gives its "
+                    "work to others"
+                )
+            time.sleep(POLL_S)
+    seconds = time.monotonic() - started_s
+    if as_json:
+        print_json({"member_id": member_id, "held": held, "seconds": round(seconds, 3)})
+    else:
+        click.echo(f"{member_id} has left after {seconds:.1f} s")
+
+
+def _member(client: Client, text: str) -> str:
+    """Return the id of the member that `text` names. Raises NotFound, InvalidInput."""
+    ids = [member.member_id for member in client.members()]
+    found = [text] if text in ids else [member_id for member_id in ids if member_id.startswith(text)]
+    if not found:
+        raise NotFound(f"no member {text!r}; there are {', '.join(ids) or 'none'}")
+    if len(found) > 1:
+        raise InvalidInput(f"{text!r} is the begin of several members: {', '.join(found)}; give more of it")
+    return found[0]

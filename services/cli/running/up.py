@@ -7,18 +7,18 @@ import functools
 import math
 import re
 import signal
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
-from paceline.client import Client
-from paceline.errors import PacelineError, SpecError
+from paceline.client import ENDED_STATES, Client
+from paceline.errors import NotFound, PacelineError, SpecError
 from paceline.files.names import LEDGER_NAME
 from paceline.host.memory import available_bytes
 from paceline.models.memory_estimate import shortage
-from paceline.services.cli.running.left_runs import LeftRuns, left_runs
 from paceline.services.cli.running.progress import Shown, shown_options
 from paceline.services.cli.running.watching import follow
 from paceline.services.common.access.insecure import check_host, insecure_option
@@ -30,14 +30,10 @@ from paceline.services.common.options import (
     token_file_option,
 )
 from paceline.services.common.user_code_options import user_code_options
-from paceline.services.local.cluster import GRACE_S, LocalCluster
-from paceline.services.local.missing_paths import check_paths_are_here
-from paceline.services.local.page_link import start_page
-from paceline.services.local.room import planned_here
-from paceline.services.local.sizes import sizes_for
+from paceline.services.local.cluster import GRACE_S, USUAL_PORT, LocalCluster, free_port, start_page
+from paceline.services.local.room import check_paths_are_here, planned_here, sizes_for
 from paceline.spec import ClusterSection, RunSpec
 
-USUAL_PORT = 7070
 MIN_FREE_MB = 512
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
@@ -122,18 +118,10 @@ def up(
     spec: str | None,
     overrides: tuple[str, ...],
     directory: Path,
-    store: str,
-    host: str,
-    port: int | None,
-    keep: bool,
     no_page: bool,
-    resumed: tuple[str, ...],
-    min_free_mb: int,
-    functions_from: tuple[Path, ...],
-    grace_s: float,
     scale: bool,
     bounds: Mapping[str, tuple[int, int]],
-    shown: Shown,
+    **options: Any,
 ) -> None:
     """Start all services on this host (SPEC's `cluster` section says how many), submit SPEC and watch the run.
 
@@ -145,21 +133,7 @@ def up(
     if bounds and not scale:
         raise click.UsageError("--bounds needs --scale")
     wanted = load_spec(spec, overrides) if spec else None
-    run_here(
-        wanted,
-        directory,
-        host=host,
-        port=port,
-        keep=keep,
-        page=not no_page,
-        resumed=resumed,
-        min_free_mb=min_free_mb,
-        functions_from=functions_from,
-        grace_s=grace_s,
-        store=store,
-        shown=shown,
-        scaled=bounds if scale else None,
-    )
+    run_here(wanted, directory, page=not no_page, scaled=bounds if scale else None, **options)
 
 
 def run_here(
@@ -179,14 +153,10 @@ def run_here(
     page: bool = True,
 ) -> None:
     """Start services in `directory`, submit `spec` if given, and follow all open runs to their end, also while the
-    coordinator restarts. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all followed
-    runs succeed.
-
+    coordinator restarts. Runs of `resumed` go on as by `paceline resume`. Exits with status 1 unless all succeed.
     Runs that train on a data set's examples get no rollout and reward workers. With `scaled` (bounds by role, possibly none)
     the coordinator's advice decides on the number of workers. Raises PacelineError.
     """
-    from paceline.services.local.scaling import LocalScaler, scaled_pools  # imports grpc
-
     say = functools.partial(click.echo, err=True)
     if spec is not None:
         check_paths_are_here(spec)
@@ -199,23 +169,10 @@ def run_here(
     specs = [*([spec] if spec else []), *going_on.values()]
     gpus = visible_gpus()
     spec, sizes = placed(spec, specs, len(gpus), say)
-    allowed = function_folders(functions_from, specs)
-    stored = ["--store", store] if store else []
-    pools = scaled_pools(sizes, scaled) if scaled is not None else []
-    options = {
-        "coordinator": ["--min-free-mb", str(min_free_mb), *stored, *pools, *allowed],
-        "reward": allowed,
-        "environment": allowed,
-    }
+    options = _service_options(sizes, specs, min_free_mb, store, functions_from, scaled)
+    port = free_port(host, USUAL_PORT) if port is None else port
     cluster = LocalCluster(
-        directory,
-        sizes,
-        host=host,
-        port=_port(host, port),
-        grace_s=grace_s,
-        options=options,
-        say=say,
-        gpus=gpus,
+        directory, sizes, host=host, port=port, grace_s=grace_s, options=options, say=say, gpus=gpus
     )
     with ends_with_signals(), contextlib.ExitStack() as stack:
         stack.callback(_stop, cluster, say)
@@ -225,24 +182,50 @@ def run_here(
         run_ids = _begun(client, spec, resumed, list(going_on), say)
         cluster.start_workers()
         if scaled is not None:
+            from paceline.services.local.scaling import LocalScaler  # imports grpc
+
             stack.enter_context(LocalScaler(cluster, say))
         if page:
             start_page(cluster, host, say)
         if any(each.logger.trackers or each.logger.webhooks for each in specs):
             cluster.start_trackers()
-        try:
+        with _ends_explained(cluster, directory, say):
             succeeded = [_follow(client, run_id, left.events.get(run_id, 0), shown) for run_id in run_ids]
-        except KeyboardInterrupt:
-            say(f"stopping; `paceline up --directory {directory}` goes on with the open runs")
-            raise click.exceptions.Exit(INTERRUPTED) from None
-        except PacelineError:
-            cluster.check()  # a service that was given up is the cause of any error here
-            raise
         if keep:
             _wait_until_interrupted(cluster, say)
         cluster.check()
         if not all(succeeded):
             raise click.exceptions.Exit(1)
+
+
+@contextlib.contextmanager
+def _ends_explained(cluster: LocalCluster, directory: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Exit at Ctrl-C with what goes on with the runs. Raises the fault of a service that was given up in place of its consequence."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"stopping; `paceline up --directory {directory}` goes on with the open runs")
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    except PacelineError:
+        cluster.check()
+        raise
+
+
+def _service_options(
+    sizes: ClusterSection,
+    specs: list[RunSpec],
+    min_free_mb: int,
+    store: str,
+    functions_from: tuple[Path, ...],
+    scaled: Mapping[str, tuple[int, int]] | None,
+) -> dict[str, list[str]]:
+    from paceline.services.local.scaling import scaled_pools  # imports grpc
+
+    allowed = function_folders(functions_from, specs)
+    stored = ["--store", store] if store else []
+    pools = scaled_pools(sizes, scaled) if scaled is not None else []
+    coordinator = ["--min-free-mb", str(min_free_mb), *stored, *pools, *allowed]
+    return {"coordinator": coordinator, "reward": allowed, "environment": allowed}
 
 
 def _nothing_to_run(directory: Path, left: LeftRuns) -> click.UsageError:
@@ -342,19 +325,6 @@ def function_folders(functions_from: tuple[Path, ...], specs: list[RunSpec]) -> 
     return [word for folder in dict.fromkeys(folders) for word in ("--functions-from", folder)]
 
 
-def _port(host: str, port: int | None) -> int:
-    """Return the requested port, else the usual port, else 0 for any free port."""
-    if port is not None:
-        return port
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, USUAL_PORT))
-        except OSError:
-            return 0
-    return USUAL_PORT
-
-
 @contextlib.contextmanager
 def ends_with_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the command as Ctrl-C does, so that the services stop in good order."""
@@ -368,3 +338,80 @@ def ends_with_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+MAX_SHOWN = 5
+"""Number of failed runs that are listed, newest first."""
+
+
+class Failed(NamedTuple):
+    why: str
+    spec_yaml: str
+
+
+@dataclass
+class LeftRuns:
+    """Runs by id, oldest first."""
+
+    open: dict[str, RunSpec] = field(default_factory=dict)
+    """Runs that have not ended."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Runs that have not ended and whose spec this version cannot read, with the reason and what helps."""
+    failed: dict[str, Failed] = field(default_factory=dict)
+    """Runs that `resume` would queue again."""
+    events: dict[str, int] = field(default_factory=dict)
+    """Sequence number of the newest event of each of these runs."""
+
+    def advice(self, resumed: Sequence[str] = ()) -> list[str]:
+        """Return a sentence for each run that needs a person, without those that are `resumed` now."""
+        failed = [(run_id, failed_run) for run_id, failed_run in self.failed.items() if run_id not in resumed]
+        newest = failed[: -MAX_SHOWN - 1 : -1]
+        sentences = [
+            *self.unreadable.values(),
+            *(
+                f"run {run_id} has failed ({failed_run.why}); --resume {run_id} queues it again"
+                for run_id, failed_run in newest
+            ),
+        ]
+        if len(failed) > MAX_SHOWN:
+            sentences.append(f"{len(failed) - MAX_SHOWN} older runs have failed too")
+        return sentences
+
+    def chosen(self, run_id: str) -> RunSpec:
+        """Return the spec of a run that is to be resumed. Raises NotFound, SpecError."""
+        from paceline.spec.reading import spec_of_run
+
+        if run_id in self.failed:
+            return spec_of_run(run_id, self.failed[run_id].spec_yaml)[0]
+        if run_id in self.unreadable:
+            raise SpecError(self.unreadable[run_id])
+        if run_id in self.open:
+            return self.open[run_id]
+        run_ids = ", ".join([*self.open, *self.failed]) or "none"
+        raise NotFound(f"no run {run_id!r} has failed or is open; those that are: {run_ids}")
+
+
+def left_runs(ledger_path: Path) -> LeftRuns:
+    """Return the runs in the ledger; none without a ledger. Raises LedgerFault."""
+    from paceline.services.coordinator.ledger.integrity.file_damage import explained
+    from paceline.services.coordinator.ledger.ledger import Ledger
+    from paceline.spec.reading import spec_of_run
+
+    left = LeftRuns()
+    try:
+        ledger = Ledger(ledger_path, read_only=True)
+    except NotFound:
+        return left
+    with contextlib.closing(ledger), explained(ledger.db, ledger.path):
+        for row in ledger.runs():
+            run_id = row["run_id"]
+            if row["state"] == "failed" or row["state"] not in ENDED_STATES:
+                left.events[run_id] = ledger.last_event(run_id)
+            if row["state"] == "failed":
+                left.failed[run_id] = Failed(row["message"], row["spec_yaml"])
+            elif row["state"] not in ENDED_STATES:
+                try:
+                    left.open[run_id] = spec_of_run(run_id, row["spec_yaml"])[0]
+                except SpecError as error:
+                    left.unreadable[run_id] = str(error)
+    return left

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -118,14 +118,7 @@ def _tell(source: Source, run_id: str, told: tuple[str, ...]) -> tuple[str, ...]
     return state
 
 
-class ListsRuns(Protocol):
-    """What tells its runs, oldest first."""
-
-    def runs(self) -> list[Any]:
-        """Return all runs."""
-
-
-def in_front_of(source: ListsRuns, run_id: str) -> render.Facts | None:
+def in_front_of(source: Source, run_id: str) -> render.Facts | None:
     """Return the open run that a queued one waits for; None if there is none."""
     for run in source.runs():
         facts = render.run_facts(run)

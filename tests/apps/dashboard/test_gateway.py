@@ -15,11 +15,9 @@ from control_plane import Plane
 from openapi_spec_validator import validate
 from trained_ledger import RUN_ID, Writer
 
-from paceline.apps.dashboard.app import HEADERS, Dashboard
-from paceline.apps.dashboard.backends import Backend, CoordinatorBackend
+from paceline.apps.dashboard.app import HEADERS, Dashboard, Pieces
+from paceline.apps.dashboard.backends import Backend, CoordinatorBackend, methods
 from paceline.apps.dashboard.gateway import Gateway
-from paceline.apps.dashboard.methods import methods
-from paceline.apps.dashboard.pieces import Pieces
 from paceline.services.common.access.page_keys import Access, Role
 from paceline.services.local import ledger_calls
 from paceline.services.local.ledger_calls import LedgerCalls

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.apps.evaluation.comparison import compare
-from paceline.apps.evaluation.gate import Bounds, judge
+from paceline.apps.evaluation.gate import Bounds, compare, judge
 from paceline.errors import InvalidInput
 
 METRICS: dict[str, Any] = {"metrics": {}, "digest": "d"}

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers_scores import scores_by_transformers
 
 from paceline.apps.evaluation.engine_model import EngineModel
-from paceline.apps.evaluation.evaluation_spec import evaluation_spec
+from paceline.apps.evaluation.evaluate import evaluation_spec
 from paceline.apps.evaluation.runner import evaluate
 from paceline.apps.evaluation.url_model import UrlModel
 from paceline.apps.model_server.serving import opened_model

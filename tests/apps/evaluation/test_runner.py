@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.apps.evaluation.evaluation_spec import evaluation_spec, spec_of_endpoint
-from paceline.apps.evaluation.models import ContinuationScore
+from paceline.apps.evaluation.evaluate import evaluation_spec, spec_of_endpoint
+from paceline.apps.evaluation.problems import ContinuationScore
 from paceline.apps.evaluation.runner import Evaluated, evaluate
 from paceline.apps.evaluation.tasks import task_file
 from paceline.errors import InvalidInput

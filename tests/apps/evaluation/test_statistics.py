@@ -53,7 +53,7 @@ def test_an_interval_holds_the_mean_and_is_a_function_of_the_seed() -> None:
 
 
 def test_resamples_of_many_problems_come_in_parts_of_bounded_memory() -> None:
-    means = bootstrap_means(np.ones(5000), 0, 2000)
+    means = bootstrap_means(np.ones(5000), 0)
     assert means.shape == (2000,)
     assert set(means) == {1.0}
 

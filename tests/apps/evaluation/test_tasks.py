@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.apps.evaluation.evaluation_spec import evaluation_spec
+from paceline.apps.evaluation.evaluate import evaluation_spec
 from paceline.apps.evaluation.tasks import task_file, task_names
 from paceline.data.prompts import open_prompts
 from paceline.reward.builtin import BUILTIN_FUNCTIONS

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paceline.apps.evaluation.trained_on import compared, warnings_of
 
+from paceline.apps.evaluation.evaluate import compared, warnings_of
 from paceline.spec.sections.data import DataSource
 
 RECORDED = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"

@@ -14,7 +14,7 @@ from judge_server import JudgeServer, by_body, raw, says, status
 from transformers import AddedToken
 
 from paceline.apps.evaluation.engine_model import EngineModel
-from paceline.apps.evaluation.evaluation_spec import evaluation_spec, spec_of_endpoint
+from paceline.apps.evaluation.evaluate import evaluation_spec, spec_of_endpoint
 from paceline.apps.evaluation.runner import evaluate
 from paceline.apps.evaluation.url_model import opened_url
 from paceline.apps.model_server.serving import ServedModel, endpoint_of, opened_model

@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from paceline.apps.planning.rates import (
+from paceline.apps.planning.processors import (
     Rates,
+    Work,
     active_parameters,
     generation_seconds,
     generation_terms,
     training_seconds,
     training_terms,
 )
-from paceline.apps.planning.work import Work
 from paceline.models.shape import ModelShape, shape_of
 
 WORK = Work(groups=4, completions=8, prompt_tokens=10.0, completion_tokens=20.0, micro_batch_tokens=100)

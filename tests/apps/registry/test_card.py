@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from huggingface_hub import ModelCard
 
-from paceline.apps.registry.card import card_text
+from paceline.apps.registry.folder import card_text
 from paceline.apps.registry.statement import Lineage
 
 EVALUATION = {

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.apps.registry.folder import Contents, Sources, make_folder, verify_folder
-from paceline.apps.registry.signing import make_key
-from paceline.apps.registry.statement import Lineage
+from paceline.apps.registry.statement import Lineage, make_key
 from paceline.errors import Conflict, DataError, InvalidInput, NotFound
 from paceline.files.names import CARD
 from paceline.files.storage import Folder

@@ -8,7 +8,7 @@ import click
 import pytest
 from registry_place import Workplace
 
-from paceline.apps.registry.verified import verified_model
+from paceline.apps.registry.fetch import verified_model
 from paceline.errors import DataError
 
 

@@ -11,9 +11,7 @@ import pytest
 from tracker_servers import RUN_ID, RecordedRun
 
 from paceline.apps.tracking import follower as module
-from paceline.apps.tracking.cursor import Cursor, is_done
-from paceline.apps.tracking.follower import Follower, Target
-from paceline.apps.tracking.opening import Setting
+from paceline.apps.tracking.follower import Cursor, Follower, Setting, Target, is_done
 from paceline.apps.tracking.tracker import AlertKind, Refused, Row, Step, TrackedRun, Tracker
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Conflict, NotFound, Unreadable

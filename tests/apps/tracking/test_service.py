@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from tracker_servers import RUN_ID, RecordedRun
 
-from paceline.apps.tracking import service as module
+from paceline.apps.tracking import track as module
 from paceline.apps.tracking.backends.tensorboard_run import events
-from paceline.apps.tracking.cursor import is_done
-from paceline.apps.tracking.service import Tracking, folder_of
+from paceline.apps.tracking.follower import is_done
+from paceline.apps.tracking.track import Tracking, folder_of
 from paceline.services.cli.recorded.source import Source, ledger_source
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec

@@ -13,7 +13,7 @@ from paceline.errors import InvalidInput
 from paceline.learner.batch.examples import ExampleSource, RowPair
 from paceline.learner.batch.validate_examples import check_rows
 from paceline.learner.objectives import objective_of
-from paceline.services.demo.model import make_tokenizer
+from paceline.services.demo.task import make_tokenizer
 from paceline.spec import RunSpec
 
 LENGTHS = (1, 4, 2, 9, 3)

@@ -16,7 +16,7 @@ from paceline.errors import InvalidInput
 from paceline.learner.checkpoints.conversion.folders import from_dcp, to_dcp, to_folder
 from paceline.learner.checkpoints.export import export_pretrained
 from paceline.learner.checkpoints.other_files import check_tokenizer
-from paceline.services.demo.model import make_tokenizer
+from paceline.services.demo.task import make_tokenizer
 
 END = make_tokenizer().eos_token_id
 FILES = {

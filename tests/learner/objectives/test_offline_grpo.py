@@ -17,7 +17,7 @@ from paceline.errors import InvalidInput, SpecError
 from paceline.learner.batch.examples import ExampleSource
 from paceline.learner.batch.samples import TrainingSample
 from paceline.learner.step.trainer import Trainer
-from paceline.services.demo.model import make_model
+from paceline.services.demo.task import make_model
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
 

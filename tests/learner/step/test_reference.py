@@ -16,7 +16,7 @@ from paceline.learner.objectives import objective_of
 from paceline.learner.step.reference import LocalReference
 from paceline.learner.step.trainer import Trainer
 from paceline.reward.reference import ReferenceModel
-from paceline.services.demo.model import make_model, make_tokenizer
+from paceline.services.demo.task import make_model, make_tokenizer
 from paceline.spec import RunSpec
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from paceline.errors import InvalidInput, NotFound
 from paceline.services.cli import chat
 from paceline.services.cli.main import main
-from paceline.services.demo.model import make_model
+from paceline.services.demo.task import make_model
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 

@@ -9,7 +9,7 @@ import pytest
 from command_line import paceline
 from trained_ledger import RUN_ID, Writer
 
-from paceline.services.cli import workers
+from paceline.services.cli import chat
 from paceline.services.cli.running import watching
 from paceline.v1 import rollout_pb2
 
@@ -70,7 +70,7 @@ def test_a_completion_from_a_worker_is_printed_as_text(monkeypatch: pytest.Monke
         def generate(self, prompt: str, **_: Any) -> list[Any]:
             return [rollout_pb2.GeneratedCompletion(text=f"{prompt}{HOSTILE}")]
 
-    monkeypatch.setattr(workers, "Client", Asked)
+    monkeypatch.setattr(chat, "Client", Asked)
     result = paceline("generate", "hello ")
     assert result.exit_code == 0, result.output
     assert unsafe_in(result.output) == []

@@ -10,7 +10,7 @@ import paceline
 from paceline import errors
 from paceline.client import Client
 from paceline.records import Records
-from paceline.services.cli.interface_pages import FOLDER, client, comments_of, protos
+from paceline.services.cli.reference import FOLDER, client, comments_of, protos
 
 NESTED = """\
 // A service.

@@ -17,11 +17,9 @@ from command_line import paceline
 from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.services.cli import render
-from paceline.services.cli.doctor import examine_sandbox
-from paceline.services.cli.main import main
-from paceline.services.cli.serve import serve
+from paceline.services.cli.doctor import Finding, examine, examine_sandbox
+from paceline.services.cli.main import main, serve
 from paceline.services.local.cluster import LocalCluster
-from paceline.services.local.machine_checks import Finding, examine
 from paceline.spec import ClusterSection
 from paceline.v1.run_pb2 import RUN_STATE_PAUSED, Run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.demo.model import make_model
+from paceline.services.demo.task import make_model
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])

@@ -12,7 +12,7 @@ import paceline
 from paceline.errors import SpecError
 from paceline.services.cli.doctor import examine_spec
 from paceline.services.cli.main import main
-from paceline.services.local.missing_paths import missing_paths
+from paceline.services.local.room import missing_paths
 from paceline.spec.reading import load_spec
 
 

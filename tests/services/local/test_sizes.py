@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.services.local.sizes import sizes_for
+from paceline.services.local.room import sizes_for
 from paceline.spec import RunSpec
 
 ENVIRONMENT = {"class": "env.py:Env"}

@@ -9,7 +9,7 @@ from paceline.errors import Unavailable
 from paceline.groups import Completion
 from paceline.rollout.engine import GenerationRequest, SamplingParams, empty_completion
 from paceline.rollout.engines import create_engine
-from paceline.services.demo.model import make_model
+from paceline.services.demo.task import make_model
 from paceline.services.rollout.run import PROMPT_IDS, answers, until_hung
 from paceline.spec import RunSpec
 

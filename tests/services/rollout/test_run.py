@@ -19,7 +19,7 @@ from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import EngineDied, InvalidInput
 from paceline.groups import Completion, VersionSpan
 from paceline.rollout.engine import GenerationRequest, check_prompt_length
-from paceline.services.demo.model import make_tokenizer
+from paceline.services.demo.task import make_tokenizer
 from paceline.services.rollout.group_sampler import GroupSampler
 from paceline.services.rollout.run import (
     MAX_UNEXPECTED,

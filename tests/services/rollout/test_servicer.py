@@ -18,7 +18,7 @@ from tiny_models import tiny_qwen3
 from paceline.groups import Version
 from paceline.rollout.engines import create_engine
 from paceline.services.common.serving.grpc_server import GrpcServer
-from paceline.services.demo.model import make_tokenizer
+from paceline.services.demo.task import make_tokenizer
 from paceline.services.rollout.run import RolloutRun
 from paceline.services.rollout.servicer import RolloutServicer
 from paceline.services.rollout.worker import RolloutWorker

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from paceline.data.tokens import load_tokenizer
-from paceline.services.demo.model import make_tokenizer
+from paceline.services.demo.task import make_tokenizer
 from paceline.services.rollout.template_file import TemplateFile
 from paceline.spec import PolicySection
 

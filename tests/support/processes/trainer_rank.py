@@ -28,7 +28,7 @@ from paceline.learner.objectives import objective_of
 from paceline.learner.step.trainer import Trainer
 from paceline.learner.weights import stream
 from paceline.learner.weights.gather import gather_merged
-from paceline.services.demo.model import make_tokenizer
+from paceline.services.demo.task import make_tokenizer
 from paceline.spec import PolicySection
 from paceline.weights.lora_names import FINGERPRINT, fingerprint
 

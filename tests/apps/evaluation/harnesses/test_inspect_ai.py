@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.apps.evaluation.harnesses.inspect_ai import command, read, variables
-from paceline.apps.evaluation.harnesses.scored import result_of
+from paceline.apps.evaluation.harnesses import inspect_command as command
+from paceline.apps.evaluation.harnesses import inspect_variables as variables
+from paceline.apps.evaluation.harnesses import read_inspect as read
+from paceline.apps.evaluation.harnesses import result_of
 from paceline.errors import InvalidInput
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.apps.evaluation.harnesses.lm_eval import command, read
-from paceline.apps.evaluation.harnesses.scored import result_of
+from paceline.apps.evaluation.harnesses import lm_eval_command as command
+from paceline.apps.evaluation.harnesses import read_lm_eval as read
+from paceline.apps.evaluation.harnesses import result_of
 from paceline.errors import InvalidInput
 
 STAMP = "2026-11-25T15-16-27.114101"

@@ -13,9 +13,8 @@ from tiny_chat import save_tiny_chat
 from transformers_scores import scores_by_transformers
 
 from paceline.apps.evaluation.engine_model import EngineModel
-from paceline.apps.evaluation.evaluation_spec import evaluation_spec
-from paceline.apps.evaluation.harnesses.running import program_of, run_harness
-from paceline.apps.evaluation.harnesses.scored import result_of
+from paceline.apps.evaluation.evaluate import evaluation_spec
+from paceline.apps.evaluation.harnesses import program_of, result_of, run_harness
 from paceline.apps.evaluation.runner import evaluate
 from paceline.apps.model_server.serving import ServedModel, opened_model
 from paceline.errors import InvalidInput

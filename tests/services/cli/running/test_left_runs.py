@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 from command_line import paceline
 
-from paceline.services.cli.running.left_runs import MAX_SHOWN, left_runs
+from paceline.services.cli.running.up import MAX_SHOWN, left_runs
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec.reading import parse_spec, spec_to_yaml
 

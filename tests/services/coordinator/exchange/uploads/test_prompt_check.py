@@ -21,7 +21,7 @@ from paceline.rate_limited_log import unforeseen
 from paceline.services.coordinator.exchange.uploads.intake import Arrived, validate_upload
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.demo.model import make_tokenizer
+from paceline.services.demo.task import make_tokenizer
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import encode_result

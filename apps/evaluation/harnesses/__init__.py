@@ -1,1 +1,0 @@
-"""Outside harnesses as drivers of a served model: `paceline eval --with`."""
