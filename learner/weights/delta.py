@@ -12,10 +12,10 @@ from paceline.groups import Version
 from paceline.learner.weights.channel import WithoutMembers
 from paceline.learner.weights.device_snapshot import DeviceSnapshot
 from paceline.learner.weights.shards import NO_TILES, ColumnTiles, local_slices, plan_tensors
-from paceline.learner.weights.store.offers import StoreOffers
-from paceline.learner.weights.store.version_source import VersionSource, WholeSlices
-from paceline.learner.weights.store.writer import StoreWriter
-from paceline.weights.manifest import TensorPlan
+from paceline.weights.format.manifest import TensorPlan
+from paceline.weights.store.offers import StoreOffers
+from paceline.weights.store.version_source import VersionSource, WholeSlices
+from paceline.weights.store.writer import StoreWriter
 
 
 class DeltaChannel(WithoutMembers):

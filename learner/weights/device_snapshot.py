@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from paceline.learner.weights.shards import ColumnTiles, local_boxes, slice_of
-from paceline.learner.weights.store.version_source import (
+from paceline.weights.format.delta_codec import Changes
+from paceline.weights.format.magnitude_classes import MAGNITUDE_BITS, MAGNITUDE_SHIFT, choose_bounds
+from paceline.weights.store.store_layout import CHUNK_ELEMENTS, RankLayout
+from paceline.weights.store.version_source import (
     ChunkChanges,
     FoundChanges,
     VersionSource,
     WholeSlices,
     chunk_bits,
 )
-from paceline.weights.delta_codec import Changes
-from paceline.weights.magnitude_classes import MAGNITUDE_BITS, MAGNITUDE_SHIFT, choose_bounds
-from paceline.weights.store_layout import CHUNK_ELEMENTS, RankLayout
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from paceline.learner.model.adapter import adapter_weights, has_adapter, merged_state
 from paceline.learner.model.mesh import in_first_replica, shard_group
-from paceline.weights.manifest import TensorPlan, WeightManifest
-from paceline.weights.packing import empty_flat, views
+from paceline.weights.format.manifest import TensorPlan, WeightManifest
+from paceline.weights.format.packing import empty_flat, views
 
 BUCKET_BYTES = 64 << 20
 """Bytes of a rank's shards that travel at a time."""
@@ -34,7 +34,7 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
 
     A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
     converted to `dtype` (None keeps theirs) before they travel. The tensors are views of one allocation, laid out as
-    `paceline.weights.packing.plan` does, so they are written without another copy.
+    `paceline.weights.format.packing.plan` does, so they are written without another copy.
     """
     tensors = named_weights(model)
     return _gather(tensors, dtype, _allocate(tensors, dtype))

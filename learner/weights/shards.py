@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -21,23 +18,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from paceline.errors import InvalidInput
 from paceline.learner.weights.gather import is_first_rank, named_weights
 from paceline.models.tensor_parallel import split_dimension
-from paceline.weights.manifest import DTYPE_BYTES, TensorPlan
-from paceline.weights.packing import plan
-from paceline.weights.store_layout import Block
-
-
-@dataclass(frozen=True)
-class LocalSlice:
-    """A box of a tensor."""
-
-    block: Block
-    bits: npt.NDArray[Any]
-    """[N] unsigned integers of the dtype's width."""
-
-    @property
-    def data(self) -> memoryview:
-        """The slice's bytes."""
-        return self.bits.view(np.uint8).data
+from paceline.weights.format.manifest import DTYPE_BYTES, TensorPlan
+from paceline.weights.store.store_layout import Block
+from paceline.weights.store.version_source import LocalSlice, bits_of
 
 
 @dataclass(frozen=True)
@@ -81,7 +64,7 @@ def local_slices(
 def slice_of(block: Block, local: torch.Tensor) -> LocalSlice:
     """Return a box as a slice, copied to host memory."""
     wire = getattr(torch, block.dtype)
-    return LocalSlice(block, _bits(local.to("cpu", wire, copy=True, memory_format=torch.contiguous_format)))
+    return LocalSlice(block, bits_of(local.to("cpu", wire, copy=True, memory_format=torch.contiguous_format)))
 
 
 def local_boxes(
@@ -116,21 +99,6 @@ def _boxes(
             yield block, local[:, begin - first : stop - first]
 
 
-def whole_slices(tensors: Mapping[str, torch.Tensor]) -> tuple[list[LocalSlice], tuple[TensorPlan, ...]]:
-    """Return gathered tensors, which must not change any more, as the slices of a single rank."""
-    slices, plans = [], []
-    owners: dict[int, str] = {}
-    for entry in plan(tensors, bucket_bytes=1 << 28).entries:
-        owner = owners.setdefault(entry.offset, entry.name) if entry.num_bytes else entry.name
-        same_as = None if owner == entry.name else owner
-        plans.append(TensorPlan(entry.name, entry.dtype, entry.shape, same_as))
-        if same_as is None and entry.num_bytes:
-            bits = _bits(tensors[entry.name].detach().cpu().contiguous())
-            block = Block(entry.name, entry.dtype, tuple(0 for _ in entry.shape), entry.shape)
-            slices.append(LocalSlice(block, bits))
-    return slices, tuple(plans)
-
-
 def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[int, ...]]:
     """Return this rank's part of a tensor, None where another rank has the same, and the indices of its first element."""
     start = tuple(0 for _ in tensor.shape)
@@ -146,11 +114,6 @@ def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[
         return None, start
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), tuple(offsets)
-
-
-def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    raw = tensor.view(-1).view(torch.uint8).numpy()
-    return raw.view(f"u{DTYPE_BYTES[str(tensor.dtype).removeprefix('torch.')]}")
 
 
 def _wire_name(tensor: torch.Tensor, dtype: torch.dtype | None) -> str:

@@ -35,11 +35,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from paceline.rollout.vllm.receipts import ReadOrder, receipt_of, write_failure, write_receipt
-from paceline.weights.host_segment import HostSegment, identity_of
-from paceline.weights.manifest import WeightManifest
-from paceline.weights.packing import views
-from paceline.weights.segment_pair import MAX_SEGMENTS
-from paceline.weights.verification import Check, pieces_of, share_of
+from paceline.weights.format.manifest import WeightManifest
+from paceline.weights.format.packing import views
+from paceline.weights.format.verification import Check, pieces_of, share_of
+from paceline.weights.hosts.segment import HostSegment, identity_of
+from paceline.weights.hosts.segment_pair import MAX_SEGMENTS
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from paceline.services.common.access.insecure import (
 from paceline.services.common.fabric import fabric_option
 from paceline.services.common.processes.file_limit import raise_file_limit
 from paceline.services.common.serving.reminder import REMIND_S
-from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.local_socket import listen, socket_name
+from paceline.weights.hosts.relay import Agent
 from paceline.weights.hosts.tls_transport import transport_of
 
 FIRST_CLIENT_S = 20.0

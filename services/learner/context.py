@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.services.common.host_agent import HostAgentConnection
+from paceline.services.common.relay import HostAgentConnection
 from paceline.services.common.worker.membership import Membership
 from paceline.services.learner.background_loop import BackgroundLoop
 from paceline.services.learner.orders import Orders

@@ -46,7 +46,7 @@ from paceline.tracing import span
 from paceline.v1 import exchange_pb2 as pb
 from paceline.v1 import worker_pb2
 from paceline.weights.hosts.client import AgentClient
-from paceline.weights.store_format import run_store
+from paceline.weights.store.store_format import run_store
 from paceline.wire import encode_completions, encode_result
 
 LEASE_WAIT_S = 10.0

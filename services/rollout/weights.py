@@ -20,14 +20,14 @@ from paceline.error_texts import first_line
 from paceline.errors import Conflict, PacelineError, WireError
 from paceline.groups import Version
 from paceline.rollout.engine import Engine
-from paceline.rollout.weights.host_receiver import HostReceiver, check_plan
-from paceline.rollout.weights.store_receiver import StoreReceiver
 from paceline.services.common.worker.membership import Membership
 from paceline.v1 import worker_pb2
-from paceline.weights.host_weights import HostWeights
+from paceline.weights.format.packing import check_fits
 from paceline.weights.hosts.client import AgentClient
-from paceline.weights.offers import StoreOffer
-from paceline.weights.packing import check_fits
+from paceline.weights.hosts.host_weights import HostWeights
+from paceline.weights.hosts.receiver import HostReceiver, check_plan
+from paceline.weights.store.offer import StoreOffer
+from paceline.weights.store.receiver import StoreReceiver
 
 log = logging.getLogger(__name__)
 

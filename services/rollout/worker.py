@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import EngineDied
 from paceline.services.common.gpus import refuse_cpu
-from paceline.services.common.host_agent import HostAgentConnection, goes_by_host
+from paceline.services.common.relay import HostAgentConnection, goes_by_host
 from paceline.services.common.worker.assigned_run import AssignedRun
 from paceline.services.common.worker.membership import Membership
 from paceline.services.common.worker.run_setup import spec_of

@@ -20,7 +20,7 @@ from paceline.calls.token import metadata
 from paceline.errors import Unavailable
 from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.token_table import create
-from paceline.services.common.host_agent import HostAgentConnection
+from paceline.services.common.relay import HostAgentConnection
 from paceline.services.local.cluster import LocalCluster
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.folder import VARIABLE, TlsFolder

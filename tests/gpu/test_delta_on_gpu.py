@@ -9,7 +9,7 @@ from mixed_model import Mixed, train
 
 from paceline.learner.weights.device_snapshot import DeviceSnapshot
 from paceline.learner.weights.shards import NO_TILES
-from paceline.learner.weights.store.version_source import FoundChanges
+from paceline.weights.store.version_source import FoundChanges
 
 pytestmark = pytest.mark.gpu
 CHUNK_ELEMENTS = 20_000

@@ -11,13 +11,13 @@ from typing import TypeVar
 
 from paceline.groups import Version
 from paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
-from paceline.weights.host_segment import HostSegment
-from paceline.weights.hosts.agent import Agent
+from paceline.weights.format.manifest import TensorPlan, WeightManifest
 from paceline.weights.hosts.local_socket import LocalConnection
 from paceline.weights.hosts.manifest import HostManifest, PieceAlgorithm
 from paceline.weights.hosts.pieces import Owned, joined
+from paceline.weights.hosts.relay import Agent
+from paceline.weights.hosts.segment import HostSegment
 from paceline.weights.hosts.transport import TcpTransport, Transport
-from paceline.weights.manifest import TensorPlan, WeightManifest
 
 RUN, TOKEN = "run", b"t" * 32
 WAIT_S = 60.0

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.groups import Version
 from paceline.learner.weights.device_snapshot import DeviceSnapshot
 from paceline.learner.weights.shards import NO_TILES, local_slices, plan_tensors
-from paceline.learner.weights.store.version_source import FoundChanges, VersionSource, WholeSlices
+from paceline.weights.store.version_source import FoundChanges, VersionSource, WholeSlices
 
 CHUNK_ELEMENTS = 20_000
 

@@ -22,9 +22,9 @@ from paceline.learner.model.policy import load_policy, packed_logprobs
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.vllm.process_guard import VARIABLE
 from paceline.spec import PolicySection, RunSpec
-from paceline.weights.host_weights import HostWeights
-from paceline.weights.packing import checksums, pack, plan
-from paceline.weights.segment_pair import SegmentPair
+from paceline.weights.format.packing import checksums, pack, plan
+from paceline.weights.hosts.host_weights import HostWeights
+from paceline.weights.hosts.segment_pair import SegmentPair
 
 pytestmark = pytest.mark.vllm
 NUM_SEQUENCES = 64

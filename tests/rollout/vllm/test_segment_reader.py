@@ -15,8 +15,8 @@ import torch
 from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
 from paceline.rollout.vllm.receipts import ReadOrder, Receipts
 from paceline.rollout.vllm.worker import LoadRecord, ReadWeights, SegmentReader
-from paceline.weights.host_weights import HostWeights
-from paceline.weights.segment_pair import SegmentPair
+from paceline.weights.hosts.host_weights import HostWeights
+from paceline.weights.hosts.segment_pair import SegmentPair
 
 CPU = torch.device("cpu")
 READER = """
@@ -214,7 +214,7 @@ def test_on_a_gpu_the_pages_that_are_loaded_are_locked_from_the_second_version_o
 ) -> None:
     locked: list[Any] = []
     monkeypatch.setattr(
-        "paceline.weights.host_segment.HostSegment.page_lock", lambda _, ranges: locked.append(list(ranges))
+        "paceline.weights.hosts.segment.HostSegment.page_lock", lambda _, ranges: locked.append(list(ranges))
     )
     segments, receipts = SegmentPair(), Receipts(1)
     model, reader = Model(0), SegmentReader(0, torch.device("cuda"))

@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from paceline.groups import Version
 from paceline.host.process import end_process
-from paceline.learner.collectives import any_over_ranks
+from paceline.learner.collectives import any_over_ranks, broadcast_bytes
 from paceline.learner.weights.device_snapshot import DeviceSnapshot
-from paceline.learner.weights.rank_board import make_board
 from paceline.learner.weights.shards import ColumnTiles, plan_tensors
-from paceline.learner.weights.store.chain import Stored
-from paceline.learner.weights.store.writer import StoreWriter
-from paceline.weights.object_store import WeightStore
+from paceline.weights.store.chain import Stored
+from paceline.weights.store.object_store import WeightStore
+from paceline.weights.store.rank_board import make_board
+from paceline.weights.store.writer import StoreWriter
 
 STEPS = 4
 CHUNK_ELEMENTS = 4_000
@@ -86,7 +86,7 @@ def main(store: str, out: Path, tiles: int) -> None:
 
     writer = StoreWriter(
         store=WeightStore(store),
-        board=make_board("127.0.0.1", "127.0.0.1"),
+        board=make_board("127.0.0.1", "127.0.0.1", broadcast_bytes),
         run_id="run",
         rank=rank,
         world_size=4,

@@ -1,0 +1,146 @@
+"""Facts about a model that an engine needs before it has weights: names and shapes of tensors, limits, end tokens.
+
+Both engines check new weights by the same rules, so that both accept the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from paceline.errors import InvalidInput
+from paceline.files.model_source import model_source, tokenizer_source
+from paceline.models.loading import resolved_dtype
+from paceline.models.pretrained import is_finite, skeleton
+from paceline.spec import PolicySection
+from paceline.weights.hosts.host_weights import HostWeights
+
+NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Names and shapes of a model's tensors."""
+
+    shapes: dict[str, torch.Size]
+    tied: list[list[str]]
+    """Groups of names that share one tensor; most groups have one name."""
+    architecture: str
+    """Name of the model's class."""
+    vocab_size: int
+
+    @classmethod
+    def of(cls, module: Any) -> WeightLayout:
+        """Return the layout of `module`, which may be on the meta device."""
+        shapes: dict[str, torch.Size] = {}
+        groups: dict[int, list[str]] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            shapes[name] = tensor.shape
+            groups.setdefault(id(tensor), []).append(name)
+        vocab_size = module.get_input_embeddings().weight.shape[0]
+        return cls(shapes, list(groups.values()), type(module).__name__, vocab_size)
+
+    def check(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise InvalidInput if `weights` do not fit: an unknown or missing name, a wrong shape, a NaN.
+
+        Of names that share one tensor (tied embeddings) any may be left out; those that come must be equal. `HostWeights`
+        are looked at for NaN when they are verified, and not again here.
+        """
+        _refuse("unknown weights", [name for name in weights if name not in self.shapes])
+        _refuse(
+            "missing weights",
+            [names[0] for names in self.tied if not any(name in weights for name in names)],
+        )
+        for name, tensor in weights.items():
+            if tensor.shape != self.shapes[name]:
+                raise InvalidInput(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is "
+                    f"{tuple(self.shapes[name])}; the old weights go on serving"
+                )
+            if not isinstance(weights, HostWeights) and not is_finite(tensor):
+                raise InvalidInput(
+                    f"weight {name!r} has NaN or infinite elements; the old weights go on serving"
+                )
+        for names in self.tied:
+            first, *others = (name for name in names if name in weights)
+            for other in others:
+                if not _is_equal(weights[first], weights[other]):
+                    raise InvalidInput(
+                        f"weights {first!r} and {other!r} differ, but the model ties them; was the learner's "
+                        "model loaded with tie_word_embeddings off?"
+                    )
+
+    def completed(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return checked `weights` under all names: tied ones that were left out are the same tensors."""
+        sent = {
+            name: next(alias for alias in (name, *names) if alias in weights)
+            for names in self.tied
+            for name in names
+        }
+        if isinstance(weights, HostWeights):
+            return weights.under_names(sent)
+        return {name: weights[alias] for name, alias in sent.items()}
+
+
+def meta_layout(config: PreTrainedConfig) -> WeightLayout:
+    """Return the layout of the model that `config` describes, without any memory for it."""
+    return WeightLayout.of(skeleton(AutoModelForCausalLM, config))
+
+
+def read_config(policy: PolicySection) -> PreTrainedConfig:
+    """Return the config of `policy.model_name`."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(model_source(policy.model_name))
+    return config
+
+
+def longest_sequence(policy: PolicySection, config: PreTrainedConfig) -> int:
+    """Return the most tokens of prompt and completion together that the run allows and the model supports."""
+    return min(
+        policy.max_total_sequence_length,
+        getattr(config, "max_position_embeddings", None) or policy.max_total_sequence_length,
+    )
+
+
+def generation_dtype(policy: PolicySection, device: str) -> torch.dtype:
+    """Return the type of the engine's weights, from policy.generation_precision."""
+    dtype: torch.dtype = getattr(
+        torch, resolved_dtype(policy.generation_precision, torch.device(device).type)
+    )
+    return dtype
+
+
+def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_config: Any) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens of all sources, because chat models often name them in one of them only."""
+    found: set[int] = set()
+    sources = [config.eos_token_id, getattr(generation_config, "eos_token_id", None)]
+    folder = Path(model_source(policy.model_name))
+    bare = folder.is_dir() and not any(folder.glob("tokenizer*"))
+    if policy.tokenizer_name is not None or not bare:
+        tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer_source(policy.tokenizer_name or policy.model_name)
+        )
+        sources.append(tokenizer.eos_token_id)
+    for ids in sources:
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return tuple(sorted(found))
+
+
+def _is_equal(first: Tensor, second: Tensor) -> bool:
+    same_bytes = (first.data_ptr(), first.shape, first.dtype) == (
+        second.data_ptr(),
+        second.shape,
+        second.dtype,
+    )
+    return same_bytes or torch.equal(first, second)
+
+
+def _refuse(what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        raise InvalidInput(f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}; the old weights go on serving")
