@@ -1,6 +1,7 @@
 """Facts about a model that an engine needs before it has weights: names and shapes of tensors, limits, end tokens.
 
 Both engines check new weights by the same rules, so that both accept the same weights.
+An adapter is merged into its base whenever a new one comes (`AdapterSlot`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source, tokenizer_source
 from paceline.models.loading import resolved_dtype
 from paceline.models.pretrained import is_finite, skeleton
-from paceline.spec import PolicySection
+from paceline.spec import LoraSection, PolicySection
+from paceline.weights.format.lora_names import FINGERPRINT, fingerprint, merged, pairs
 from paceline.weights.hosts.host_weights import HostWeights
 
 NAMES_SHOWN = 5
@@ -132,15 +134,66 @@ def end_token_ids(policy: PolicySection, config: PreTrainedConfig, generation_co
 
 
 def _is_equal(first: Tensor, second: Tensor) -> bool:
-    same_bytes = (first.data_ptr(), first.shape, first.dtype) == (
-        second.data_ptr(),
-        second.shape,
-        second.dtype,
-    )
-    return same_bytes or torch.equal(first, second)
+    one, other = ((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (first, second))
+    return one == other or torch.equal(first, second)
 
 
 def _refuse(what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         raise InvalidInput(f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}; the old weights go on serving")
+
+
+KEPT = "the old weights go on serving"
+
+
+class AdapterSlot:
+    """The adapter of one model whose base weights are loaded. One thread calls `replace`; `check` may run in another.
+
+    Promise: after `replace` every adapted layer has W + (alpha/dim)·B·A, computed from the base as it was loaded and
+    never from an earlier merge, so versions do not affect each other. With a merged adapter a decode step costs as much as
+    without one; merging takes a copy of the adapted layers' weights.
+    """
+
+    def __init__(self, module: nn.Module, lora: LoraSection) -> None:
+        self._layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+        self._dim = lora.dim
+        self._scaling = lora.alpha / lora.dim
+        self._fingerprint = fingerprint(module.state_dict())
+        self._base: dict[str, Tensor] = {}
+
+    def check(self, adapter: Mapping[str, Tensor]) -> None:
+        """Raise InvalidInput if `adapter` does not fit: another base, an unknown layer, a wrong shape, a NaN."""
+        if FINGERPRINT not in adapter:
+            raise InvalidInput(
+                f"no tensor {FINGERPRINT!r}: these are no adapter's weights, but policy.lora_cfg.enabled is true; "
+                f"{KEPT}"
+            )
+        if not torch.equal(adapter[FINGERPRINT].cpu(), self._fingerprint):
+            raise InvalidInput(
+                "the adapter was trained on another base than this worker has loaded; does policy.model_name mean "
+                "the same files on both machines?"
+            )
+        for name, a_RI, b_OR in pairs(adapter):
+            layer = self._layers.get(name)
+            if layer is None:
+                raise InvalidInput(f"the adapter is for {name!r}, no linear layer of this model; {KEPT}")
+            expected = (self._dim, layer.in_features), (layer.out_features, self._dim)
+            if (tuple(a_RI.shape), tuple(b_OR.shape)) != expected:
+                raise InvalidInput(
+                    f"the adapter of {name!r} has shapes {tuple(a_RI.shape)} and {tuple(b_OR.shape)}, must be "
+                    f"{expected[0]} and {expected[1]}; {KEPT}"
+                )
+            if not (torch.isfinite(a_RI).all() and torch.isfinite(b_OR).all()):
+                raise InvalidInput(f"the adapter of {name!r} has NaN or infinite elements; {KEPT}")
+
+    def replace(self, adapter: Mapping[str, Tensor]) -> None:
+        """Replace the current adapter by a checked one."""
+        left = set(self._base)
+        for name, a_RI, b_OR in pairs(adapter):
+            weight = self._layers[name].weight.data
+            base = self._base.setdefault(name, weight.clone())
+            weight.copy_(merged(base, a_RI, b_OR, self._scaling))
+            left.discard(name)
+        for name in left:
+            self._layers[name].weight.data.copy_(self._base[name])

@@ -21,8 +21,7 @@ from paceline.rollout.engines import create_engine
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
 from paceline.weights.format.manifest import TensorPlan, WeightManifest
-from paceline.weights.hosts.host_weights import HostWeights
-from paceline.weights.hosts.segment_pair import SegmentPair
+from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
 from paceline.weights.model_layout import meta_layout, read_config
 
 SWAPS = 5

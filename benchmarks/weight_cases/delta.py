@@ -20,11 +20,11 @@ import torch
 
 from paceline.groups import Version
 from paceline.spec import OptimizerSection
-from paceline.weights.store.chain import Stored
 from paceline.weights.store.object_store import WeightStore
-from paceline.weights.store.offer import StoreOffer
-from paceline.weights.store.rank_board import LocalBoard
+from paceline.weights.store.offers import Stored
+from paceline.weights.store.rank_board import RankBoard
 from paceline.weights.store.reader import StoreReader
+from paceline.weights.store.store_format import StoreOffer
 from paceline.weights.store.version_source import whole_slices
 from paceline.weights.store.writer import StoreWriter
 from weight_cases.models import random_weights
@@ -81,7 +81,7 @@ def measure(directory: Path, size: str, lr: float, versions: int) -> dict[str, A
     store = WeightStore(str(directory / f"{size}-{lr}"))
     writer = StoreWriter(
         store=store,
-        board=LocalBoard(),
+        board=RankBoard(),
         run_id="run",
         rank=0,
         world_size=1,

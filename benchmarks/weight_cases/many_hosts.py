@@ -20,10 +20,9 @@ from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.pool.host_plans import HostPlans
 from paceline.v1 import common_pb2, worker_pb2
 from paceline.weights.format.manifest import TensorPlan, WeightManifest
-from paceline.weights.hosts.manifest import HostManifest
-from paceline.weights.hosts.pieces import Owned, joined
-from paceline.weights.hosts.relay import Agent
-from paceline.weights.hosts.transport import Channel, Listener, TcpTransport
+from paceline.weights.hosts.manifest import HostManifest, Owned, joined
+from paceline.weights.hosts.relay import Relay
+from paceline.weights.hosts.transport import Channel, Listener, Transport
 
 RUN, TOKEN = "run", b"t" * 32
 TIMEOUT_S = 300.0
@@ -66,7 +65,7 @@ class _PacedListener:
         return None if channel is None else _PacedChannel(channel, self._pacer)
 
 
-class PacedTransport(TcpTransport):
+class PacedTransport(Transport):
     """TCP on loopback, whose listening side sends at a rate."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -93,7 +92,7 @@ class Site:
         self.plans = HostPlans(self.members, exchange, lambda: learner)
         self.source.store.use_run(RUN)
         self.source._tokens = {RUN: TOKEN}
-        self.hosts: dict[str, tuple[Agent, PacedTransport]] = {}
+        self.hosts: dict[str, tuple[Relay, PacedTransport]] = {}
         self.coordinator_s = 0.0
         """Processor time of planning and of the directives."""
         self._epoch = 0
@@ -165,12 +164,12 @@ class Site:
         for agent, _ in (*self.hosts.values(), (self.source, self.source_link)):
             agent.close()
 
-    def _agent(self) -> tuple[Agent, PacedTransport]:
+    def _agent(self) -> tuple[Relay, PacedTransport]:
         transport = PacedTransport(self._bytes_per_s)
         # One process stands for hundreds: its threads wait for each other longer than a host's would.
-        return Agent(transport, "127.0.0.1", streams=1, silence_s=10.0), transport
+        return Relay(transport, "127.0.0.1", streams=1, silence_s=10.0), transport
 
-    def _identity(self, agent: Agent, zone: str) -> worker_pb2.HostAgent:
+    def _identity(self, agent: Relay, zone: str) -> worker_pb2.HostAgent:
         return worker_pb2.HostAgent(agent_id=agent.agent_id, address=f"127.0.0.1:{agent.port}", zone=zone)
 
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from paceline.groups import Version
 from paceline.learner.weights.shard_writer import ShardWriter
-from paceline.weights.hosts.client import AgentClient
+from paceline.weights.hosts.client import RelayClient
 from paceline.weights.hosts.local_socket import LABEL_VARIABLE, socket_name
 from paceline.weights.hosts.stage import RankStage
 
@@ -89,7 +89,7 @@ def _rank(folder: Path, rank: int, size_bytes: int, versions: int) -> dict[str, 
     layers = max(1, size_bytes // (4 * SIDE * SIDE))
     model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(layers)))
     fully_shard(model)
-    client = AgentClient(socket_name("benchmark", "127.0.0.1"), "127.0.0.1", "127.0.0.1")
+    client = RelayClient(socket_name("benchmark", "127.0.0.1"), "127.0.0.1", "127.0.0.1")
     client.start()
     if not client.wait(60.0):
         raise SystemExit("no agent")

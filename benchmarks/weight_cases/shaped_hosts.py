@@ -21,9 +21,8 @@ from paceline.groups import Version
 from paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
 from paceline.weights.format.manifest import TensorPlan, WeightManifest
 from paceline.weights.hosts.chain import Hop, upstreams
-from paceline.weights.hosts.client import AgentClient
-from paceline.weights.hosts.manifest import HostManifest
-from paceline.weights.hosts.pieces import Owned, bucket_bytes_for, joined
+from paceline.weights.hosts.client import RelayClient
+from paceline.weights.hosts.manifest import HostManifest, Owned, bucket_bytes_for, joined
 from paceline.weights.hosts.segment import HostSegment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +117,7 @@ class AgentHost:
                 raise RuntimeError(f"the agent of {namespace} does not start; see {folder}/{namespace}.log")
             time.sleep(0.02)
         self.replies: queue.Queue[tuple[host_agent_pb2.AgentReply, int | None]] = queue.Queue()
-        self.client = AgentClient(str(socket), address, address)
+        self.client = RelayClient(str(socket), address, address)
         self.client.on_reply = lambda reply, fd: self.replies.put((reply, fd))
         self.client.start()
         if not self.client.wait(START_S):

@@ -1,7 +1,7 @@
-"""The channel by hosts: every rank stages its shards in its host's memory, and the hosts' agents bring them to all others.
+"""The channel by hosts: every rank stages its shards in its host's memory, and the hosts' relays bring them to all others.
 
-Rank 0 adds the manifest, with the digests that the agents of all the learner's hosts made, and tells the coordinator, which
-tells each host where to read. Members without an agent, and those that agents failed to reach several times, read the run's
+Rank 0 adds the manifest, with the digests that the relays of all the learner's hosts made, and tells the coordinator, which
+tells each host where to read. Members without a relay, and those that relays failed to reach several times, read the run's
 object store, which rank 0 writes for them alone.
 
 Threads of rank 0: one completes manifests (`_complete_forever`), one puts versions into the store (`_store_forever`). `close`
@@ -24,13 +24,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import InvalidInput, PacelineError, Unavailable
 from paceline.groups import Version
-from paceline.learner.weights.channel import WithoutMembers
+from paceline.learner.weights.channel import WeightChannel
 from paceline.learner.weights.shard_writer import ShardWriter
 from paceline.rate_limited_log import unforeseen
-from paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
+from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.format.packing import empty_flat, views
-from paceline.weights.hosts.client import AgentClient
-from paceline.weights.hosts.manifest import HostManifest, PieceAlgorithm
+from paceline.weights.hosts.client import RelayClient
+from paceline.weights.hosts.manifest import HostManifest, PieceAlgorithm, version_message, version_of
 from paceline.weights.hosts.members import HostMembers
 from paceline.weights.hosts.segment import HostSegment
 from paceline.weights.hosts.stage import RankStage
@@ -71,10 +71,10 @@ class Hosts:
         return max(self.host_of_rank) + 1
 
 
-class HostChannel(WithoutMembers):
+class HostChannel(WeightChannel):
     """A `WeightChannel` on the ranks beside rank 0. `board` is where the hosts' digests meet."""
 
-    def __init__(self, client: AgentClient, hosts: Hosts, board: RankBoard, writer: ShardWriter) -> None:
+    def __init__(self, client: RelayClient, hosts: Hosts, board: RankBoard, writer: ShardWriter) -> None:
         self._client, self._hosts, self._board, self._writer = client, hosts, board, writer
         self._closed = threading.Event()
         self._stage = RankStage(
@@ -90,20 +90,10 @@ class HostChannel(WithoutMembers):
         # Copies that are under way on a GPU have to end before the weights change, and no sooner.
         self._hook = register_optimizer_step_pre_hook(lambda *_: self._stage.wait_for_copies())
 
-    @property
-    def wants_snapshot(self) -> bool:
-        """See `WeightChannel.wants_snapshot`: a joiner reads from another host."""
-        return False
-
     def publish(self, version: Version, model: nn.Module) -> None:
-        """See `WeightChannel.publish`."""
         self._publish(version, model)
 
-    def write_snapshot(self) -> None:
-        """See `WeightChannel.write_snapshot`."""
-
     def close(self) -> None:
-        """See `WeightChannel.close`."""
         self._closed.set()
         self._hook.remove()
         self._stage.close()
@@ -120,11 +110,11 @@ class HostChannel(WithoutMembers):
         """Take a complete version of this host; only rank 0 asks for them."""
 
     def _on_replaced(self) -> None:
-        """Take note of another agent on this host."""
+        """Take note of another relay on this host."""
 
     @property
     def _address(self) -> list[str]:
-        """Address and id of this host's agent."""
+        """Address and id of this host's relay."""
         identity = self._client.identity
         return ["", ""] if identity is None else [identity.address, identity.agent_id]
 
@@ -135,7 +125,7 @@ class Rank0HostChannel(HostChannel):
 
     def __init__(
         self,
-        client: AgentClient,
+        client: RelayClient,
         hosts: Hosts,
         board: RankBoard,
         writer: ShardWriter,
@@ -175,22 +165,19 @@ class Rank0HostChannel(HostChannel):
 
     @property
     def wants_snapshot(self) -> bool:
-        """See `WeightChannel.wants_snapshot`: rank 0 alone writes the store."""
+        """Rank 0 alone writes the store."""
         self._store.check()
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
-        """See `WeightChannel.publish`."""
         self._announce(version, self._publish(version, model))
 
     def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
-        """See `WeightChannel.set_members`."""
         with self._changed:
             self._roster = epoch, tuple(member_ids), frozenset(by_host)
         self._divide()
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
-        """See `WeightChannel.acknowledge`."""
         self._members.answer(member_id, version, ok, message)
         self._offers.answer(member_id, version, ok, message, damaged)
         with self._changed:  # it may need a snapshot
@@ -199,12 +186,10 @@ class Rank0HostChannel(HostChannel):
     def progress(
         self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
     ) -> None:
-        """See `WeightChannel.progress`."""
         self._members.progress(member_id, version, received_bytes, loading)
         self._offers.progress(member_id)
 
     def interrupt(self, reason: str) -> None:
-        """See `WeightChannel.interrupt`."""
         self._members.extend()
         with self._changed:
             newest = self._newest
@@ -214,7 +199,6 @@ class Rank0HostChannel(HostChannel):
         self._offers.interrupt()
 
     def close(self) -> None:
-        """See `WeightChannel.close`."""
         super().close()
         self._overtaken.set()
         with self._changed:
@@ -228,11 +212,11 @@ class Rank0HostChannel(HostChannel):
         self._store.close()
 
     def member_failed(self) -> None:
-        """Offer members that agents cannot reach the versions in the object store."""
+        """Offer members that relays cannot reach the versions in the object store."""
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the roster among hosts' agents and the object store. One thread at a time, so that the newest roster is applied last."""
+        """Divide the roster among hosts' relays and the object store. One thread at a time, so that the newest roster is applied last."""
         with self._dividing:
             with self._changed:
                 epoch, member_ids, by_host = self._roster
@@ -254,7 +238,7 @@ class Rank0HostChannel(HostChannel):
 
     def _on_held(self, held: host_agent_pb2.HeldVersion, segment: HostSegment) -> None:
         with self._changed:
-            self._here = Version(held.version.session, held.version.step), held.generation, segment
+            self._here = version_of(held), held.generation, segment
             self._changed.notify_all()
 
     def _on_replaced(self) -> None:
@@ -293,7 +277,7 @@ class Rank0HostChannel(HostChannel):
         data = manifest.to_bytes()
         message = worker_pb2.HostVersion(
             run_id=layout.run_id,
-            version=_message(version),
+            version=version_message(version),
             manifest_sha256=hashlib.sha256(data).digest(),
             size_bytes=manifest.size_bytes,
             sources=[address for address, _ in addresses],
@@ -322,7 +306,7 @@ class Rank0HostChannel(HostChannel):
         return self._notes[key]
 
     def _follow(self, message: worker_pb2.HostVersion) -> None:
-        """Have this host's agent complete a version, which is to be stored; with one learner host it is complete."""
+        """Have this host's relay complete a version, which is to be stored; with one learner host it is complete."""
         if not self._needs_store and self._hosts.num_hosts > 1:
             return
         plan = worker_pb2.HostPlan(
@@ -338,7 +322,7 @@ class Rank0HostChannel(HostChannel):
     def _store_forever(self) -> None:
         while True:
             with self._changed:
-                # No deadline: a member without an agent may never come.
+                # No deadline: a member without a relay may never come.
                 self._changed.wait_for(
                     lambda: self._closed.is_set() or self._is_due() or self._wants_snapshot()
                 )
@@ -353,10 +337,8 @@ class Rank0HostChannel(HostChannel):
                     assert due[0] is not None
                     assert due[1] is not None
                     self._put_into_store(*due[0], due[1][0])
-            except Unavailable:
-                self._closed.wait(
-                    STORE_RETRY_S
-                )  # it was overwritten by a newer one, which is on its way here
+            except Unavailable:  # it was overwritten by a newer one, which is on its way here
+                self._closed.wait(STORE_RETRY_S)
             except Exception as error:
                 unforeseen.note("copying weights for the object store", error)
                 self._closed.wait(STORE_RETRY_S)
@@ -383,9 +365,9 @@ class Rank0HostChannel(HostChannel):
 
 
 def agree_on_hosts(
-    client: AgentClient | None, timeout_s: float, device: torch.device, token: bytes
+    client: RelayClient | None, timeout_s: float, device: torch.device, token: bytes
 ) -> Hosts | None:
-    """Return the learner's hosts; None where a rank has no agent within `timeout_s`. A collective call.
+    """Return the learner's hosts; None where a rank has no relay within `timeout_s`. A collective call.
 
     Raises InvalidInput, on every rank, where they are in several zones: each step would wait for the link between them.
     """
@@ -429,7 +411,3 @@ def piece_algorithm(trusted: bool) -> PieceAlgorithm:
 
 def _key(version: Version, source: int) -> str:
     return f"host-digests/{version.session}/{version.step}/{source}"
-
-
-def _message(version: Version) -> common_pb2.PolicyVersion:
-    return common_pb2.PolicyVersion(session=version.session, step=version.step)

@@ -20,11 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from paceline.groups import Version
 from paceline.learner.model.mesh import in_first_replica, shard_group
-from paceline.learner.weights.gather import is_first_rank, is_split_by_rows, named_weights
-from paceline.learner.weights.shards import plan_tensors
+from paceline.learner.weights.gather import is_first_rank, is_split_by_rows, named_weights, plan_tensors
 from paceline.weights.format.manifest import WeightManifest
-from paceline.weights.hosts.manifest import HostManifest, PieceAlgorithm
-from paceline.weights.hosts.pieces import Owned, bucket_bytes_for, joined
+from paceline.weights.hosts.manifest import HostManifest, Owned, PieceAlgorithm, bucket_bytes_for, joined
 from paceline.weights.hosts.segment import HostSegment
 
 
@@ -65,7 +63,7 @@ class ShardWriter:
         flat = segment.flat()
         if self._stream is None:
             for part in self._parts(model):
-                _target(flat, part, self._dtype).copy_(part.values.view(-1))
+                self._target(flat, part).copy_(part.values.view(-1))
             return None
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -73,7 +71,7 @@ class ShardWriter:
             parts = list(self._parts(model))
             segment.page_lock(self._ranges(parts))  # a copy from a GPU into other memory would block
             for part in parts:
-                target = _target(flat, part, self._dtype)
+                target = self._target(flat, part)
                 # Converted on the device: half the bytes for the bus.
                 target.copy_(part.values.view(-1).to(target.dtype), non_blocking=True)
             event: torch.cuda.Event = stream.record_event()
@@ -116,6 +114,10 @@ class ShardWriter:
     def _wire(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
 
+    def _target(self, flat: Tensor, part: _Part) -> Tensor:
+        wire = self._wire(part.values)
+        return flat[part.offset : part.offset + part.values.numel() * wire.itemsize].view(wire)
+
     def _ranges(self, parts: list[_Part]) -> Iterator[tuple[int, int]]:
         """Yield the bytes of a version that this rank writes."""
         for part in parts:
@@ -140,8 +142,3 @@ def _rows_by_rank(tensor: DTensor) -> Iterator[tuple[int, int, int]]:
         begin, end = place * rows, min((place + 1) * rows, tensor.shape[0])
         if begin < end:
             yield rank, begin, end
-
-
-def _target(flat: Tensor, part: _Part, dtype: torch.dtype) -> Tensor:
-    wire = dtype if part.values.is_floating_point() else part.values.dtype
-    return flat[part.offset : part.offset + part.values.numel() * wire.itemsize].view(wire)

@@ -29,8 +29,8 @@ from paceline.models.loading import fault_of_load
 from paceline.models.pretrained import load_pretrained
 from paceline.rollout.native.kv_cache import SlotCache
 from paceline.spec import PolicySection
-from paceline.weights.adapter_slot import AdapterSlot
 from paceline.weights.model_layout import (
+    AdapterSlot,
     WeightLayout,
     end_token_ids,
     generation_dtype,

@@ -63,9 +63,8 @@ from typing import Protocol
 
 from paceline.models.pretrained import load_pretrained
 from paceline.spec import PolicySection
-from paceline.weights.adapter_slot import AdapterSlot
 from paceline.weights.hosts.host_weights import HostWeights
-from paceline.weights.model_layout import WeightLayout, generation_dtype
+from paceline.weights.model_layout import AdapterSlot, WeightLayout, generation_dtype
 
 WATCH_S = 0.2
 """Seconds between two checks whether the engine lives, because vLLM does not report its end."""

@@ -10,12 +10,13 @@ from torch import nn
 
 from paceline.groups import Version
 from paceline.learner.collectives import broadcast_bytes
-from paceline.learner.weights.shards import local_slices, plan_tensors
-from paceline.weights.store.chain import Stored
+from paceline.learner.weights.device_snapshot import local_slices
+from paceline.learner.weights.gather import plan_tensors
 from paceline.weights.store.object_store import WeightStore
-from paceline.weights.store.offer import StoreOffer
+from paceline.weights.store.offers import Stored
 from paceline.weights.store.rank_board import make_board
 from paceline.weights.store.reader import StoreReader
+from paceline.weights.store.store_format import StoreOffer
 from paceline.weights.store.store_layout import CHUNK_ELEMENTS
 from paceline.weights.store.writer import StoreWriter
 

@@ -1,9 +1,13 @@
 """The elements of a flat tensor whose bits changed, as few bytes, and back, at a few nanoseconds an element of one core.
 
-The elements are classed by magnitude (`weights/format/magnitude_classes.py`), and the positions of the changed ones
-within each class are coded by themselves (`weights/format/gap_code.py`). That comes within some percent of the
-information that is there. What has to be done for every element is a comparison or two of whole arrays; all the rest is
-done for the one in fifty that changed.
+The elements are classed by magnitude, and the positions of the changed ones within each class are coded by themselves
+(`Gaps`). That comes within some percent of the information that is there. What has to be done for every element is a
+comparison or two of whole arrays; all the rest is done for the one in fifty that changed.
+
+A step of an optimizer is about as large for all weights, a unit in the last place is not, so small weights change their
+bits far more often than large ones. Class 0 is the large ones, by far the most, and is never listed: its elements go by
+their positions. The other classes are listed, each with a quarter of the elements of the one before, so listing them costs
+little. Equal bits and bounds give equal classes, on every machine.
 
 New values are coded relative to the base's bits: an Adam step of a small learning rate moves a bf16 weight by one unit in
 the last place or not at all. So a difference is a sign; the few that are further are listed by class like the changed
@@ -19,25 +23,87 @@ Axes: N elements of the tensor, K of them changed, in the order of class, then r
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
 from paceline.errors import WireError
-from paceline.weights.format import gap_code
-from paceline.weights.format.magnitude_classes import (
-    BLOCK,
-    MAGNITUDE_BITS,
-    MAGNITUDE_SHIFT,
-    Bits,
-    check_bounds,
-    choose_bounds,
-    listed,
-)
+
+Bits = npt.NDArray[Any]
+"""[N] unsigned integers: the bits of a tensor's elements, 1, 2, 4 or 8 bytes each."""
+Places = npt.NDArray[np.int32]
+
+MAGNITUDE_BITS, MAGNITUDE_SHIFT = 0x7FFF, 7
+"""Of a bfloat16 the shifted magnitude is the exponent; of float16 some bits that mean its magnitude as well."""
+MOST_BOUNDS = 6
+BLOCK = 1 << 17
+"""Elements that are looked at together: what they need fits into a core's cache."""
+_LISTED_SHARE, _NEXT_SHARE = 0.2, 0.3
+_FEWEST_LISTED = 1024
+"""A class has to be worth its counts and code tables."""
+_SAMPLE = 1 << 14
+
+
+def choose_bounds(bits_N: Bits) -> tuple[int, ...]:
+    """Return the bounds for these bits, descending: class 0 is [bounds[0], ∞), class c [bounds[c], bounds[c - 1]), the last
+    one goes down to 0. Empty where the elements are few or of no type with 16 bits."""
+    if bits_N.dtype.itemsize != 2 or len(bits_N) < 8 * _FEWEST_LISTED:
+        return ()
+    sample = bits_N[:: max(1, len(bits_N) // _SAMPLE)]
+    counts = np.bincount((sample & MAGNITUDE_BITS) >> MAGNITUDE_SHIFT, minlength=256)
+    below = np.concatenate([[0], np.cumsum(counts)]) / len(sample)
+    bounds: list[int] = []
+    share = _LISTED_SHARE
+    while len(bounds) < MOST_BOUNDS:
+        bound = int(np.searchsorted(below, share, side="right")) - 1
+        if below[bound] * len(bits_N) < _FEWEST_LISTED or (bounds and bound >= bounds[-1]):
+            break
+        bounds.append(bound)
+        share = below[bound] * _NEXT_SHARE
+    return tuple(bounds)
+
+
+def check_bounds(bounds: tuple[int, ...], bits_N: Bits) -> None:
+    """Raise ValueError for bounds that no `choose_bounds` returns."""
+    descending = all(low < high for high, low in itertools.pairwise(bounds))
+    highest = MAGNITUDE_BITS >> MAGNITUDE_SHIFT if bits_N.dtype.itemsize == 2 else 0
+    if len(bounds) > MOST_BOUNDS or not descending or (bounds and bounds[0] > highest):
+        raise ValueError(f"classes {bounds} of elements with {bits_N.dtype.itemsize} bytes")
+
+
+def listed(bits_N: Bits, bounds: tuple[int, ...]) -> list[Places]:
+    """Return the positions of the elements of each class but class 0, ascending."""
+    if not bounds:
+        return []
+    num = min(BLOCK, len(bits_N))
+    magnitudes, is_listed = np.empty(num, np.uint16), np.empty(num, np.bool_)
+    limit = np.uint16(bounds[0] << MAGNITUDE_SHIFT)
+    found: list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    for begin in range(0, len(bits_N), BLOCK):
+        block = bits_N[begin : begin + BLOCK]
+        magnitudes_B = np.bitwise_and(block, MAGNITUDE_BITS, out=magnitudes[: len(block)])
+        places = np.flatnonzero(np.less(magnitudes_B, limit, out=is_listed[: len(block)]))
+        found.append((begin, places, magnitudes_B.take(places) >> MAGNITUDE_SHIFT))
+    positions_M = np.empty(sum(len(places) for _, places, _ in found), np.int32)
+    exponents_M = np.empty(len(positions_M), np.uint8)
+    end = 0
+    for begin, places, exponents in found:
+        start, end = end, end + len(places)
+        np.add(places, begin, out=positions_M[start:end], casting="unsafe")
+        exponents_M[start:end] = exponents
+    classes = []
+    for bound in bounds[1:]:
+        is_here_M = exponents_M >= bound
+        classes.append(positions_M.take(is_here_M.nonzero()[0]))
+        rest = np.logical_not(is_here_M, out=is_here_M).nonzero()[0]
+        positions_M, exponents_M = positions_M.take(rest), exponents_M.take(rest)
+    return [*classes, positions_M]
+
 
 Positions = npt.NDArray[np.signedinteger[Any]]
 
@@ -104,11 +170,11 @@ def pack(changes: Changes) -> bytes:
     downs_K, further_K = _split(_ordered(changes.new_K) - _ordered(changes.base_K))
     end = 0
     for ranks, size in zip(changes.ranks, changes.sizes, strict=True):
-        parts.gaps(gap_code.encode(ranks, size))
+        parts.gaps(encode_gaps(ranks, size))
         begin, end = end, end + len(ranks)
         far = np.flatnonzero(further_K[begin:end])
         parts.number(len(far))
-        parts.gaps(gap_code.encode(far, len(ranks)))
+        parts.gaps(encode_gaps(far, len(ranks)))
     parts.part(np.packbits(downs_K))
     far_F = further_K[np.flatnonzero(further_K)] - further_K.dtype.type(1)
     planes = far_F.view(np.uint8).reshape(-1, far_F.dtype.itemsize)
@@ -141,9 +207,9 @@ def _decode(data: memoryview, base_N: Bits) -> tuple[Positions, Bits]:
     far: list[Positions] = []
     begin = 0
     for count, positions in zip(counts, (None, *listed(base_N, bounds)), strict=True):
-        ranks = gap_code.decode(parts, count, len(base_N) if positions is None else len(positions))
+        ranks = decode_gaps(parts, count, len(base_N) if positions is None else len(positions))
         order.append(ranks if positions is None else positions.take(ranks))
-        far.append(gap_code.decode(parts, parts.number(), count) + begin)
+        far.append(decode_gaps(parts, parts.number(), count) + begin)
         begin += count
     order_K, far_F = np.concatenate(order), np.concatenate(far)
     downs_K = np.unpackbits(parts.part(-(-len(order_K) // 8)), count=len(order_K)).view(np.bool_)
@@ -228,7 +294,7 @@ class _Writer:
     def part(self, data: npt.NDArray[np.uint8]) -> None:
         self._data += data.data
 
-    def gaps(self, gaps: gap_code.Gaps | None) -> None:
+    def gaps(self, gaps: Gaps | None) -> None:
         if gaps is not None:
             self.number(gaps.num_unary)
             self.part(gaps.unary)
@@ -286,3 +352,92 @@ class _Parts:
         """Raise ValueError if anything is left."""
         if len(self._rest):
             raise ValueError(f"{len(self._rest)} bytes too many")
+
+
+class Gaps(NamedTuple):
+    """Ascending numbers below a known size as Rice-coded gaps, in parts that whole-array operations read at a few ns a number.
+
+    A gap g with parameter k is g >> k zeros and a one (the unary part), and k low bits (the low part: the lowest bits of all
+    gaps, then the second ones, …), eight bits a byte. Where more than half of all numbers are there, the missing ones are
+    coded instead. Sources: Golomb, "Run-length encodings" (1966); Rice and Plaunt (1971) for powers of two.
+
+    Axes: K numbers, M of them or of the missing ones coded, U bits of the unary part.
+    """
+
+    num_unary: int
+    """U."""
+    unary: npt.NDArray[np.uint8]
+    """[ceil(U / 8)] the unary part."""
+    low: npt.NDArray[np.uint8]
+    """[k · ceil(M / 8)] the low part."""
+
+
+def parameter(count: int, size: int) -> int:
+    """The k with which `count` numbers below `size`, spread by chance, take the fewest bits.
+
+    The rule is floor(1 + log2(log(φ - 1) / log(1 - p))) with p = count / size and the golden ratio φ (Kiely, "Selecting the Golomb
+    parameter in Rice coding", 2004), with log(1 - p) taken as -p so that integers suffice: both sides must find the same.
+    """
+    return max(0, (9624 * size // (10_000 * max(1, count))).bit_length() - 1)
+
+
+def encode_gaps(numbers_K: Positions, size: int) -> Gaps | None:
+    """Encode numbers of [0, size) that ascend without repeating; None where count and size alone say which they are."""
+    if 2 * len(numbers_K) > size:
+        numbers_K = _missing(numbers_K, size)
+    if not len(numbers_K):
+        return None
+    k = parameter(len(numbers_K), size)
+    gaps_M = np.diff(numbers_K, prepend=numbers_K.dtype.type(-1))
+    gaps_M -= 1
+    ends_M = np.cumsum(gaps_M >> k, dtype=np.int64)
+    ends_M += np.arange(len(ends_M))
+    num_unary = int(ends_M[-1]) + 1
+    unary_U = np.zeros(num_unary, np.uint8)
+    unary_U[ends_M] = 1
+    low = [np.packbits(gaps_M & (1 << bit)) for bit in range(k)]
+    return Gaps(num_unary, np.packbits(unary_U), np.concatenate([np.empty(0, np.uint8), *low]))
+
+
+def decode_gaps(source: _Parts, count: int, size: int) -> Positions:
+    """Return the `count` numbers that `encode` got. Raises ValueError."""
+    if count > size:
+        raise ValueError(f"{count} of {size} elements")
+    if 2 * count > size:
+        return _missing(_gaps(source, size - count, size), size)
+    return _gaps(source, count, size)
+
+
+def _gaps(source: _Parts, count: int, size: int) -> Positions:
+    if not count:
+        return np.empty(0, np.int64)
+    k, num_unary = parameter(count, size), source.number()
+    if num_unary > count + (size >> k):
+        raise ValueError(f"{num_unary} bits for {count} of {size} elements")
+    bits_U = np.unpackbits(source.part(-(-num_unary // 8)), count=num_unary)
+    numbers_M = np.flatnonzero(bits_U.view(np.bool_))
+    if len(numbers_M) != count:
+        raise ValueError(f"{len(numbers_M)} gaps for {count} of {size} elements")
+    if k:
+        # With quotients q, number i is the sum of the gaps (q << k) + low and of the i elements before it.
+        numbers_M -= np.arange(count)
+        numbers_M <<= k
+        steps_M = np.ones(count, np.int64)
+        length = -(-count // 8)
+        planes = source.part(k * length).reshape(k, length)
+        for first in range(0, k, 8):
+            byte_M = np.zeros(count, np.uint8)
+            for bit, plane in enumerate(planes[first : first + 8]):
+                byte_M |= np.unpackbits(plane, count=count) << bit
+            steps_M += byte_M if not first else byte_M.astype(np.int64) << first
+        numbers_M += np.cumsum(steps_M, out=steps_M)
+        numbers_M -= 1
+    if numbers_M[-1] >= size:
+        raise ValueError(f"number {numbers_M[-1]} of {size} elements")
+    return numbers_M
+
+
+def _missing(numbers_K: Positions, size: int) -> Positions:
+    is_missing = np.ones(size, np.bool_)
+    is_missing[numbers_K] = False
+    return np.flatnonzero(is_missing)

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, cast
 import xxhash
 
 from paceline.errors import WireError
-from paceline.groups import Version
 
 ALIGNMENT_BYTES = 64
 """Every tensor starts at a multiple of this, enough for any dtype's view and for vector loads."""
@@ -47,29 +46,6 @@ MAX_BUCKETS = 1 << 20
 MAX_DIMENSIONS = 16
 
 Algorithm = Literal["xxh3_64", "sha256"]
-Phase = Literal["receiving", "received", "loading"]
-
-FLOOR_BYTES_PER_S = 20e6
-"""The slowest rate at which a member may check and load a version; slower is taken for a fault, however often it reports."""
-
-
-class WeightProgress(NamedTuple):
-    """Progress of a member with a version that it was offered."""
-
-    version: Version
-    phase: Phase
-    received_bytes: int
-
-
-def slowest_s(size_bytes: int) -> float:
-    """Return the seconds that `size_bytes` need at `FLOOR_BYTES_PER_S`."""
-    return size_bytes / FLOOR_BYTES_PER_S
-
-
-def longest_s(max_wait_s: float, size_bytes: int) -> float:
-    """Return the longest time that a member may work on `size_bytes` after they arrived, even if it keeps reporting:
-    twenty times the allowed silence plus the time that the bytes need at the slowest rate."""
-    return 20 * max_wait_s + slowest_s(size_bytes)
 
 
 class TensorPlan(NamedTuple):
@@ -108,9 +84,7 @@ class WeightManifest:
     algorithm: Algorithm = "xxh3_64"
 
     @classmethod
-    def plan(
-        cls, tensors: Iterable[TensorPlan], bucket_bytes: int, algorithm: Algorithm = "xxh3_64"
-    ) -> WeightManifest:
+    def plan(cls, tensors: Iterable[TensorPlan], bucket_bytes: int) -> WeightManifest:
         """Give every tensor its place; tensors with `same_as` get the place of the one they name.
 
         Raises ValueError for a dtype that cannot travel, a repeated name, or a `same_as` of other size.
@@ -134,19 +108,12 @@ class WeightManifest:
                 entry = entry._replace(offset=first.offset)
             entries[name] = entry
             end = max(end, entry.offset + entry.num_bytes)
-        return cls(tuple(entries.values()), end, bucket_bytes, algorithm)
+        return cls(tuple(entries.values()), end, bucket_bytes)
 
     def with_checksums(self, checksums: Mapping[str, str]) -> WeightManifest:
         """Return the same manifest with the hex digest of every tensor, by name."""
         entries = tuple(entry._replace(checksum=checksums[entry.name]) for entry in self.entries)
         return replace(self, entries=entries)
-
-    def buckets(self) -> list[tuple[int, int]]:
-        """[start, end) of every bucket in bytes: equal slices of the flat run, the last one shorter."""
-        return [
-            (start, min(start + self.bucket_bytes, self.total_bytes))
-            for start in range(0, self.total_bytes, self.bucket_bytes)
-        ]
 
     @property
     def layout_hash(self) -> str:

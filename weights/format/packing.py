@@ -1,7 +1,6 @@
 """A version's tensors as one flat run of bytes, and back, with their checksums.
 
-The learner plans, packs and sums; the rollout worker looks at the bytes that arrived as tensors. The promise: no byte is
-copied to make a tensor out of what arrived, and none to pack tensors that have the layout already.
+The promise: no byte is copied to make a tensor out of what arrived.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paceline.errors import WireError
-from paceline.weights.format.manifest import Algorithm, TensorPlan, WeightManifest, checksum
+from paceline.weights.format.manifest import TensorPlan, WeightManifest, checksum
 
 if TYPE_CHECKING:
     import torch
 
 
-def plan(
-    tensors: Mapping[str, torch.Tensor], bucket_bytes: int, algorithm: Algorithm = "xxh3_64"
-) -> WeightManifest:
+def plan(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> WeightManifest:
     """Return the layout of `tensors` in their order, without checksums; names of one and the same memory get one
     place."""
     first_names: dict[tuple[int, torch.dtype, torch.Size], str] = {}
@@ -35,7 +32,7 @@ def plan(
                 None if same_as == name else same_as,
             )
         )
-    return WeightManifest.plan(plans, bucket_bytes, algorithm)
+    return WeightManifest.plan(plans, bucket_bytes)
 
 
 def check_fits(size_bytes: int) -> None:
@@ -67,19 +64,6 @@ def views(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, torch.Tenso
     return tensors
 
 
-def pack(tensors: Mapping[str, torch.Tensor], manifest: WeightManifest) -> torch.Tensor:
-    """Return the flat run of `tensors`: the memory they already are views of where that has this layout, else a
-    copy."""
-    flat = _already_flat(tensors, manifest)
-    if flat is not None:
-        return flat
-    flat = empty_flat(manifest)
-    flat.zero_()  # the gaps between tensors travel too
-    for name, view in views(flat, manifest).items():
-        view.copy_(tensors[name])
-    return flat
-
-
 def checksums(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, str]:
     """Return the hex digest of every tensor's bytes in `flat`, by name; bytes that are shared are read once."""
     by_place: dict[tuple[int, int], str] = {}
@@ -90,20 +74,3 @@ def checksums(flat: torch.Tensor, manifest: WeightManifest) -> dict[str, str]:
             by_place[place] = checksum(flat[slice(*place)].cpu().numpy(), manifest.algorithm)
         sums[entry.name] = by_place[place]
     return sums
-
-
-def _already_flat(tensors: Mapping[str, torch.Tensor], manifest: WeightManifest) -> torch.Tensor | None:
-    import torch
-
-    storage = None
-    for entry in manifest.entries:
-        tensor = tensors[entry.name]
-        if tensor.numel() == 0:
-            continue
-        storage = storage or tensor.untyped_storage()
-        in_place = tensor.data_ptr() == storage.data_ptr() + entry.offset and tensor.is_contiguous()
-        if not in_place or storage.nbytes() < manifest.total_bytes:
-            return None
-    if storage is None:
-        return None
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: manifest.total_bytes]

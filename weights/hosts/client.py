@@ -1,7 +1,7 @@
-"""The connection of a worker or learner rank to its host's agent, which it starts where there is none.
+"""The connection of a worker or learner rank to its host's relay, which it starts where there is none.
 
-The promise: while `run` lives, an agent is there or is being started: one that dies, or is silent for `SILENCE_S`, is replaced,
-and `on_connected` is called again, which has to repeat what an agent must know. An agent outlives the process that started it
+The promise: while `run` lives, a relay is there or is being started: one that dies, or is silent for `SILENCE_S`, is replaced,
+and `on_connected` is called again, which has to repeat what a relay must know. A relay outlives the process that started it
 and ends with its last client.
 
 One thread connects, receives and calls the three callbacks; any thread may send.
@@ -26,7 +26,7 @@ from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.hosts.local_socket import LocalConnection, connect
 
 SILENCE_S = 5.0
-"""Silence after which an agent is taken for stuck; it is asked for a sign of life each second."""
+"""Silence after which a relay is taken for stuck; it is asked for a sign of life each second."""
 ASK_S = 1.0
 START_S = 15.0
 POLL_S = 0.02
@@ -35,24 +35,27 @@ CLOSE_WAIT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 MODULE = "paceline.services.host_agent.main"
 
-log = logging.getLogger(__name__)
-seldom = RateLimitedLog(log)
+seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
-class AgentClient:
-    """Connection to the agent with the socket `name`. `host` is the address that the agent listens on for other hosts,
+class RelayClient:
+    """Connection to the relay with the socket `name`. `host` is the address that the relay listens on for other hosts,
     `advertised` the one at which they reach it."""
 
     def __init__(self, name: str, host: str, advertised: str, zone: str = "") -> None:
         self.name = name
         self._host, self._advertised, self._zone = host, advertised, zone
-        self.on_connected: Callable[[], None] = lambda: None
-        self.on_reply: Callable[[host_agent_pb2.AgentReply, int | None], None] = _close_fd
+        self.forget()
         self._connection: LocalConnection | None = None
         self._identity: host_agent_pb2.AgentIdentity | None = None
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weights-agent", daemon=True)
+
+    def forget(self) -> None:
+        """Call nothing back from now on."""
+        self.on_connected: Callable[[], None] = lambda: None
+        self.on_reply: Callable[[host_agent_pb2.AgentReply, int | None], None] = close_fd
 
     def start(self) -> None:
         """Start the thread."""
@@ -65,7 +68,7 @@ class AgentClient:
 
     @property
     def identity(self) -> worker_pb2.HostAgent | None:
-        """The agent, for the control plane; None while there is none."""
+        """The relay, for the control plane; None while there is none."""
         identity = self._identity
         if identity is None:
             return None
@@ -103,7 +106,7 @@ class AgentClient:
                     return
                 failures += 1
                 seldom.warning("agent", "this host's agent for weights is gone: %s", error)
-            except Exception as error:  # of a callback: the agent is needed all the same
+            except Exception as error:  # of a callback: the relay is needed all the same
                 failures += 1
                 unforeseen.note("a message of this host's agent", error)
             finally:
@@ -116,10 +119,10 @@ class AgentClient:
                 self._changed.wait_for(lambda: self._closed, pause_s)
 
     def _connect(self) -> LocalConnection:
-        """Return a connection, to an agent that is started if need be. Raises Unavailable."""
+        """Return a connection, to a relay that is started if need be. Raises Unavailable."""
         with contextlib.suppress(Unavailable):
             return connect(self.name, CONNECT_S)
-        process = start_agent(self.name, self._host)
+        process = start_relay(self.name, self._host)
         deadline_s = time.monotonic() + START_S
         while not self._closed:
             try:
@@ -140,7 +143,8 @@ class AgentClient:
             received = connection.receive(host_agent_pb2.AgentReply, ASK_S)
             if received is None:
                 if time.monotonic() - heard_s > SILENCE_S:
-                    _end(connection.peer_pid)
+                    with contextlib.suppress(OSError):
+                        os.kill(connection.peer_pid, signal.SIGKILL)
                     raise Unavailable(f"it was silent for {SILENCE_S:.0f} s; another one is started")
                 number += 1
                 connection.send(host_agent_pb2.AgentRequest(alive=host_agent_pb2.Alive(number=number)))
@@ -159,8 +163,8 @@ class AgentClient:
                     self.on_reply(reply, fd)
 
 
-def start_agent(name: str, host: str) -> subprocess.Popen[bytes]:
-    """Start an agent in the background. It ends by itself: with its last client, or at once where another one listens."""
+def start_relay(name: str, host: str) -> subprocess.Popen[bytes]:
+    """Start a relay in the background. It ends by itself: with its last client, or at once where another one listens."""
     # Without a GPU and without the starter's death signal: it belongs to all workers of the host.
     environment = {key: value for key, value in os.environ.items() if key != "PACELINE_STARTER"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -175,12 +179,7 @@ def start_agent(name: str, host: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def _end(pid: int) -> None:
-    """End an agent that answers nothing."""
-    with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _close_fd(_: host_agent_pb2.AgentReply, fd: int | None) -> None:
+def close_fd(_: host_agent_pb2.AgentReply, fd: int | None) -> None:
+    """Take a reply without reading it."""
     if fd is not None:
         os.close(fd)

@@ -1,7 +1,7 @@
-"""Messages between the agents of two hosts, on a channel of any transport.
+"""Messages between the relays of two hosts, on a channel of any transport.
 
 The listener sends a nonce of 16 bytes; the reader answers with one `ReadRequest`, whose proof shows that it has the secret of
-the run's agents. From then on only the listener sends: frames of a head (kind, index, length) and as many bytes.
+the run's relays. From then on only the listener sends: frames of a head (kind, index, length) and as many bytes.
 """
 
 from __future__ import annotations

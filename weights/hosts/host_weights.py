@@ -1,24 +1,89 @@
 """The tensors of one version in a segment of host memory, as a mapping that engines in other processes can map too.
 
-The promise: the tensors are views, nothing is copied; while `reading` is held, their bytes do not change.
+The promise: the tensors are views, nothing is copied; while `reading` is held, their bytes do not change. Weights that are in no
+segment yet are copied into one of a pair: one is read while the next version is written into the other.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from paceline.errors import Unavailable
 from paceline.weights.format.manifest import WeightManifest
 from paceline.weights.format.packing import checksums, plan, views
-from paceline.weights.format.verification import Check
+from paceline.weights.format.verification import pieces_of, verify
 from paceline.weights.hosts.segment import HostSegment
-from paceline.weights.hosts.segment_pair import SegmentPair
 
 if TYPE_CHECKING:
     import torch
+
+MAX_SEGMENTS = 2
+POLL_S = 0.002
+"""Pause between two checks whether the readers have finished, which the kernel does not announce."""
+
+
+class SegmentPair:
+    """The writer's segments, made when they are needed and never written while an engine reads them or an operation writes them.
+
+    Any thread may call; the caller of `begin` alone writes, until it calls `release`. Memory under an operation that never
+    ends is given up and never reused; it is freed when the operation ends.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._segments: list[HostSegment] = []
+        self._writing: list[HostSegment] = []
+
+    def begin(self, size_bytes: int, bucket_bytes: int, timeout_s: float) -> tuple[HostSegment, int]:
+        """Return a segment of this size, to write, and its new generation; call `release` with it at the end. Raises
+        Unavailable when all are read for `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                self._segments = [
+                    s for s in self._segments if (s.size_bytes, s.bucket_bytes) == (size_bytes, bucket_bytes)
+                ]
+                for segment in self._segments:
+                    if segment in self._writing:
+                        continue
+                    try:
+                        generation = segment.begin()
+                    except Unavailable:  # an engine reads it
+                        continue
+                    self._writing.append(segment)
+                    return segment, generation
+                if (made := self._make(size_bytes, bucket_bytes)) is not None:
+                    return made
+            if time.monotonic() >= deadline_s:
+                raise Unavailable(
+                    f"both segments of {size_bytes} bytes are still read after {timeout_s:.1f} s; nothing was overwritten"
+                )
+            time.sleep(POLL_S)
+
+    def release(self, segment: HostSegment) -> None:
+        """End writing: no operation writes into `segment` any more."""
+        with self._lock:
+            self._writing = [other for other in self._writing if other is not segment]
+
+    def _make(self, size_bytes: int, bucket_bytes: int) -> tuple[HostSegment, int] | None:
+        """Return a new segment where there is room: in place of one that an operation may write for ever, if there must be."""
+        if len(self._segments) >= MAX_SEGMENTS:
+            stuck = [segment for segment in self._segments if segment in self._writing]
+            if len(stuck) < MAX_SEGMENTS:
+                return None
+            self._segments.remove(stuck[0])
+        segment = HostSegment.create(size_bytes, bucket_bytes)
+        generation = segment.begin()
+        self._segments.append(segment)
+        self._writing.append(segment)
+        return segment, generation
 
 
 State = Literal["received", "compared", "verified"]
@@ -65,10 +130,10 @@ class HostWeights(Mapping[str, "torch.Tensor"]):
         return self.segment.reading(self.generation)
 
     def verify(self) -> None:
-        """Do what is left of comparing checksums and looking at numbers. Raises WireError or InvalidInput, see `Check`."""
+        """Do what is left of comparing checksums and looking at numbers. Raises WireError or InvalidInput, see `verify`."""
         if self.state != "verified":
-            with Check(self.segment.flat(), self.manifest, digests=self.state == "received") as check:
-                check.finish()
+            pieces, flat = pieces_of(self.manifest), self.segment.flat()
+            verify(flat, self.manifest, pieces, digests=self.state == "received")
             self.state = "verified"
 
     def under_names(self, same: Mapping[str, str]) -> HostWeights:

@@ -1,9 +1,9 @@
-"""The Unix socket between a host's agent and the workers and learner ranks of the host. It carries messages and descriptors of
+"""The Unix socket between a host's relay and the workers and learner ranks of the host. It carries messages and descriptors of
 memory.
 
 The socket is abstract: it belongs to a network namespace, so the containers of a pod share it, nothing is left in a file
-system, and binding it is what makes one agent out of several that start at once. Where containers that share no network
-namespace are to share an agent, `PACELINE_AGENT_DIR` names a folder that they share. Both sides accept only processes of their
+system, and binding it is what makes one relay out of several that start at once. Where containers that share no network
+namespace are to share a relay, `PACELINE_AGENT_DIR` names a folder that they share. Both sides accept only processes of their
 own user.
 """
 
@@ -28,7 +28,7 @@ from paceline.weights.format.manifest import MAX_MANIFEST_BYTES
 
 FOLDER_VARIABLE = "PACELINE_AGENT_DIR"
 LABEL_VARIABLE = "PACELINE_AGENT_LABEL"
-"""Environment variable that separates the agents of processes on one host, as if they were on several."""
+"""Environment variable that separates the relays of processes on one host, as if they were on several."""
 HEAD = struct.Struct("<IB3x")
 """Bytes of the message, and 1 where a descriptor belongs to it: several messages may be received at once."""
 CREDENTIALS = struct.Struct("3i")
@@ -66,7 +66,7 @@ def listen(name: str) -> socket.socket:
 
 
 def connect(name: str, timeout_s: float) -> LocalConnection:
-    """Return a connection to the agent. Raises Unavailable."""
+    """Return a connection to the relay. Raises Unavailable."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)
     try:
@@ -154,7 +154,7 @@ def _address(name: str) -> str:
 
 
 def _listen_in_folder(listener: socket.socket, name: str) -> None:
-    """Take the place of an agent that is gone; one agent at a time does so. Raises OSError where one is there."""
+    """Take the place of a relay that is gone; one relay at a time does so. Raises OSError where one is there."""
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     with open(f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Members that get weights by the agents of their hosts: which version each one holds, and which one has fallen silent.
+"""Members that get weights by the relays of their hosts: which version each one holds, and which one has fallen silent.
 
 Nothing is sent to them from here: the coordinator tells each host where to read. A member has `max_wait_s` for its first
 report on a version, and as long between two reports; while bytes arrive there is no other limit, and without new bytes it is
@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
-from paceline.weights.format.manifest import longest_s
-from paceline.weights.publish_result import Failure, PublishResult
+from paceline.weights.progress import Failure, PublishResult, longest_s
 
 PATIENCE = 3
 CLOSE_WAIT_S = 2.0
@@ -53,12 +52,8 @@ class HostMembers:
         is_heard: Callable[[], bool] = lambda: True,
     ) -> None:
         """`is_heard` returns whether reports of members can arrive: without a coordinator nobody is silent."""
-        self._max_wait_s, self._on_result, self._clock, self._is_heard = (
-            max_wait_s,
-            on_result,
-            clock,
-            is_heard,
-        )
+        self._max_wait_s, self._on_result = max_wait_s, on_result
+        self._clock, self._is_heard = clock, is_heard
         self._members: dict[str, _Member] = {}
         self._gone: dict[str, _Member] = {}
         """Members that left, with their failures."""
@@ -89,15 +84,10 @@ class HostMembers:
             self._changed.notify_all()
 
     def failed_often(self, member_id: str) -> bool:
-        """Return whether this member's host cannot be reached by agents."""
+        """Return whether this member's host cannot be reached by relays."""
         with self._changed:
             member = self._members.get(member_id) or self._gone.get(member_id)
             return member is not None and member.failures >= PATIENCE
-
-    def held(self) -> dict[str, Version | None]:
-        """Return the version that each member acknowledged last."""
-        with self._changed:
-            return {member_id: member.held for member_id, member in self._members.items()}
 
     def publish(self, version: Version, size_bytes: int) -> None:
         """Note that the coordinator tells all hosts of a version."""
@@ -151,11 +141,6 @@ class HostMembers:
             for member in self._members.values():
                 if member.deadline_s != math.inf:
                     self._begin(member)
-
-    def check(self) -> None:
-        """Look at the deadlines now."""
-        with self._changed:
-            self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread; wait a moment for it."""

@@ -19,16 +19,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.errors import PacelineError, Unavailable, WireError
-from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.format.manifest import MAX_MANIFEST_BYTES
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.frames import Kind
-from paceline.weights.hosts.manifest import HostManifest, piece_digest
+from paceline.weights.hosts.manifest import HostManifest, piece_digest, version_of
 from paceline.weights.hosts.store import HeldVersion, HostStore
 from paceline.weights.hosts.transport import Channel, Transport
 
@@ -50,18 +49,6 @@ class _Redirected(PacelineError):
     """There are other upstreams now."""
 
 
-class ReadStatistics:
-    """Measurements of one version on its way to this host."""
-
-    def __init__(self) -> None:
-        self.started_s = time.monotonic()
-        self.seconds = 0.0
-        self.waited_s = 0.0
-        self.received_bytes = 0
-        self.skipped = 0
-        self.upstream = ""
-
-
 class Reading:
     """One version on its way to this host. `is_overtaken` says whether a newer one is wanted."""
 
@@ -75,8 +62,10 @@ class Reading:
         streams: int = STREAMS,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self.version = Version(plan.version.session, plan.version.step)
-        self.statistics = ReadStatistics()
+        self.version = version_of(plan)
+        self.transfer = worker_pb2.HostTransfer(position=plan.position)
+        """Measurements of the version on its way to this host."""
+        self._started_s = time.monotonic()
         self._store, self._plan, self._transport = store, plan, transport
         self._upstreams: Sequence[worker_pb2.Upstream] = list(plan.upstreams)
         self._is_overtaken = is_overtaken
@@ -126,7 +115,8 @@ class Reading:
                 thread.start()
             for thread in threads:
                 thread.join()
-        self.statistics.seconds = time.monotonic() - self.statistics.started_s
+        self.transfer.seconds = time.monotonic() - self._started_s
+        self.transfer.waited_s = min(self.transfer.waited_s, self.transfer.seconds)
         if here.complete and here.is_current:
             return here
         if not here.staged:
@@ -178,8 +168,9 @@ class Reading:
                         raise WireError("the manifest is not the one that the control plane named")
                     return data
 
-        request = self._request()
-        request.manifest = True
+        def request() -> host_agent_pb2.ReadRequest:
+            return self._request(manifest=True)
+
         return self._first_answer(lambda upstream: upstream.addresses[0], request, receive)
 
     def _read_stream(self, held: HeldVersion, stream: int, source: int) -> None:
@@ -202,17 +193,12 @@ class Reading:
             return True
 
         def request() -> host_agent_pb2.ReadRequest:
-            made = self._request()
-            made.stream, made.streams = stream, self._streams
-            made.present = _bits(held.present)
-            made.source = source + 1
-            return made
+            present = _bits(held.present)
+            return self._request(stream=stream, streams=self._streams, present=present, source=source + 1)
 
         try:
             self._first_answer(address, request, receive)
-        except (
-            Exception
-        ) as error:  # of this stream: the version stays incomplete, and the next plan tries again
+        except Exception as error:  # the version stays incomplete, and the next plan tries again
             seldom.warning("stream", "a stream of weights ended: %s", error, error=error)
 
     def _receive_piece(self, channel: Channel, held: HeldVersion, index: int) -> None:
@@ -225,7 +211,7 @@ class Reading:
                 f"piece {index} of version {self.version.step} has another digest than the learner's"
             )
         with self._lock:
-            self.statistics.received_bytes += piece.size_bytes
+            self.transfer.received_bytes += piece.size_bytes
             self._last_piece_s = time.monotonic()
         self._store.add(held, index, manifest.digests[index])
 
@@ -242,7 +228,7 @@ class Reading:
                 break
             with self._lock:
                 waited_s = time.monotonic() - started_s
-                self.statistics.waited_s += waited_s / self._streams
+                self.transfer.waited_s += waited_s / self._streams
             started_s = time.monotonic()
             self._check_wait(channel)
         return kind, index, length
@@ -256,15 +242,15 @@ class Reading:
         if idle_s > self._plan.max_wait_s and self._is_overtaken():
             raise Gone("it stands still")
 
-    def _request(self) -> host_agent_pb2.ReadRequest:
-        request = host_agent_pb2.ReadRequest(protocol=frames.PROTOCOL, run_id=self._plan.run_id)
-        request.version.session, request.version.step = self.version
-        return request
+    def _request(self, **asked: Any) -> host_agent_pb2.ReadRequest:
+        return host_agent_pb2.ReadRequest(
+            protocol=frames.PROTOCOL, run_id=self._plan.run_id, version=self._plan.version, **asked
+        )
 
     def _first_answer(
         self,
         address_of: Callable[[worker_pb2.Upstream], str],
-        request: host_agent_pb2.ReadRequest | Callable[[], host_agent_pb2.ReadRequest],
+        request: Callable[[], host_agent_pb2.ReadRequest],
         receive: Callable[[Channel], AnswerT],
     ) -> AnswerT | None:
         """Ask one upstream after the other until one has answered in full; None when it is gone everywhere, or after
@@ -281,10 +267,9 @@ class Reading:
                 self._ended.wait(PAUSE_S)
                 continue
             address = address_of(upstreams[place])
-            self.statistics.upstream = address
+            self.transfer.upstream = address
             try:
-                made = request() if callable(request) else request
-                return self._ask(address, upstreams, made, receive)
+                return self._ask(address, upstreams, request(), receive)
             except _Redirected:
                 place = 0
                 continue
@@ -293,7 +278,7 @@ class Reading:
             except (Unavailable, WireError) as error:
                 if not self._ended.is_set():
                     with self._lock:
-                        self.statistics.skipped += 1
+                        self.transfer.skipped += 1
                     seldom.warning(address, "weights are read elsewhere than from %s: %s", address, error)
             place += 1
         return None

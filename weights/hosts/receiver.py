@@ -1,8 +1,8 @@
-"""Weights that this host's agent brings, on their way into the engine of one worker.
+"""Weights that this host's relay brings, on their way into the engine of one worker.
 
-Promise: a version is loaded only where the agent has verified all of it against the manifest that the control plane vouches for,
+Promise: a version is loaded only where the relay has verified all of it against the manifest that the control plane vouches for,
 and while it is loaded its memory cannot be overwritten. The newest complete version is loaded, whichever were planned before;
-versions only grow. While the engine loads one, the agent goes on to receive the next.
+versions only grow. While the engine loads one, the relay goes on to receive the next.
 
 Two threads: the client's, which brings news, and the loader, which waits for them and for the engine.
 """
@@ -23,11 +23,11 @@ from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.tracing import span, version_traceparent
 from paceline.v1 import host_agent_pb2, worker_pb2
-from paceline.weights.format.manifest import WeightProgress
-from paceline.weights.hosts.client import AgentClient
+from paceline.weights.hosts.client import RelayClient, close_fd
 from paceline.weights.hosts.host_weights import HostWeights
-from paceline.weights.hosts.manifest import HostManifest
+from paceline.weights.hosts.manifest import HostManifest, version_of
 from paceline.weights.hosts.segment import HostSegment
+from paceline.weights.progress import WeightProgress
 
 PLANS_KEPT = 64
 RETRIES = 3
@@ -50,14 +50,14 @@ class _Complete:
 class HostReceiver:
     """One worker's side. `on_weights(version, weights)` returns when the engine samples with a copy of the weights, whose
     checksums were compared but not their numbers; an exception refuses the version. `on_ack(version, ok, message, transfer)`
-    sends the answer. Both are called from the loader's thread. `on_agent` is called when the host has another agent, from the
+    sends the answer. Both are called from the loader's thread. `on_agent` is called when the host has another relay, from the
     client's thread."""
 
     def __init__(
         self,
         *,
         run_id: str,
-        client: AgentClient,
+        client: RelayClient,
         on_weights: Callable[[Version, HostWeights], None],
         on_ack: Callable[[Version, bool, str, worker_pb2.HostTransfer | None], None],
         on_agent: Callable[[], None],
@@ -76,7 +76,7 @@ class HostReceiver:
         self._size_bytes = 0
         """Bytes of that version."""
         self._arriving: WeightProgress | None = None
-        """The version that the agent receives, which may be older than the plan."""
+        """The version that the relay receives, which may be older than the plan."""
         self._must_answer = False
         self._closed = False
         client.on_connected, client.on_reply = self._connected, self._reply
@@ -93,15 +93,15 @@ class HostReceiver:
         with self._changed:
             if self._loading is not None:
                 return [WeightProgress(self._loading, "loading", self._size_bytes)]
-            if self._plan is None or self._is_old(_version(self._plan)):
+            if self._plan is None or self._is_old(version_of(self._plan)):
                 return []
             if self._arriving is not None and not self._is_old(self._arriving.version):
                 return [self._arriving]
-            return [WeightProgress(_version(self._plan), "receiving", 0)]
+            return [WeightProgress(version_of(self._plan), "receiving", 0)]
 
     def take_plan(self, plan: worker_pb2.HostPlan, serving: Version | None) -> None:
         """Take the coordinator's plan; `serving` is the engine's version. Return at once."""
-        version = _version(plan)
+        version = version_of(plan)
         with self._changed:
             if plan.run_id != self._run_id or self._closed:
                 return
@@ -110,7 +110,7 @@ class HostReceiver:
             self._digests[version] = plan.manifest_sha256
             while len(self._digests) > PLANS_KEPT:
                 del self._digests[next(iter(self._digests))]
-            if self._plan is None or version >= _version(self._plan):
+            if self._plan is None or version >= version_of(self._plan):
                 self._plan = plan
             self._must_answer = self._must_answer or version == self._held
             self._refused = None if self._refused == version else self._refused
@@ -119,13 +119,13 @@ class HostReceiver:
 
     def close(self) -> None:
         """Take no more versions, without waiting."""
-        self._client.on_connected, self._client.on_reply = _nothing, _close_fd
+        self._client.forget()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _send(self, plan: worker_pb2.HostPlan) -> None:
-        with contextlib.suppress(Unavailable):  # the agent is being started, and gets it then
+        with contextlib.suppress(Unavailable):  # the relay is being started, and gets it then
             self._client.send(host_agent_pb2.AgentRequest(plan=plan))
 
     def _connected(self) -> None:
@@ -138,12 +138,12 @@ class HostReceiver:
 
     def _reply(self, reply: host_agent_pb2.AgentReply, fd: int | None) -> None:
         if reply.WhichOneof("reply") != "held" or reply.held.run_id != self._run_id:
-            _close_fd(reply, fd)
+            close_fd(reply, fd)
             return
         held = reply.held
-        version = Version(held.version.session, held.version.step)
+        version = version_of(held)
         if not held.complete or fd is None:
-            _close_fd(reply, fd)
+            close_fd(reply, fd)
             with self._changed:
                 if version in self._digests:
                     self._arriving = WeightProgress(version, "receiving", held.verified_bytes)
@@ -158,7 +158,7 @@ class HostReceiver:
         with self._changed:
             expected = self._digests.get(version)
             if expected is None or hashlib.sha256(held.manifest).digest() != expected:
-                return  # not planned here yet: the agent sends this message again when it gets the plan
+                return  # not planned here yet: the relay sends this message again when it gets the plan
             self._segments[held.inode] = segment
             while len(self._segments) > RETRIES:
                 del self._segments[next(iter(self._segments))]
@@ -194,7 +194,7 @@ class HostReceiver:
         trace = version_traceparent(self._run_id, version.step)
         message = ""
         try:
-            # The agent has compared all bytes with the learner's; the engine looks at the numbers.
+            # The relay has compared all bytes with the learner's; the engine looks at the numbers.
             weights = HostWeights(complete.segment, complete.generation, complete.manifest.layout, "compared")
             with weights.reading(), span("weights.swap", trace, bytes=complete.manifest.size_bytes):
                 self._on_weights(version, weights)
@@ -235,16 +235,3 @@ def check_plan(plan: worker_pb2.HostPlan) -> None:
             f"the plan for version {plan.version.step} has {len(plan.upstreams)} upstreams and a digest of "
             f"{len(plan.manifest_sha256)} bytes"
         )
-
-
-def _version(plan: worker_pb2.HostPlan) -> Version:
-    return Version(plan.version.session, plan.version.step)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _close_fd(_: host_agent_pb2.AgentReply, fd: int | None) -> None:
-    if fd is not None:
-        os.close(fd)

@@ -1,4 +1,4 @@
-"""The agent of a host: it owns the host's segments, brings versions to them, and passes them on.
+"""The relay of a host: it owns the host's segments, brings versions to them, and passes them on.
 
 Workers of the host tell it what the coordinator plans; learner ranks of the host stage their versions in its memory. The
 promise: a version reaches a host once, however many workers it has; versions that a newer plan replaced before they began
@@ -24,14 +24,13 @@ from functools import partial
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
-from paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
-from paceline.weights.hosts.accepting import next_connection
+from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.hosts.local_socket import LocalConnection
-from paceline.weights.hosts.manifest import HostManifest, piece_digest
+from paceline.weights.hosts.manifest import HostManifest, piece_digest, version_message, version_of
 from paceline.weights.hosts.reading import SILENCE_S, STREAMS, Reading
 from paceline.weights.hosts.sending import Sender
 from paceline.weights.hosts.store import HeldVersion, HostStore
-from paceline.weights.hosts.transport import Transport
+from paceline.weights.hosts.transport import Transport, next_connection
 
 PROTOCOL = 1
 PROGRESS_S = 0.5
@@ -40,11 +39,10 @@ SEND_TIMEOUT_S = 5.0
 """Silence of a reader on another host after which it is left."""
 MAX_HASH_THREADS = 8
 
-log = logging.getLogger(__name__)
-seldom = RateLimitedLog(log)
+seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
-class Agent:
+class Relay:
     """Listens to other hosts at `host`, and to clients that `serve` is called with."""
 
     def __init__(
@@ -117,9 +115,11 @@ class Agent:
 
     def take_plan(self, plan: worker_pb2.HostPlan) -> None:
         """Bring a version to this host. The newest plan counts; the same version again may have other upstreams."""
-        version = Version(plan.version.session, plan.version.step)
+        version = version_of(plan)
         with self.store.changed:
-            newer = self._plan is None or self._plan.run_id != plan.run_id or version >= _version(self._plan)
+            newer = (
+                self._plan is None or self._plan.run_id != plan.run_id or version >= version_of(self._plan)
+            )
             if newer:
                 if plan.run_id != self.store.run_id and self._reading is not None:
                     self._reading.close()
@@ -194,12 +194,12 @@ class Agent:
                 held = reading.run()
             except PacelineError as error:
                 seldom.warning("plan", "version %d did not come: %s", plan.version.step, error)
-            except Exception as error:  # the agent goes on with the next plan
+            except Exception as error:  # the relay goes on with the next plan
                 unforeseen.note("reading weights from other hosts", error)
             with self.store.changed:
                 self._reading = None
                 if held is not None:
-                    self._transfers = {held.version: self._transfer(plan, reading)}
+                    self._transfers = {held.version: reading.transfer}
                 else:
                     self.store.changed.wait(PROGRESS_S)
             self._news.set()
@@ -210,9 +210,9 @@ class Agent:
             while not self._closed:
                 plan = self._plan
                 if plan is not None and plan.run_id == self.store.run_id:
-                    held = self.store.find(plan.run_id, _version(plan))
+                    held = self.store.find(plan.run_id, version_of(plan))
                     newest = self.store.newest_complete()
-                    have_newer = newest is not None and newest.version >= _version(plan)
+                    have_newer = newest is not None and newest.version >= version_of(plan)
                     # A version that all ranks are here for needs nothing from other hosts.
                     staging = held is not None and held.staged and held.layout.sources == 1
                     if not have_newer and not staging:
@@ -223,18 +223,7 @@ class Agent:
 
     def _is_overtaken(self, plan: worker_pb2.HostPlan) -> bool:
         newest = self._plan
-        return newest is not plan and newest is not None and _version(newest) != _version(plan)
-
-    def _transfer(self, plan: worker_pb2.HostPlan, reading: Reading) -> worker_pb2.HostTransfer:
-        statistics = reading.statistics
-        return worker_pb2.HostTransfer(
-            position=plan.position,
-            upstream=statistics.upstream,
-            received_bytes=statistics.received_bytes,
-            seconds=statistics.seconds,
-            waited_s=min(statistics.waited_s, statistics.seconds),
-            skipped=statistics.skipped,
-        )
+        return newest is not plan and newest is not None and version_of(newest) != version_of(plan)
 
     def _tell_forever(self) -> None:
         while not self._closed:
@@ -270,9 +259,9 @@ class Agent:
 class _Client:
     """A worker or a learner rank of this host."""
 
-    def __init__(self, agent: Agent, connection: LocalConnection) -> None:
+    def __init__(self, relay: Relay, connection: LocalConnection) -> None:
         self.connection = connection
-        self._agent = agent
+        self._relay = relay
         self.run_id = ""
         """Run whose versions it follows."""
         self._told: tuple[Version, int] | None = None
@@ -291,7 +280,7 @@ class _Client:
                     self._take(request)
                 except WireError as error:
                     refusal = host_agent_pb2.AgentRefusal(message=str(error))
-                    self._send(host_agent_pb2.AgentReply(refusal=refusal))
+                    self.connection.send(host_agent_pb2.AgentReply(refusal=refusal))
         except Unavailable:
             pass
         except Exception as error:  # of this client alone
@@ -299,7 +288,7 @@ class _Client:
         finally:
             self._end_staging(complete=False)
             self.connection.close()
-            self._agent.left(self)
+            self._relay.left(self)
 
     def tell_complete(self, held: HeldVersion) -> None:
         if self._told == (held.version, held.generation):
@@ -307,40 +296,40 @@ class _Client:
         message = self._held(held.version, held.verified_bytes)
         message.complete, message.generation, message.manifest = True, held.generation, held.manifest_bytes
         message.inode = held.segment.identity[1]
-        message.transfer.CopyFrom(self._agent.transfer_of(held.version))
+        message.transfer.CopyFrom(self._relay.transfer_of(held.version))
         # Noted first: a plan that comes while this is sent is to be answered too.
         self._told = held.version, held.generation
-        self._send(host_agent_pb2.AgentReply(held=message), held.segment.fd)
+        self.connection.send(host_agent_pb2.AgentReply(held=message), held.segment.fd)
 
     def tell_progress(self, version: Version, held: HeldVersion | None) -> None:
         verified_bytes = held.verified_bytes if held is not None else 0
-        self._send(host_agent_pb2.AgentReply(held=self._held(version, verified_bytes)))
+        self.connection.send(host_agent_pb2.AgentReply(held=self._held(version, verified_bytes)))
 
     def _take(self, request: host_agent_pb2.AgentRequest) -> None:
         match request.WhichOneof("request"):
             case "client":
                 identity = host_agent_pb2.AgentIdentity(
-                    protocol=PROTOCOL, agent_id=self._agent.agent_id, port=self._agent.port
+                    protocol=PROTOCOL, agent_id=self._relay.agent_id, port=self._relay.port
                 )
-                self._send(host_agent_pb2.AgentReply(identity=identity))
+                self.connection.send(host_agent_pb2.AgentReply(identity=identity))
             case "alive":
-                self._send(host_agent_pb2.AgentReply(alive=request.alive))
+                self.connection.send(host_agent_pb2.AgentReply(alive=request.alive))
             case "plan":
                 # A version may have been complete before its plan came, and a client that sets its run up again knows of none.
                 self.run_id, self._told = request.plan.run_id, None
-                self._agent.take_plan(request.plan)
+                self._relay.take_plan(request.plan)
             case "layout":
-                self._layout = self._agent.take_layout(request.layout)
+                self._layout = self._relay.take_layout(request.layout)
                 self._source, self._local_ranks = request.layout.source, max(1, request.layout.local_ranks)
             case "begin":
-                self._begin(_version(request.begin))
+                self._begin(version_of(request.begin))
             case "end":
-                self._end(_version(request.end))
+                self._end(version_of(request.end))
             case "manifest":
                 manifest = request.manifest
-                held = self._agent.store.find(manifest.run_id, _version(manifest))
+                held = self._relay.store.find(manifest.run_id, version_of(manifest))
                 if held is not None:
-                    self._agent.described(held, manifest.manifest)
+                    self._relay.described(held, manifest.manifest)
             case _:
                 raise WireError("this agent does not know such a request; is it older than its client?")
 
@@ -348,20 +337,20 @@ class _Client:
         if self._layout is None:
             raise WireError("a version is to be staged before its layout")
         self._end_staging(complete=False)
-        held = self._agent.store.begin(self._layout, version, staged=True, wait_s=0.0)
+        held = self._relay.store.begin(self._layout, version, staged=True, wait_s=0.0)
         if held is None:
             refusal = host_agent_pb2.AgentRefusal(
-                message="there is no memory for it", version=_message(version)
+                message="there is no memory for it", version=version_message(version)
             )
-            self._send(host_agent_pb2.AgentReply(refusal=refusal))
+            self.connection.send(host_agent_pb2.AgentReply(refusal=refusal))
             return
-        with self._agent.store.changed:
+        with self._relay.store.changed:
             held.writers += 1
         self._staging = held
         buffer = host_agent_pb2.StageBuffer(
-            version=_message(version), generation=held.generation, inode=held.segment.identity[1]
+            version=version_message(version), generation=held.generation, inode=held.segment.identity[1]
         )
-        self._send(host_agent_pb2.AgentReply(buffer=buffer), held.segment.fd)
+        self.connection.send(host_agent_pb2.AgentReply(buffer=buffer), held.segment.fd)
 
     def _end(self, version: Version) -> None:
         held, layout = self._staging, self._layout
@@ -370,43 +359,27 @@ class _Client:
         held.ranks_done.add(id(self))
         if len(held.ranks_done) < self._local_ranks:
             return  # this rank's part stays under its hand until the last rank's is there
-        with self._agent.store.writing(held):
-            digests = self._agent.hash_staged(held, layout, self._source)
-        staged = host_agent_pb2.Staged(version=_message(version), digests=digests)
-        self._agent.staged(held, host_agent_pb2.AgentReply(staged=staged))
+        with self._relay.store.writing(held):
+            digests = self._relay.hash_staged(held, layout, self._source)
+        staged = host_agent_pb2.Staged(version=version_message(version), digests=digests)
+        self._relay.staged(held, host_agent_pb2.AgentReply(staged=staged))
 
     def tell_staged(self, held: HeldVersion, reply: host_agent_pb2.AgentReply) -> None:
         """Send the digests of a version that all ranks of this host have staged."""
         if self._staging is held:
             self._end_staging(complete=True)
-            self._send(reply)
+            self.connection.send(reply)
 
     def _end_staging(self, *, complete: bool) -> None:
         held, self._staging = self._staging, None
         if held is None:
             return
-        with self._agent.store.changed:
+        with self._relay.store.changed:
             held.writers -= 1
         if not complete and not held.complete:
-            self._agent.store.drop(held)
+            self._relay.store.drop(held)
 
     def _held(self, version: Version, verified_bytes: int) -> host_agent_pb2.HeldVersion:
         return host_agent_pb2.HeldVersion(
-            run_id=self.run_id, version=_message(version), verified_bytes=verified_bytes
+            run_id=self.run_id, version=version_message(version), verified_bytes=verified_bytes
         )
-
-    def _send(self, reply: host_agent_pb2.AgentReply, fd: int | None = None) -> None:
-        self.connection.send(reply, fd)
-
-
-def _version(
-    message: worker_pb2.HostPlan
-    | host_agent_pb2.StageBegin
-    | host_agent_pb2.StageEnd
-    | host_agent_pb2.StageManifest,
-) -> Version:
-    return Version(message.version.session, message.version.step)
-
-
-def _message(version: Version) -> common_pb2.PolicyVersion:
-    return common_pb2.PolicyVersion(session=version.session, step=version.step)

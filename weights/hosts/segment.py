@@ -22,8 +22,7 @@ import mmap
 import os
 import re
 import struct
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from paceline.errors import Unavailable, WireError
@@ -44,8 +43,6 @@ MAX_DIGEST_BYTES = 32
 MAX_BUCKETS = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
-POLL_S = 0.002
-"""Pause between two checks whether the readers have finished, which the kernel does not announce."""
 
 
 class HostSegment:
@@ -145,11 +142,6 @@ class HostSegment:
         """Return all bytes of weights, to receive into or to send from; the view keeps the mapping."""
         return memoryview(self._memory)[: self.size_bytes]
 
-    def bytes_of(self, bucket: int) -> memoryview:
-        """Return the bytes of a bucket, to receive into or to send from; the caller releases the view."""
-        start = bucket * self.bucket_bytes
-        return memoryview(self._memory)[start : min(start + self.bucket_bytes, self.size_bytes)]
-
     def page_lock(self, ranges: Iterable[tuple[int, int]] | None = None) -> int:
         """Lock the pages of byte ranges [start, end) of the weights (default: all), so that this process's GPU copies them at
         the speed of its bus. Return the bytes that are locked; what is locked stays so until `close`."""
@@ -160,18 +152,15 @@ class HostSegment:
 
     # The writer
 
-    def begin(self, timeout_s: float = 0.0, given_up: Callable[[], bool] = lambda: False) -> int:
-        """Begin a generation and return its number: from now on no bucket counts as published.
-
-        Raises Unavailable when readers still read the one before after `timeout_s`, or `given_up` returns True.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while not self._lock(fcntl.LOCK_EX):
-            if given_up() or time.monotonic() >= deadline_s:
-                raise Unavailable(
-                    f"the segment's generation {self.generation} is still read after {timeout_s:.1f} s; nothing was overwritten"
-                )
-            time.sleep(POLL_S)
+    def begin(self) -> int:
+        """Begin a generation and return its number: from now on no bucket counts as published. Raises Unavailable while
+        readers read the one before."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Unavailable(
+                f"the segment's generation {self.generation} is still read; nothing was overwritten"
+            ) from None
         try:
             generation = self.generation + 1
             self._set_number(GENERATION_AT, generation)
@@ -226,13 +215,6 @@ class HostSegment:
     def __del__(self) -> None:
         if getattr(self, "fd", -1) >= 0:
             self.close()
-
-    def _lock(self, kind: int) -> bool:
-        try:
-            fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def _number(self, at: int) -> int:
         at += self._footer

@@ -1,4 +1,4 @@
-"""The side of an agent that other hosts read from: each piece goes out as soon as it was verified here.
+"""The side of a relay that other hosts read from: each piece goes out as soon as it was verified here.
 
 The promise: a reader gets something at least every `WAIT_S`, so that it can tell a host that waits from one that is dead; and
 a reader that takes nothing costs a thread for the transport's time-out, and nobody else anything.
@@ -15,11 +15,11 @@ import threading
 import time
 
 from paceline.errors import PacelineError
-from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.v1 import host_agent_pb2
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.frames import Kind
+from paceline.weights.hosts.manifest import version_of
 from paceline.weights.hosts.store import HeldVersion, HostStore
 from paceline.weights.hosts.transport import Channel, Listener
 
@@ -32,7 +32,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Sender:
-    """Serves the versions of `store` to agents that prove to know the secret of the present run."""
+    """Serves the versions of `store` to relays that prove to know the secret of the present run."""
 
     def __init__(self, store: HostStore, listener: Listener) -> None:
         self._store, self._listener = store, listener
@@ -42,8 +42,7 @@ class Sender:
         self._channels: set[Channel] = set()
         self.sent_bytes = 0
         """Bytes of pieces sent so far."""
-        self._thread = threading.Thread(target=self._accept, name="weights-accept", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._accept, name="weights-accept", daemon=True).start()
 
     def admit_readers_of(self, run_id: str, secret: bytes) -> None:
         """Let the readers of this run in from now on, and no others."""
@@ -99,7 +98,7 @@ class Sender:
 
     def _awaited(self, channel: Channel, request: host_agent_pb2.ReadRequest) -> HeldVersion | None:
         """Return the version, once it begins to arrive here; None when it will not."""
-        version = Version(request.version.session, request.version.step)
+        version = version_of(request)
         store, alive = self._store, _SignOfLife()
         while True:
             with store.changed:

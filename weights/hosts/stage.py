@@ -1,9 +1,9 @@
-"""One rank's versions in the memory of its host, by way of the host's agent.
+"""One rank's versions in the memory of its host, by way of the host's relay.
 
-`publish` blocks for asking the agent for memory and for the copy itself, and for nothing else: digests are made by the agent.
+`publish` blocks for asking the relay for memory and for the copy itself, and for nothing else: digests are made by the relay.
 On a GPU it blocks for the asking; the copies end before the next optimizer step, which waits for their event.
 
-The promise: an agent that dies is replaced, and gets the newest version again from the memory that this rank still maps.
+The promise: a relay that dies is replaced, and gets the newest version again from the memory that this rank still maps.
 `on_staged(version, digests)` is called when all ranks of this host have staged a version, from the client's thread.
 """
 
@@ -20,24 +20,24 @@ import torch
 from paceline.errors import PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
-from paceline.v1 import common_pb2, host_agent_pb2
-from paceline.weights.hosts.client import AgentClient
-from paceline.weights.hosts.manifest import HostManifest
+from paceline.v1 import host_agent_pb2
+from paceline.weights.hosts.client import RelayClient, close_fd
+from paceline.weights.hosts.manifest import HostManifest, version_message, version_of
 from paceline.weights.hosts.segment import HostSegment
 
 MEMORY_S = 30.0
-"""Longest wait for memory of the host, while its agent is being replaced; it takes milliseconds otherwise."""
+"""Longest wait for memory of the host, while its relay is being replaced; it takes milliseconds otherwise."""
 KEPT_SEGMENTS = 4
 
 log = logging.getLogger(__name__)
 
 
 class RankStage:
-    """One rank's side of its host's agent, for one run."""
+    """One rank's side of its host's relay, for one run."""
 
     def __init__(
         self,
-        client: AgentClient,
+        client: RelayClient,
         layout: HostManifest,
         *,
         source: int,
@@ -48,7 +48,7 @@ class RankStage:
         on_replaced: Callable[[], None],
     ) -> None:
         """`on_held` is called for complete versions of runs that this client follows; `on_replaced` when there is another
-        agent, before the newest version is staged again."""
+        relay, before the newest version is staged again."""
         self._client, self._layout = client, layout
         self._on_staged, self._on_held, self._on_replaced = on_staged, on_held, on_replaced
         self._message = host_agent_pb2.StageLayout(
@@ -63,9 +63,9 @@ class RankStage:
         """Mapped segments by inode."""
         self._buffer: tuple[Version, HostSegment] | None = None
         self._lives = 0
-        """Agents that this rank was connected to, and that know the layout."""
+        """Relays that this rank was connected to, and that know the layout."""
         self._begun_with = -1
-        """The agent, by its number, that gave the memory of the newest version."""
+        """The relay, by its number, that gave the memory of the newest version."""
         self._newest: tuple[Version, HostSegment] | None = None
         self._staging = threading.Lock()
         self._event: torch.cuda.Event | None = None
@@ -76,7 +76,7 @@ class RankStage:
 
     def publish(self, version: Version, write: Callable[[HostSegment], torch.cuda.Event | None]) -> float:
         """Stage a version; `write` fills the memory. Return the seconds for which the caller was blocked. Raises Unavailable
-        where this host can have no agent."""
+        where this host can have no relay."""
         started_s = time.perf_counter()
         if self._ending is not None:
             self._ending.join()
@@ -100,7 +100,7 @@ class RankStage:
             event.wait()
 
     def send(self, request: host_agent_pb2.AgentRequest) -> bool:
-        """Send a request to the agent; return whether there is one."""
+        """Send a request to the relay; return whether there is one."""
         try:
             self._client.send(request)
         except Unavailable:
@@ -110,7 +110,7 @@ class RankStage:
     def close(self) -> None:
         """Forget the run; the client stays."""
         self._closed = True
-        self._client.on_connected, self._client.on_reply = _nothing, _close_fd
+        self._client.forget()
         with self._changed:
             self._changed.notify_all()
 
@@ -121,7 +121,9 @@ class RankStage:
             asked = -1
             while self._buffer is None or self._buffer[0] != version:
                 if asked != self._lives:
-                    begin = host_agent_pb2.StageBegin(run_id=self._layout.run_id, version=_version(version))
+                    begin = host_agent_pb2.StageBegin(
+                        run_id=self._layout.run_id, version=version_message(version)
+                    )
                     if self.send(host_agent_pb2.AgentRequest(begin=begin)):
                         asked = self._lives
                 if self._closed or time.monotonic() > deadline_s:
@@ -138,16 +140,14 @@ class RankStage:
         self._end(version)
 
     def _end(self, version: Version) -> None:
-        end = host_agent_pb2.StageEnd(run_id=self._layout.run_id, version=_version(version))
-        self.send(
-            host_agent_pb2.AgentRequest(end=end)
-        )  # else the version is staged again, with the next agent
+        end = host_agent_pb2.StageEnd(run_id=self._layout.run_id, version=version_message(version))
+        self.send(host_agent_pb2.AgentRequest(end=end))  # else the next relay gets the version again
 
     def _introduce(self) -> None:
         self.send(host_agent_pb2.AgentRequest(layout=self._message))
 
     def _connected(self) -> None:
-        """Take another agent, on the client's thread."""
+        """Take another relay, on the client's thread."""
         self._introduce()  # before any thread may ask for memory
         with self._changed:
             self._lives += 1
@@ -159,7 +159,7 @@ class RankStage:
     def _stage_again(self) -> None:
         with self._staging:
             if self._newest is None or self._begun_with == self._lives:
-                return  # it was staged with this agent meanwhile; beginning it again would drop other ranks' parts
+                return  # it was staged with this relay meanwhile; beginning it again would drop other ranks' parts
             version, earlier = self._newest
             try:
                 segment = self._memory(version)
@@ -174,10 +174,10 @@ class RankStage:
             case "buffer":
                 segment = self._segment(reply.buffer.inode, fd)
                 with self._changed:
-                    self._buffer = Version(reply.buffer.version.session, reply.buffer.version.step), segment
+                    self._buffer = version_of(reply.buffer), segment
                     self._changed.notify_all()
             case "staged":
-                version = Version(reply.staged.version.session, reply.staged.version.step)
+                version = version_of(reply.staged)
                 try:
                     self._on_staged(version, list(reply.staged.digests))
                 except Exception as error:  # of the run: the connection has to go on
@@ -186,9 +186,9 @@ class RankStage:
                 self._on_held(reply.held, self._segment(reply.held.inode, fd))
             case "refusal":
                 log.warning("this host's agent: %s", reply.refusal.message)
-                _close_fd(reply, fd)
+                close_fd(reply, fd)
             case _:
-                _close_fd(reply, fd)
+                close_fd(reply, fd)
 
     def _segment(self, inode: int, fd: int | None) -> HostSegment:
         if fd is None:
@@ -201,16 +201,3 @@ class RankStage:
             return self._segments[inode]
         finally:
             os.close(fd)
-
-
-def _version(version: Version) -> common_pb2.PolicyVersion:
-    return common_pb2.PolicyVersion(session=version.session, step=version.step)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _close_fd(_: host_agent_pb2.AgentReply, fd: int | None) -> None:
-    if fd is not None:
-        os.close(fd)

@@ -18,8 +18,7 @@ from contextlib import contextmanager
 
 from paceline.errors import Unavailable
 from paceline.groups import Version
-from paceline.weights.hosts.manifest import HostManifest, piece_digest
-from paceline.weights.hosts.pieces import Piece
+from paceline.weights.hosts.manifest import HostManifest, Piece, piece_digest
 from paceline.weights.hosts.segment import HostSegment
 
 SEGMENTS = 2
@@ -110,11 +109,6 @@ class HostStore:
             newest = self.newest_complete()
             is_older = newest is not None and version < newest.version
             return not (is_older or (self.wanted is not None and version < self.wanted))
-
-    def versions(self) -> list[HeldVersion]:
-        """Return all versions that are here or arrive, the oldest first."""
-        with self.changed:
-            return list(self._held)
 
     def begin(
         self, layout: HostManifest, version: Version, *, staged: bool, wait_s: float

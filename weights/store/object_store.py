@@ -62,15 +62,6 @@ class WeightStore:
         except Exception as error:
             raise unavailable(f"{self.url}: {name} cannot be read", error) from error
 
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Return bytes [start, end) of the object, or fewer if it ends before. Raises NotFound and Unavailable."""
-        try:
-            return bytes(self._fs.cat_file(f"{self._root}/{name}", start=start, end=end))
-        except FileNotFoundError as error:
-            raise NotFound(f"{self.url} has no {name}") from error
-        except Exception as error:
-            raise unavailable(f"{self.url}: {name} cannot be read", error) from error
-
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects, and folders that are empty without them. Missing objects are ignored. Raises
         Unavailable."""

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 POLL_S = 0.5
 """Seconds after which a waiting thread checks again whether it has to stop."""
@@ -24,17 +24,23 @@ failed every connection whose wait was not longer.
 """
 
 
-class RankBoard(Protocol):
-    """Notes by key. A note is left once and may be read by any rank, any number of times."""
+class RankBoard:
+    """Notes by key, in the memory of a single rank. A note is left once and may be read by any rank, any number of times."""
+
+    def __init__(self) -> None:
+        self._notes: dict[str, bytes] = {}
 
     def put(self, key: str, note: bytes) -> None:
         """Leave a note."""
+        self._notes[key] = note
 
     def wait(self, key: str, closed: threading.Event) -> bytes | None:
         """Return the note of that key, once it is there; None when `closed` was set first."""
+        return self._notes[key]  # the only thread has left the note itself
 
     def remove(self, key: str) -> None:
         """Remove a note, if there is one."""
+        self._notes.pop(key, None)
 
 
 def make_board(host: str, reachable: str, broadcast: Callable[[bytes], bytes]) -> RankBoard:
@@ -45,7 +51,7 @@ def make_board(host: str, reachable: str, broadcast: Callable[[bytes], bytes]) -
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return LocalBoard()
+        return RankBoard()
     if dist.get_rank() == 0:
         store, port = serve_rendezvous(host)
         broadcast(f"{reachable} {port}".encode())
@@ -84,23 +90,7 @@ def serve_rendezvous(bind_host: str) -> tuple[Any, int]:
     return store, port
 
 
-class LocalBoard:
-    """Board of a single rank, in its memory."""
-
-    def __init__(self) -> None:
-        self._notes: dict[str, bytes] = {}
-
-    def put(self, key: str, note: bytes) -> None:
-        self._notes[key] = note
-
-    def wait(self, key: str, closed: threading.Event) -> bytes | None:
-        return self._notes[key]  # the only thread has left the note itself
-
-    def remove(self, key: str) -> None:
-        self._notes.pop(key, None)
-
-
-class _TcpBoard:
+class _TcpBoard(RankBoard):
     """Board on torch's TCP store; used by one thread of each rank."""
 
     def __init__(self, store: Any) -> None:

@@ -6,37 +6,54 @@ chunk is compared before the tensors are returned. An object that is damaged, tr
 named in the log, and replaced by reading the snapshot.
 
 One copy of the weights stays in host memory, because a delta needs the bits that it changes. It is changed in place, chunk
-by chunk, in several threads; a copy that an error has left half changed is dropped.
+by chunk, in several threads, because no two chunks share an element; a copy that an error has left half changed is dropped.
+The next parts are fetched while one is worked on.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.errors import NotFound, PacelineError, WireError
 from paceline.groups import Version
 from paceline.host.cores import usable_cores
 from paceline.weights.format import delta_codec
-from paceline.weights.store.held_weights import HeldWeights
+from paceline.weights.format.manifest import DTYPE_BYTES, Algorithm, TensorPlan, WeightManifest, checksum
+from paceline.weights.format.packing import empty_flat, views
 from paceline.weights.store.object_store import Buffer, WeightStore
-from paceline.weights.store.offer import StoreOffer
-from paceline.weights.store.part_fetcher import PartFetcher
-from paceline.weights.store.part_file import ChunkNote
-from paceline.weights.store.store_format import StoredObject, StoredVersion
-from paceline.weights.store.tensor_part import TensorPart
+from paceline.weights.store.store_format import (
+    ChunkNote,
+    PartHead,
+    StoredObject,
+    StoredVersion,
+    StoreOffer,
+    read_head,
+)
+from paceline.weights.store.store_layout import RankLayout, Rows
 
 log = logging.getLogger(__name__)
 
 LONGEST_CHAIN = 4096
+PARTS_AHEAD = 4
+"""Parts that are fetched while an earlier one is worked on."""
 PARTS_IN_HAND = 4
 """Parts whose chunks are decoded at a time."""
 MOST_THREADS = 24
+NAMES_SHOWN = 3
+
+Bits = npt.NDArray[Any]
+Chunk = tuple[ChunkNote, Buffer]
 
 
 class Damaged(WireError):
@@ -44,26 +61,18 @@ class Damaged(WireError):
 
 
 class StoreReader:
-    """Reader of one run, with the last weights that it has read. Used by one thread, which has `threads` helpers.
+    """Reader of one run, with the last weights that it has read. Used by one thread, which has `threads` helpers."""
 
-    With `part` it fetches the chunks that the part needs, and `fetch` returns that range of each tensor.
-    """
-
-    def __init__(
-        self, store: WeightStore, run_id: str, part: TensorPart | None = None, threads: int | None = None
-    ) -> None:
+    def __init__(self, store: WeightStore, run_id: str, threads: int | None = None) -> None:
         self._store = store
         self._run_id = run_id
-        self._part = part
-        self._fetcher = PartFetcher(store, run_id, in_part=part is not None)
         self._held: HeldWeights | None = None
         count = threads or min(MOST_THREADS, max(1, usable_cores() * 3 // 4))
         self._helpers = ThreadPoolExecutor(count, thread_name_prefix="weights-decode")
-
-    @property
-    def read_bytes(self) -> int:
+        self._fetching = ThreadPoolExecutor(PARTS_AHEAD, thread_name_prefix="weights-fetch")
+        self._lock = threading.Lock()
+        self.read_bytes = 0
         """Bytes read from the store so far."""
-        return self._fetcher.read_bytes
 
     @property
     def held(self) -> Version | None:
@@ -73,7 +82,7 @@ class StoreReader:
     def close(self) -> None:
         """End the helpers, without waiting."""
         self._helpers.shutdown(wait=False, cancel_futures=True)
-        self._fetcher.close()
+        self._fetching.shutdown(wait=False, cancel_futures=True)
 
     def fetch(self, offer: StoreOffer) -> dict[str, torch.Tensor]:
         """Return the tensors of the offered version, which belong to this object and are valid until the next call.
@@ -145,9 +154,9 @@ class StoreReader:
             )
         if not deltas and target.contents != snapshot.contents:
             raise WireError(f"{offer.snapshot.name} has other contents than {offer.manifest.name}")
-        self._held = held = HeldWeights(snapshot, self._part)
+        self._held = held = HeldWeights(snapshot)
         filling = _Chunks(self._helpers)
-        for rank, chunks in self._fetcher.parts(snapshot, held):
+        for rank, chunks in self._parts(snapshot, held):
             filling.add(self._fill, held, rank, chunks)
         filling.end()
         held.check_complete()
@@ -164,9 +173,9 @@ class StoreReader:
         try:
             for manifest in deltas:
                 held.version = manifest.version
-                change = self._change_and_check if manifest is deltas[-1] else self._change
+                change = partial(self._change, must_check=manifest is deltas[-1])
                 changing = _Chunks(self._helpers)
-                for rank, chunks in self._fetcher.parts(manifest, held):
+                for rank, chunks in self._parts(manifest, held):
                     changed = {(rank, note.chunk) for note, _ in chunks}
                     unchecked = unchecked - changed if manifest is deltas[-1] else unchecked | changed
                     changing.add(change, held, rank, chunks)
@@ -180,6 +189,65 @@ class StoreReader:
             raise
         return held.tensors
 
+    # Fetching
+
+    def _whole(self, stored: StoredObject, algorithm: Algorithm) -> Buffer:
+        """Return an object. Raises NotFound, Unavailable, and WireError for another size or digest."""
+        data = self._store.read(stored.name, stored.size_bytes)
+        with self._lock:
+            self.read_bytes += len(data)
+        if len(data) != stored.size_bytes:
+            raise WireError(f"{stored.name} has {len(data)} bytes, not {stored.size_bytes}")
+        digest = checksum(data, algorithm)
+        if digest != stored.digest:
+            raise WireError(f"{stored.name} has {algorithm} {digest}, not {stored.digest}")
+        return data
+
+    def _parts(self, manifest: StoredVersion, held: HeldWeights) -> Iterator[tuple[int, list[Chunk]]]:
+        """Yield each part's rank and chunks, and note the checksums of all its chunks in `held`.
+
+        A snapshot's layouts are added to `held` as well. Raises as `_whole`.
+        """
+        if manifest.kind == "delta" and len(manifest.parts) != len(held.layouts):
+            raise WireError(f"a delta has {len(manifest.parts)} parts, its snapshot {len(held.layouts)}")
+        waiting: deque[Future[tuple[PartHead, Buffer]]] = deque()
+        begun = 0
+        try:
+            for rank in range(len(manifest.parts)):
+                while begun < min(len(manifest.parts), rank + PARTS_AHEAD):
+                    waiting.append(self._fetching.submit(self._open, manifest, begun))
+                    begun += 1
+                head, data = waiting.popleft().result()
+                yield rank, self._chunks(manifest, held, rank, head, data)
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _open(self, manifest: StoredVersion, rank: int) -> tuple[PartHead, Buffer]:
+        data = self._whole(manifest.parts[rank], manifest.algorithm)
+        return read_head(data, len(data)), data
+
+    def _chunks(
+        self, manifest: StoredVersion, held: HeldWeights, rank: int, head: PartHead, data: Buffer
+    ) -> list[Chunk]:
+        header, stored = head.header, manifest.parts[rank]
+        found = (header.kind, header.run_id, header.version, header.base, header.rank, header.algorithm)
+        base, algorithm = manifest.base_version, manifest.algorithm
+        wanted = (manifest.kind, self._run_id, manifest.version, base, rank, algorithm)
+        if found != wanted:
+            raise WireError(f"{stored.name} says that it is {found}, its manifest {wanted}")
+        if manifest.kind == "anchor":
+            layout = header.layout(held.plans)
+            held.add_rank(layout, [""] * len(layout.chunks))
+        layout = held.layouts[rank]
+        notes = header.notes_for(layout)
+        for note in notes:
+            held.checksums[rank][note.chunk] = note.checksum
+        if manifest.kind == "anchor" and len({note.chunk for note in notes}) != len(layout.chunks):
+            raise WireError(f"{stored.name} has {len(notes)} of {len(layout.chunks)} chunks")
+        view, places = memoryview(data), header.places_of(layout, head.places)
+        return [(note, view[start:end]) for note, (start, end) in zip(notes, places, strict=True)]
+
     # In the helpers' threads
 
     def _fill(self, held: HeldWeights, rank: int, note: ChunkNote, data: Buffer) -> None:
@@ -188,7 +256,7 @@ class StoreReader:
         held.write(rank, note.chunk, bits_N)
 
     def _change(
-        self, held: HeldWeights, rank: int, note: ChunkNote, data: Buffer, must_check: bool = False
+        self, held: HeldWeights, rank: int, note: ChunkNote, data: Buffer, *, must_check: bool
     ) -> None:
         bits_N, in_place = held.read(rank, note.chunk)
         positions_K, values_K = delta_codec.decode(data, bits_N)
@@ -198,11 +266,8 @@ class StoreReader:
         if must_check:
             held.check(rank, note.chunk, bits_N)
 
-    def _change_and_check(self, held: HeldWeights, rank: int, note: ChunkNote, data: Buffer) -> None:
-        self._change(held, rank, note, data, must_check=True)
-
     def _manifest(self, offer: StoreOffer, stored: StoredObject, version: Version) -> StoredVersion:
-        data = self._fetcher.whole(stored, offer.algorithm)
+        data = self._whole(stored, offer.algorithm)
         manifest = StoredVersion.from_bytes(data)
         found = (manifest.run_id, manifest.version, manifest.algorithm)
         if found != (offer.run_id, version, offer.algorithm) or offer.run_id != self._run_id:
@@ -242,3 +307,107 @@ class _Chunks:
 def _check_contents(held: HeldWeights, manifest: StoredVersion) -> None:
     if held.contents() != manifest.contents:
         raise WireError(f"version {tuple(manifest.version)} has other contents than its manifest")
+
+
+class HeldWeights:
+    """All weights of the version that `snapshot` is of."""
+
+    def __init__(self, snapshot: StoredVersion) -> None:
+        self.version = snapshot.version
+        self.algorithm: Algorithm = snapshot.algorithm
+        self.plans: dict[str, TensorPlan] = {plan.name: plan for plan in snapshot.tensors}
+        try:
+            layout = WeightManifest.plan(snapshot.tensors, bucket_bytes=1 << 28)
+        except (ValueError, KeyError) as error:
+            raise WireError(f"snapshot of {tuple(snapshot.version)}: {error}") from error
+        flat = empty_flat(layout)
+        self.tensors: dict[str, torch.Tensor] = views(flat, layout)
+        raw = flat.numpy()
+        self._bits: dict[str, Bits] = {}
+        for entry in layout.entries:
+            if self.plans[entry.name].same_as is None:
+                run = raw[entry.offset : entry.offset + entry.num_bytes]
+                self._bits[entry.name] = run.view(f"u{DTYPE_BYTES[entry.dtype]}").reshape(entry.shape or 1)
+        self.layouts: list[RankLayout] = []
+        self.checksums: list[list[str]] = []
+
+    def add_rank(self, layout: RankLayout, checksums: list[str]) -> None:
+        """Add the next rank's layout, whose chunks are to be written."""
+        self.layouts.append(layout)
+        self.checksums.append(checksums)
+
+    def read(self, rank: int, chunk: int) -> tuple[Bits, bool]:
+        """Return ([N] the bits of a chunk, whether they are the held ones and no copy)."""
+        runs = [self._piece(rank, piece) for piece in self.layouts[rank].chunks[chunk]]
+        if len(runs) == 1 and runs[0].flags.c_contiguous:
+            return runs[0].reshape(-1), True
+        return np.concatenate([run.reshape(-1) for run in runs]), False
+
+    def write(self, rank: int, chunk: int, bits_N: Bits) -> None:
+        """Replace the bits of a chunk."""
+        end = 0
+        for piece in self.layouts[rank].chunks[chunk]:
+            run = self._piece(rank, piece)
+            start, end = end, end + run.size
+            run[...] = bits_N[start:end].reshape(run.shape)
+
+    def check(self, rank: int, chunk: int, bits_N: Bits) -> None:
+        """Raise WireError unless these bits of a chunk have its checksum."""
+        digest = checksum(bits_N.view(np.uint8), self.algorithm)
+        expected = self.checksums[rank][chunk]
+        if digest != expected:
+            raise WireError(
+                f"version {tuple(self.version)}: chunk {chunk} of rank {rank}, with {self._names(rank, chunk)}, comes to "
+                f"{self.algorithm} {digest}, the learner has {expected}"
+            )
+
+    def contents(self) -> tuple[str, ...]:
+        """Return the hash over all chunks of each rank."""
+        ranks = zip(self.layouts, self.checksums, strict=True)
+        return tuple(layout.contents(checksums) for layout, checksums in ranks)
+
+    def check_complete(self) -> None:
+        """Raise WireError unless the blocks of all ranks are every element of every tensor, once."""
+        blocks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: [] for name in self._bits}
+        for layout in self.layouts:
+            for block in layout.blocks:
+                blocks[block.name].append((block.offsets, block.shape))
+        for name, boxes in blocks.items():
+            found, needed = sum(math.prod(shape) for _, shape in boxes), math.prod(self.plans[name].shape)
+            boxes.sort()
+            if found != needed or any(_overlap(*pair) for pair in _may_overlap(boxes)):
+                raise WireError(
+                    f"the snapshot's parts have {found} of {needed} elements of {name!r}, or some twice"
+                )
+
+    def _names(self, rank: int, chunk: int) -> str:
+        layout = self.layouts[rank]
+        names = [layout.blocks[piece.block].name for piece in layout.chunks[chunk]]
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        return ", ".join(map(repr, names[:NAMES_SHOWN])) + more
+
+    def _piece(self, rank: int, piece: Rows) -> Bits:
+        block = self.layouts[rank].blocks[piece.block]
+        box = tuple(
+            slice(offset, offset + length)
+            for offset, length in zip(block.offsets or (0,), block.shape or (1,), strict=True)
+        )
+        return self._bits[block.name][box][piece.first : piece.last]
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _may_overlap(boxes: list[Box]) -> list[tuple[Box, Box]]:
+    """Return the pairs of sorted boxes that share rows."""
+    pairs = []
+    for index, (offsets, shape) in enumerate(boxes):
+        for other in boxes[index + 1 :]:
+            if not offsets or other[0][0] >= offsets[0] + shape[0]:
+                break
+            pairs.append(((offsets, shape), other))
+    return pairs
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True))

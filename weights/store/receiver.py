@@ -21,10 +21,10 @@ from paceline.error_texts import first_line
 from paceline.errors import Conflict, PacelineError
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
-from paceline.weights.format.manifest import Phase, WeightProgress, slowest_s
+from paceline.weights.progress import Phase, WeightProgress, slowest_s
 from paceline.weights.store.object_store import WeightStore
-from paceline.weights.store.offer import StoreOffer
 from paceline.weights.store.reader import Damaged, StoreReader
+from paceline.weights.store.store_format import StoreOffer
 
 log = logging.getLogger(__name__)
 
@@ -171,9 +171,7 @@ class _Reading:
             return False, first_line(error), True
         except PacelineError as error:
             return False, first_line(error), False
-        except (
-            Exception
-        ) as error:  # of the store's client and the engine too: its text is the reason of the refusal
+        except Exception as error:  # of the store's client or the engine
             unforeseen.note("taking stored weights", error)
             self._reader = None
             return False, first_line(error), False

@@ -53,7 +53,7 @@ class Block(NamedTuple):
                 raise ValueError(f"a block of {self.name!r} at {self.offsets} + {self.shape} of {plan.shape}")
 
 
-class Piece(NamedTuple):
+class Rows(NamedTuple):
     """Rows [first, last) of a block."""
 
     block: int
@@ -69,10 +69,10 @@ class RankLayout:
     chunk_elements: int = CHUNK_ELEMENTS
 
     @cached_property
-    def chunks(self) -> tuple[tuple[Piece, ...], ...]:
+    def chunks(self) -> tuple[tuple[Rows, ...], ...]:
         """Pieces of each chunk."""
-        chunks: list[tuple[Piece, ...]] = []
-        pieces: list[Piece] = []
+        chunks: list[tuple[Rows, ...]] = []
+        pieces: list[Rows] = []
         width, room = 0, 0
         for index, block in enumerate(self.blocks):
             first = 0
@@ -84,7 +84,7 @@ class RankLayout:
                     pieces, width, room = [], DTYPE_BYTES[block.dtype], self.chunk_elements
                     fits = max(1, room // block.row_elements)
                 last = min(block.rows, first + fits)
-                pieces.append(Piece(index, first, last))
+                pieces.append(Rows(index, first, last))
                 used = (last - first) * block.row_elements
                 room = max(0, room - used)  # one row may be larger than a chunk
                 first = last

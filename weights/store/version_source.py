@@ -6,7 +6,7 @@ The writer keeps the elements of the version that it wrote last (`KeptVersion`),
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -88,10 +88,6 @@ class KeptVersion:
             start, end = end, end + len(run)
             if len(run) < len(bits_N):
                 run[:] = bits_N[start:end]
-
-    def with_version(self, version: Version, slices: list[LocalSlice], checksums: list[str]) -> KeptVersion:
-        """Return the next version, with the same layout."""
-        return replace(self, version=version, slices=slices, checksums=checksums)
 
 
 def chunk_bits(slices: list[LocalSlice], layout: RankLayout, chunk: int) -> Bits:

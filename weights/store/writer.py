@@ -1,26 +1,13 @@
 """Writer of versions to the object store: each rank writes its slices, in a thread beside training.
 
-Promise: `put` takes a copy of this rank's slices and returns; comparing, coding and writing happen in the background, in the
-same order on all ranks. A version exists once rank 0 has written its manifest, after every rank's part. The first
-version of a session is a snapshot; later ones are deltas against the one before, and now and then a snapshot as well:
-every `anchor_interval` versions, when the deltas since the last one outweigh it, and after `put_snapshot`.
+Promise: `put` takes a copy of this rank's slices and returns; comparing, coding, hashing and writing happen in the background,
+in several threads and in the same order on all ranks. A version exists once rank 0 has written its manifest, after every rank's
+part. The first version of a session is a snapshot; later ones are deltas against the one before, and now and then a snapshot
+as well: every `anchor_interval` versions, when the deltas since the last one outweigh it, and after `put_snapshot`.
 
-Chunks are compared, coded and hashed in several threads.
-
-The thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A
-store that fails is tried again, with the reason in the log, until it works; training goes on. A waiting version is replaced
-by the next one (`weights/store/writer.py`).
-
-The chunks of a version that differ from the version before, coded and hashed.
-
-Promise: every element that differs is in a coded chunk, and the checksums are of the new elements. Elements that the
-comparison on a device found are brought into the kept copy here, so the checksums prove that copy, not the device's.
-
-Versions that wait to be stored, the same ones in the same order on all ranks.
-
-Promise: of the jobs that no rank has begun only the newest is kept, so a slow store is overtaken and memory stays bounded:
-the kept copy, the version being written, and one that waits. One small collective in `put` decides
-whether any rank has begun a job; during it no job begins here.
+The thread waits for jobs, then on the board for the other ranks, with no deadline but `close`. A store that fails is tried
+again, with the reason in the log, until it works; training goes on. Of the jobs that no rank has begun only the newest is
+kept, so a slow store is overtaken and memory stays bounded: the kept copy, the version being written, and one that waits.
 """
 
 from __future__ import annotations
@@ -32,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -42,16 +29,18 @@ from paceline.errors import PacelineError
 from paceline.groups import Version
 from paceline.weights.format import delta_codec
 from paceline.weights.format.manifest import Algorithm, TensorPlan, checksum
-from paceline.weights.store.chain import Chain, Stored
 from paceline.weights.store.object_store import Buffer, WeightStore
-from paceline.weights.store.part_file import ChunkNote, PartHeader, part_chunks
+from paceline.weights.store.offers import Chain, Stored
 from paceline.weights.store.rank_board import RankBoard
 from paceline.weights.store.store_format import (
+    ChunkNote,
+    PartHeader,
     StoredObject,
     StoredVersion,
     digest_of,
     folder,
     manifest_name,
+    part_chunks,
     part_name,
 )
 from paceline.weights.store.store_layout import CHUNK_ELEMENTS, RankLayout
@@ -344,7 +333,11 @@ class CodedChunk(NamedTuple):
 def coded_chunks(
     kept: KeptVersion, version: Version, source: VersionSource, algorithm: Algorithm, over: Map
 ) -> tuple[list[CodedChunk], KeptVersion]:
-    """Return the changed chunks and the new version to keep; `over` maps a function over chunks, in threads."""
+    """Return the changed chunks and the new version to keep; `over` maps a function over chunks, in threads.
+
+    Every element that differs is in a coded chunk, and the checksums are of the new elements. Elements that the comparison on
+    a device found are brought into the kept copy here, so the checksums prove that copy, not the device's.
+    """
 
     def noted(chunk: int, payload: bytes, bits_N: Any) -> CodedChunk:
         note = ChunkNote(chunk, checksum(bits_N.view(np.uint8), algorithm), checksum(payload, algorithm))
@@ -368,7 +361,7 @@ def coded_chunks(
     checksums = list(kept.checksums)
     for chunk in coded:
         checksums[chunk.note.chunk] = chunk.note.checksum
-    return coded, kept.with_version(version, slices, checksums)
+    return coded, replace(kept, version=version, slices=slices, checksums=checksums)
 
 
 @dataclass
@@ -387,7 +380,10 @@ class Job:
 
 
 class StoreJobs:
-    """Jobs of one rank; `any_rank` returns whether a fact is true on any rank."""
+    """Jobs of one rank, the same ones in the same order on all ranks; `any_rank` returns whether a fact is true on any rank.
+
+    One small collective in `put` decides whether any rank has begun a job; during it no job begins here.
+    """
 
     def __init__(self, any_rank: Callable[[bool], bool]) -> None:
         self.closed = threading.Event()

@@ -34,12 +34,11 @@ from paceline.spec import RunSpec
 from paceline.v1 import worker_pb2
 from paceline.weights.format.manifest import Algorithm
 from paceline.weights.hosts.members import PATIENCE, HostMembers
-from paceline.weights.publish_result import PublishResult
+from paceline.weights.progress import PublishResult
 from paceline.weights.store.object_store import WeightStore
-from paceline.weights.store.offer import StoreOffer
 from paceline.weights.store.offers import StoreOffers
-from paceline.weights.store.rank_board import LocalBoard, RankBoard, make_board
-from paceline.weights.store.store_format import run_store
+from paceline.weights.store.rank_board import RankBoard, make_board
+from paceline.weights.store.store_format import StoreOffer, run_store
 from paceline.weights.store.writer import StoreWriter
 
 TOKEN_BYTES = 32
@@ -136,7 +135,7 @@ class _WeightChannelFactory:
             shards,
             members=members,
             offers=offers,
-            store=self._writer(LocalBoard(), 0, 1, offers),
+            store=self._writer(RankBoard(), 0, 1, offers),
             announce=self._reports.staged,
             send=self._reports.host_version,
         )

@@ -15,8 +15,7 @@ import torch
 from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
 from paceline.rollout.vllm.receipts import ReadOrder, Receipts
 from paceline.rollout.vllm.worker import LoadRecord, ReadWeights, SegmentReader
-from paceline.weights.hosts.host_weights import HostWeights
-from paceline.weights.hosts.segment_pair import SegmentPair
+from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
 
 CPU = torch.device("cpu")
 READER = """
@@ -148,7 +147,6 @@ async def test_weights_that_were_overwritten_or_are_gone_are_not_read() -> None:
         await receipts.verified(old.manifest.content_hash, order.number, 0)
     order = order_for(new, receipts)
     del old, new
-    segments.close()
     del segments
     with pytest.raises(OSError, match="No such file"):
         reader.read(order, lambda _: pytest.fail("it was taken"))

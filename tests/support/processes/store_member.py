@@ -19,9 +19,8 @@ from paceline.groups import Version
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.engines import create_engine
 from paceline.spec import RunSpec
-from paceline.weights.store.offer import StoreOffer
 from paceline.weights.store.receiver import StoreReceiver
-from paceline.weights.store.store_format import StoredObject
+from paceline.weights.store.store_format import StoredObject, StoreOffer
 
 PROMPT_IDS = np.array([3, 1, 4, 1, 5], np.int32)
 MAX_NEW_TOKENS = 48

@@ -21,10 +21,10 @@ from paceline.groups import Version
 from paceline.host.process import end_process
 from paceline.learner.collectives import any_over_ranks, broadcast_bytes
 from paceline.learner.step.trainer import Trainer
-from paceline.learner.weights.gather import gather_weights
-from paceline.learner.weights.shards import local_slices, plan_tensors
-from paceline.weights.store.chain import Stored
+from paceline.learner.weights.device_snapshot import local_slices
+from paceline.learner.weights.gather import gather_weights, plan_tensors
 from paceline.weights.store.object_store import WeightStore
+from paceline.weights.store.offers import Stored
 from paceline.weights.store.rank_board import make_board
 from paceline.weights.store.writer import StoreWriter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.weights.format.magnitude_classes import BLOCK, check_bounds, choose_bounds, listed
+from paceline.weights.format.delta_codec import BLOCK, check_bounds, choose_bounds, listed
 
 SIZE = BLOCK + 5000
 

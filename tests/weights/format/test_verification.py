@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from flat_tensors import pack
 
 from paceline.errors import InvalidInput, WireError
 from paceline.weights.format import verification
 from paceline.weights.format.manifest import WeightManifest
-from paceline.weights.format.packing import checksums, pack, plan
-from paceline.weights.format.verification import Check, pieces_of, share_of
+from paceline.weights.format.packing import checksums, plan
+from paceline.weights.format.verification import pieces_of, share_of, verify
 
 
 def version(tensors: dict[str, torch.Tensor], bucket_bytes: int = 64) -> tuple[WeightManifest, torch.Tensor]:
@@ -27,11 +27,8 @@ def tied() -> dict[str, torch.Tensor]:
     return {"a": torch.ones(100), "b": shared, "tied": shared, "none": torch.empty(0), "c": torch.ones(7)}
 
 
-def compare_as_it_arrives(flat: torch.Tensor, manifest: WeightManifest, digests: bool) -> None:
-    with Check(flat, manifest, digests=digests) as check:
-        for _, end in manifest.buckets():
-            check.arrived(end)
-        check.finish()
+def compare(flat: torch.Tensor, manifest: WeightManifest, digests: bool = True) -> int:
+    return verify(flat, manifest, pieces_of(manifest), digests=digests)
 
 
 def end_of(manifest: WeightManifest, name: str) -> int:
@@ -39,52 +36,21 @@ def end_of(manifest: WeightManifest, name: str) -> int:
 
 
 @pytest.mark.parametrize("threads", [1, 3, 50])
-def test_every_byte_is_compared_as_it_arrives(threads: int) -> None:
+def test_every_byte_is_compared(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "THREADS", threads)
     manifest, flat = version(tied())
-    with Check(flat, manifest, threads=threads) as check:
-        for _, end in manifest.buckets():
-            check.arrived(end)
-        check.finish()
-    assert check.num_bytes == 4 * (100 + 40 + 7)
+    assert compare(flat, manifest) == 4 * (100 + 40 + 7)
     for name in ("a", "b", "c"):
         wrong = flat.clone()
         wrong[end_of(manifest, name) - 1] += 1
-        message = f"tensor {name!r} arrived with xxh3_64"
-        with pytest.raises(WireError, match=message), Check(wrong, manifest, threads=threads) as check:
-            check.finish()
-
-
-def test_a_byte_that_has_not_arrived_yet_is_not_compared() -> None:
-    manifest, flat = version(tied())
-    late = flat.clone()
-    late[end_of(manifest, "a") :] = 0
-    with Check(late, manifest) as check:
-        check.arrived(end_of(manifest, "a") + 64)
-        late[end_of(manifest, "a") + 64 :] = flat[end_of(manifest, "a") + 64 :]
-        late[end_of(manifest, "a") : end_of(manifest, "a") + 64] = 0
-        with pytest.raises(WireError, match="'b' arrived with"):
-            check.finish()
-
-
-def test_a_wrong_tensor_is_reported_before_the_rest_has_arrived() -> None:
-    manifest, flat = version(tied())
-    flat[0] += 1
-    with Check(flat, manifest, threads=1) as check:
-        for _ in range(2):
-            with contextlib.suppress(WireError):
-                check.arrived(end_of(manifest, "a"))
-            # The thread takes one after the other, so it has compared the tensor when it has done this.
-            check._executors[0].submit(lambda: None).result()
-        assert not check._futures
+        with pytest.raises(WireError, match=f"tensor {name!r} arrived with xxh3_64"):
+            compare(wrong, manifest)
 
 
 def test_pieces_larger_than_a_chunk_are_hashed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "CHUNK_BYTES", 100)
     manifest, flat = version({"a": torch.randn(777), "b": torch.randn(333).to(torch.bfloat16)}, 64)
-    with Check(flat, manifest) as check:
-        for _, end in manifest.buckets():
-            check.arrived(end)
-        check.finish()
+    compare(flat, manifest)
 
 
 @pytest.mark.parametrize(
@@ -95,40 +61,37 @@ def test_pieces_larger_than_a_chunk_are_hashed_in_chunks(monkeypatch: pytest.Mon
 def test_a_number_that_is_not_finite_is_found_wherever_it_is(
     dtype: torch.dtype, bad: float, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "CHUNK_BYTES", 129)
+    monkeypatch.setattr(verification, "CHUNK_BYTES", 136)
     tensor = torch.linspace(-1, 1, 1000).to(dtype)
     tensor[place] = bad
     manifest, flat = version({"fine": torch.ones(3), "weight": tensor}, bucket_bytes=101)
     message = "weight 'weight' has NaN or infinite elements; the old weights go on"
     for digests in (True, False):
         with pytest.raises(InvalidInput, match=message):
-            compare_as_it_arrives(flat, manifest, digests)
+            compare(flat, manifest, digests)
 
 
 def test_a_sum_that_overflows_is_no_fault() -> None:
     manifest, flat = version({"weight": torch.full((1000,), 60_000.0).to(torch.float16)})
-    with Check(flat, manifest) as check:
-        check.finish()
+    compare(flat, manifest)
 
 
 def test_bytes_of_integers_are_never_a_fault() -> None:
     manifest, flat = version({"weight": torch.full((100,), -1, dtype=torch.int16)})
-    with Check(flat, manifest) as check:
-        check.finish()
+    compare(flat, manifest)
 
 
 def test_wrong_bytes_that_look_like_nan_are_wrong_bytes() -> None:
     manifest, flat = version({"weight": torch.ones(100)})
     flat[:8] = 255
-    with pytest.raises(WireError, match="'weight' arrived with"), Check(flat, manifest) as check:
-        check.finish()
+    with pytest.raises(WireError, match="'weight' arrived with"):
+        compare(flat, manifest)
 
 
 def test_without_digests_only_numbers_are_looked_at() -> None:
     manifest, flat = version({"weight": torch.ones(100)})
     flat[2] += 1
-    with Check(flat, manifest, digests=False) as check:
-        check.finish()
+    compare(flat, manifest, digests=False)
 
 
 def test_names_of_one_memory_with_two_checksums_are_refused() -> None:
@@ -154,16 +117,14 @@ def test_a_process_compares_its_share_alone() -> None:
     shares = [share_of(pieces_of(manifest), index, 2) for index in range(2)]
     wrong = flat.clone()
     wrong[shares[1][0].start] += 1
-    with Check(wrong, manifest, shares[0]) as check:
-        check.finish()
-    assert check.num_bytes == 512
-    with pytest.raises(WireError), Check(wrong, manifest, shares[1]) as check:
-        check.finish()
+    assert verify(wrong, manifest, shares[0], digests=True) == 512
+    with pytest.raises(WireError):
+        verify(wrong, manifest, shares[1], digests=True)
 
 
 def test_no_thread_is_left_behind() -> None:
     manifest, flat = version(tied())
     flat[0] += 1
-    with pytest.raises(WireError), Check(flat, manifest, threads=4) as check:
-        check.finish()
+    with pytest.raises(WireError):
+        compare(flat, manifest)
     assert not [t for t in threading.enumerate() if t.name.startswith("paceline-checksums")]

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.weights.hosts import accepting
-from paceline.weights.hosts.accepting import next_connection
+from paceline.weights.hosts import transport
+from paceline.weights.hosts.transport import next_connection
 
 
 class Listener:
@@ -27,7 +27,7 @@ class Listener:
 
 
 def test_errors_end_nothing_but_a_closed_listener(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accepting, "PAUSE_S", 0.0)
+    monkeypatch.setattr(transport, "PAUSE_S", 0.0)
     taken, closed = ("connection", "address"), False
     listener = cast(socket.socket, Listener(errno.EMFILE, errno.ECONNABORTED, taken, errno.EINVAL))
     assert next_connection(listener, lambda: closed) == taken

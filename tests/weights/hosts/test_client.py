@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from paceline.weights.hosts import client as module
-from paceline.weights.hosts.client import AgentClient
+from paceline.weights.hosts.client import RelayClient
 from paceline.weights.hosts.local_socket import FOLDER_VARIABLE, LABEL_VARIABLE, socket_name
 
 WAIT_S = 60.0
-Start = Callable[[], AgentClient]
+Start = Callable[[], RelayClient]
 
 
 @pytest.fixture(params=["abstract", "folder"])
@@ -27,11 +27,11 @@ def start(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     folder = tempfile.mkdtemp(prefix="agents-")  # a socket's name is short
     if request.param == "folder":
         monkeypatch.setenv(FOLDER_VARIABLE, folder)
-    clients: list[AgentClient] = []
+    clients: list[RelayClient] = []
 
-    def started() -> AgentClient:
+    def started() -> RelayClient:
         clients.append(
-            AgentClient(socket_name("127.0.0.1:7070", "127.0.0.1"), "127.0.0.1", "127.0.0.1", "here")
+            RelayClient(socket_name("127.0.0.1:7070", "127.0.0.1"), "127.0.0.1", "127.0.0.1", "here")
         )
         clients[-1].start()
         return clients[-1]
@@ -45,7 +45,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     shutil.rmtree(folder)
 
 
-def pid_of(client: AgentClient) -> int:
+def pid_of(client: RelayClient) -> int:
     assert client._connection is not None
     return client._connection.peer_pid
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import InvalidInput, Unavailable, WireError
-from paceline.weights.hosts.host_weights import HostWeights
-from paceline.weights.hosts.segment_pair import SegmentPair
+from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.groups import Version
 from paceline.weights.hosts.members import PATIENCE, HostMembers
-from paceline.weights.publish_result import PublishResult
+from paceline.weights.progress import PublishResult
 
 V1, V2, V3 = (Version(1, step) for step in (1, 2, 3))
 SIZE, WAIT_S, MAX_WAIT_S = 1000, 30.0, 4.0
@@ -26,7 +26,8 @@ class Bench:
     def after(self, seconds: float) -> None:
         """Let time pass."""
         self.now_s += seconds
-        self.members.check()
+        with self.members._changed:
+            self.members._changed.notify_all()
 
     def _hears(self) -> bool:
         self.asked.release()
@@ -52,7 +53,7 @@ def test_a_version_is_delivered_when_its_member_says_so(bench: Bench) -> None:
     result = bench.result()
     assert (result.member_id, result.version, result.ok, result.epoch) == ("a", V1, True, 3)
     assert result.size_bytes == SIZE
-    assert bench.members.held() == {"a": V1, "b": None}
+    assert {name: member.held for name, member in bench.members._members.items()} == {"a": V1, "b": None}
     bench.members.answer("a", V1, True, "")  # again, after a broken stream
     bench.members.answer("b", V3, True, "")  # a version that nobody published
     bench.members.answer("stranger", V1, True, "")

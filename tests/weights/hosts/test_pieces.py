@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import WireError
 from paceline.weights.format.manifest import TensorPlan, WeightManifest
-from paceline.weights.hosts.pieces import (
+from paceline.weights.hosts.manifest import (
     MAX_BUCKET_BYTES,
     MIN_BUCKET_BYTES,
     Owned,

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import InvalidInput
 from paceline.tls.folder import VARIABLE
-from paceline.weights.hosts.plain_network import check_plain, check_store
+from paceline.weights.hosts.transport import check_plain, check_store
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from paceline.errors import Unavailable
 from paceline.groups import Version
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.frames import Kind
-from paceline.weights.hosts.relay import Agent
-from paceline.weights.hosts.transport import TcpChannel, TcpTransport
+from paceline.weights.hosts.relay import Relay
+from paceline.weights.hosts.transport import Channel, Transport
 
 V1, V2, V3 = (Version(1, step) for step in (1, 2, 3))
 
@@ -25,7 +25,7 @@ class Site:
     """The learner's hosts, and others."""
 
     def __init__(self) -> None:
-        self.agents: list[Agent] = []
+        self.agents: list[Relay] = []
         self.clients: list[LocalClient] = []
         self.learners: list[LearnerHost] = []
 
@@ -33,8 +33,8 @@ class Site:
         self.learners.append(LearnerHost(layout(hosts=hosts)))
         return self.learners[-1]
 
-    def host(self) -> tuple[Agent, LocalClient]:
-        agent = Agent(TcpTransport(), "127.0.0.1", silence_s=2.0)
+    def host(self) -> tuple[Relay, LocalClient]:
+        agent = Relay(Transport(), "127.0.0.1", silence_s=2.0)
         self.agents.append(agent)
         self.clients.append(LocalClient(agent))
         return agent, self.clients[-1]
@@ -112,12 +112,12 @@ def test_a_host_that_changes_bytes_is_read_no_further(site: Site) -> None:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            channel = TcpChannel(connection, "liar", 5.0)
+            channel = Channel(connection, "liar", 5.0)
             channel.send(bytes(frames.NONCE_BYTES))
             request = frames.receive_request(channel)
             if request.manifest:
                 frames.send_frame(
-                    channel, Kind.MANIFEST, data=learner.agents[0].store.versions()[-1].manifest_bytes
+                    channel, Kind.MANIFEST, data=learner.agents[0].store._held[-1].manifest_bytes
                 )
             else:
                 size_bytes = learner.manifest.pieces[request.stream].size_bytes
@@ -166,7 +166,7 @@ def test_a_plan_with_other_upstreams_redirects_a_version_under_way(site: Site) -
     assert has_content(learner, client, V1)
 
 
-def until_read(agent: Agent) -> None:
+def until_read(agent: Relay) -> None:
     """Wait until another host asks this one for something."""
     end_s = time.monotonic() + WAIT_S
     while not agent.sender._channels:
@@ -174,7 +174,7 @@ def until_read(agent: Agent) -> None:
         time.sleep(0.01)
 
 
-def hosts_of_a_run(site: Site) -> tuple[LearnerHost, list[tuple[Agent, LocalClient]]]:
+def hosts_of_a_run(site: Site) -> tuple[LearnerHost, list[tuple[Relay, LocalClient]]]:
     """Return two hosts that hold a version, so that they answer each other."""
     learner, members = site.learner(), [site.host(), site.host()]
     announced = learner.stage(V1)
@@ -215,10 +215,10 @@ def test_a_version_that_has_begun_and_stands_still_is_left_for_a_newer_one(site:
 
     def stand_still(connection: socket.socket) -> None:
         """Send the manifest, and then signs of life for ever."""
-        channel = TcpChannel(connection, "waits", 5.0)
+        channel = Channel(connection, "waits", 5.0)
         channel.send(bytes(frames.NONCE_BYTES))
         if frames.receive_request(channel).manifest:
-            data = learner.agents[0].store.versions()[0].manifest_bytes
+            data = learner.agents[0].store._held[0].manifest_bytes
             frames.send_frame(channel, Kind.MANIFEST, data=data)
         with contextlib.suppress(Unavailable):
             while not ended.wait(0.05):
@@ -248,7 +248,7 @@ def test_a_version_that_has_begun_and_stands_still_is_left_for_a_newer_one(site:
 def test_nobody_reads_without_the_run_s_secret(site: Site, token: bytes) -> None:
     learner = site.learner()
     announced = learner.stage(V1)
-    channel = TcpTransport().connect(address(learner.agents[0]), 5.0)
+    channel = Transport().connect(address(learner.agents[0]), 5.0)
     nonce = frames.receive(channel, frames.NONCE_BYTES)
     request = frames.host_agent_pb2.ReadRequest(
         protocol=frames.PROTOCOL,
@@ -267,7 +267,7 @@ def test_nobody_reads_without_the_run_s_secret(site: Site, token: bytes) -> None
 
 def test_what_is_no_request_ends_that_connection_only(site: Site) -> None:
     learner, (_, client) = site.learner(), site.host()
-    channel = TcpTransport().connect(address(learner.agents[0]), 5.0)
+    channel = Transport().connect(address(learner.agents[0]), 5.0)
     frames.receive(channel, frames.NONCE_BYTES)
     channel.send(b"\xff" * 64)
     with pytest.raises(Unavailable):

@@ -15,9 +15,9 @@ from paceline.groups import Version
 from paceline.v1 import host_agent_pb2, worker_pb2
 from paceline.weights.hosts.members import HostMembers
 from paceline.weights.hosts.receiver import HostReceiver, check_plan
-from paceline.weights.hosts.relay import Agent
-from paceline.weights.hosts.transport import TcpTransport
-from paceline.weights.publish_result import PublishResult
+from paceline.weights.hosts.relay import Relay
+from paceline.weights.hosts.transport import Transport
+from paceline.weights.progress import PublishResult
 
 V1, V2, V3 = (Version(1, step) for step in (1, 2, 3))
 WAIT_S = 60.0
@@ -25,15 +25,18 @@ LONGEST_SILENCE_S = 1.0
 
 
 class Client(LocalClient):
-    """The interface of `AgentClient`, without a process to start."""
+    """The interface of `RelayClient`, without a process to start."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Relay) -> None:
         super().__init__(agent)
         self.told: queue.Queue[Version] = queue.Queue()
         """Complete versions of which the agent has told, after the receiver has heard of them."""
-        self.on_connected, self.on_reply = (lambda: None), (lambda reply, fd: None)
+        self.forget()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
+
+    def forget(self) -> None:
+        self.on_connected, self.on_reply = (lambda: None), (lambda reply, fd: None)
 
     def send(self, request: host_agent_pb2.AgentRequest) -> None:  # type: ignore[override]
         self.connection.send(request)
@@ -53,9 +56,9 @@ class Client(LocalClient):
 class Worker:
     """A worker on a host of its own unless `agent` is given, and its learner's host."""
 
-    def __init__(self, learner: LearnerHost | None = None, agent: Agent | None = None) -> None:
+    def __init__(self, learner: LearnerHost | None = None, agent: Relay | None = None) -> None:
         self.learner = learner or LearnerHost(layout())
-        self.agent = agent or Agent(TcpTransport(), "127.0.0.1")
+        self.agent = agent or Relay(Transport(), "127.0.0.1")
         self.client = Client(self.agent)
         self.loaded: queue.Queue[tuple[Version, bytes]] = queue.Queue()
         self.acks: queue.Queue[tuple[Version, bool, str, worker_pb2.HostTransfer | None]] = queue.Queue()
@@ -138,7 +141,8 @@ def test_a_swap_of_ten_times_the_longest_silence_is_served_once_with_one_transfe
         now["s"] += LONGEST_SILENCE_S / 2
         (progress,) = worker.receiver.at_work
         members.progress("m", progress.version, progress.received_bytes, progress.phase == "loading")
-        members.check()
+        with members._changed:
+            members._changed.notify_all()
     assert results.empty()
     worker.go_on.set()
     version, ok, message, _ = worker.acks.get(timeout=WAIT_S)

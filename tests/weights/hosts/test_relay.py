@@ -12,8 +12,8 @@ from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.v1 import host_agent_pb2
 from paceline.weights.hosts import frames, sending
-from paceline.weights.hosts.relay import Agent
-from paceline.weights.hosts.transport import TcpTransport
+from paceline.weights.hosts.relay import Relay
+from paceline.weights.hosts.transport import Transport
 
 V1, V2 = Version(1, 1), Version(1, 2)
 
@@ -26,13 +26,13 @@ def learner() -> Iterator[LearnerHost]:
 
 
 @pytest.fixture
-def agent() -> Iterator[Agent]:
-    made = Agent(TcpTransport(), "127.0.0.1")
+def agent() -> Iterator[Relay]:
+    made = Relay(Transport(), "127.0.0.1")
     yield made
     made.close()
 
 
-def test_a_version_reaches_a_host_once_and_all_its_workers(learner: LearnerHost, agent: Agent) -> None:
+def test_a_version_reaches_a_host_once_and_all_its_workers(learner: LearnerHost, agent: Relay) -> None:
     workers = [LocalClient(agent) for _ in range(3)]
     announced = learner.stage(V1)
     segments = []
@@ -72,7 +72,7 @@ def test_each_plan_is_answered_with_the_complete_version_also_one_that_was_told_
     worker.connection.close()
 
 
-def test_a_version_is_staged_when_the_last_rank_of_the_host_has_written(agent: Agent) -> None:
+def test_a_version_is_staged_when_the_last_rank_of_the_host_has_written(agent: Relay) -> None:
     ranks = [LocalClient(agent) for _ in range(2)]
     for rank in ranks:
         stage = host_agent_pb2.StageLayout(run_id=RUN, manifest=layout().to_bytes(), local_ranks=2)
@@ -90,7 +90,7 @@ def test_a_version_is_staged_when_the_last_rank_of_the_host_has_written(agent: A
         rank.connection.close()
 
 
-def test_a_rank_that_dies_while_it_writes_leaves_no_version(agent: Agent) -> None:
+def test_a_rank_that_dies_while_it_writes_leaves_no_version(agent: Relay) -> None:
     rank = LocalClient(agent)
     rank.send(layout=host_agent_pb2.StageLayout(run_id=RUN, manifest=layout().to_bytes(), local_ranks=1))
     rank.send(begin=host_agent_pb2.StageBegin(run_id=RUN, version=message(V1)))
@@ -124,9 +124,9 @@ def test_a_request_that_makes_no_sense_is_refused_and_the_agent_goes_on(
     client.connection.close()
 
 
-def read_as_a_stranger(agent: Agent) -> bytes:
+def read_as_a_stranger(agent: Relay) -> bytes:
     """Ask an agent for a manifest with a proof that fits nothing; return what it says."""
-    channel = TcpTransport().connect(address(agent), WAIT_S)
+    channel = Transport().connect(address(agent), WAIT_S)
     try:
         nonce = frames.receive(channel, frames.NONCE_BYTES)
         request = host_agent_pb2.ReadRequest(protocol=frames.PROTOCOL, run_id=RUN, manifest=True, proof=nonce)

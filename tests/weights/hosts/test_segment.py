@@ -28,7 +28,7 @@ import sys
 from paceline.weights.hosts.segment import HostSegment
 segment = HostSegment.open(sys.argv[1])
 with segment.reading(int(sys.argv[2])):
-    print(sum(map(sum, map(segment.bytes_of, range(4)))), segment.num_buckets, segment.digest(0, int(sys.argv[2])), flush=True)
+    print(sum(segment.memory()), segment.num_buckets, segment.digest(0, int(sys.argv[2])), flush=True)
     sys.stdin.readline()
 """
 
@@ -66,10 +66,10 @@ def test_a_segment_that_is_read_is_not_begun_anew_until_the_reader_has_finished(
     with reader_of(segment, generation) as reader:
         assert reader.stdout is not None
         reader.stdout.readline()
-        with pytest.raises(Unavailable, match="generation 1 is still read after"):
+        with pytest.raises(Unavailable, match="generation 1 is still read;"):
             segment.begin()
         assert segment.generation == generation
-    assert segment.begin(60) == generation + 1
+    assert segment.begin() == generation + 1
 
 
 def test_a_reader_that_is_killed_or_stopped_for_good_has_finished() -> None:
@@ -82,7 +82,8 @@ def test_a_reader_that_is_killed_or_stopped_for_good_has_finished() -> None:
         with pytest.raises(Unavailable):
             segment.begin()
         reader.kill()
-        assert segment.begin(60) == generation + 1
+        reader.wait()
+        assert segment.begin() == generation + 1
 
 
 def test_the_writers_own_process_can_read_too() -> None:
@@ -106,12 +107,6 @@ def test_a_reader_that_comes_too_late_is_refused() -> None:
         pass
 
 
-def test_giving_up_ends_the_wait_for_readers() -> None:
-    segment = HostSegment.create(SIZE_BYTES, BUCKET_BYTES)
-    with segment.reading(segment.begin()), pytest.raises(Unavailable):
-        segment.begin(1e9, given_up=lambda: True)
-
-
 def test_buckets_are_published_one_by_one_and_forgotten_with_the_generation() -> None:
     segment = HostSegment.create(SIZE_BYTES, BUCKET_BYTES)
     first = segment.begin()
@@ -130,11 +125,11 @@ def test_buckets_are_published_one_by_one_and_forgotten_with_the_generation() ->
             segment.publish(bucket, digest)
 
 
-def test_buckets_are_received_into_the_memory_itself() -> None:
+def test_bytes_are_received_into_the_memory_itself() -> None:
     segment = HostSegment.create(SIZE_BYTES, BUCKET_BYTES)
     flat = segment.flat()
     near, far = socket.socketpair()
-    with near, far, segment.bytes_of(3) as last:
+    with near, far, segment.memory()[-100:] as last:
         far.sendall(b"x" * 100)
         assert len(last) == 100
         assert near.recv_into(last) == 100

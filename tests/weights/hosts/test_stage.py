@@ -13,24 +13,27 @@ from host_agents import RUN, LocalClient, content, layout
 from paceline.errors import Unavailable
 from paceline.groups import Version
 from paceline.v1 import host_agent_pb2
-from paceline.weights.hosts.relay import Agent
+from paceline.weights.hosts.relay import Relay
 from paceline.weights.hosts.segment import HostSegment
 from paceline.weights.hosts.stage import RankStage
-from paceline.weights.hosts.transport import TcpTransport
+from paceline.weights.hosts.transport import Transport
 
 V1, V2 = Version(1, 1), Version(1, 2)
 WAIT_S = 60.0
 
 
 class Client:
-    """The interface of `AgentClient`; the test replaces the agent. `sent` names all requests, in their order."""
+    """The interface of `RelayClient`; the test replaces the agent. `sent` names all requests, in their order."""
 
     def __init__(self) -> None:
-        self.on_connected, self.on_reply = (lambda: None), (lambda reply, fd: None)
+        self.forget()
         self.sent: list[str] = []
         self._local: LocalClient | None = None
 
-    def connect(self, agent: Agent) -> None:
+    def forget(self) -> None:
+        self.on_connected, self.on_reply = (lambda: None), (lambda reply, fd: None)
+
+    def connect(self, agent: Relay) -> None:
         local = LocalClient(agent)
         self._local, earlier = local, self._local
         if earlier is not None:
@@ -63,7 +66,7 @@ class Ranks:
     """The ranks of one host."""
 
     def __init__(self, number: int) -> None:
-        self.agents: list[Agent] = []
+        self.agents: list[Relay] = []
         self.clients = [Client() for _ in range(number)]
         self.staged: queue.Queue[tuple[int, Version]] = queue.Queue()
         self.write_begun, self.go_on = threading.Event(), threading.Event()
@@ -84,7 +87,7 @@ class Ranks:
         )
 
     def replace_agent(self) -> None:
-        self.agents.append(Agent(TcpTransport(), "127.0.0.1"))
+        self.agents.append(Relay(Transport(), "127.0.0.1"))
         for client in self.clients:
             client.connect(self.agents[-1])
 

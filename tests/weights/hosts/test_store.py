@@ -76,7 +76,7 @@ def test_memory_that_an_engine_reads_is_never_taken(store: HostStore) -> None:
     # Two segments are enough again.
     fill(store, staged)
     begin(store, 6)
-    assert len({id(held.segment) for held in store.versions()}) == 2
+    assert len({id(held.segment) for held in store._held}) == 2
 
 
 def test_memory_that_is_written_is_not_taken(store: HostStore) -> None:
@@ -101,5 +101,5 @@ def test_another_run_drops_everything(store: HostStore) -> None:
     held = fill(store, begin(store, 1))
     store.use_run("another")
     assert held.gone
-    assert store.versions() == []
+    assert store._held == []
     assert store.begin(LAYOUT, Version(1, 2), staged=True, wait_s=0.0) is None

@@ -22,9 +22,8 @@ from paceline.tls.authority import issue, make_authority, renew
 from paceline.tls.folder import VARIABLE, TlsFolder
 from paceline.tls.peers import PeerTls
 from paceline.weights.hosts import frames, sending
-from paceline.weights.hosts.relay import Agent
-from paceline.weights.hosts.tls_transport import TlsTransport, transport_of
-from paceline.weights.hosts.transport import TcpTransport
+from paceline.weights.hosts.relay import Relay
+from paceline.weights.hosts.transport import TlsTransport, Transport, transport_of
 
 V1, V2 = Version(1, 1), Version(1, 2)
 
@@ -48,7 +47,7 @@ def learner(folders: dict[str, Path]) -> Iterator[LearnerHost]:
 
 @contextlib.contextmanager
 def host(folder: Path) -> Iterator[LocalClient]:
-    agent = Agent(transport(folder), "127.0.0.1", silence_s=2.0)
+    agent = Relay(transport(folder), "127.0.0.1", silence_s=2.0)
     client = LocalClient(agent)
     try:
         yield client
@@ -117,7 +116,7 @@ def test_a_peer_that_resets_its_connection_at_once_keeps_nobody_out(
     folders: dict[str, Path], speaks_tls: bool
 ) -> None:
     encrypted = transport(folders["learner"])
-    listener = (encrypted if speaks_tls else TcpTransport()).listen("127.0.0.1", 0, 10.0)
+    listener = (encrypted if speaks_tls else Transport()).listen("127.0.0.1", 0, 10.0)
     where = ("127.0.0.1", listener.port)
     with contextlib.closing(listener):
         for _ in range(3):
@@ -149,6 +148,6 @@ def test_the_environment_chooses_the_transport(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert type(transport_of()) is TcpTransport
+    assert type(transport_of()) is Transport
     monkeypatch.setenv(VARIABLE, str(folders["learner"]))
     assert isinstance(transport_of(), TlsTransport)

@@ -12,9 +12,13 @@ from store_pair import DEADLINE_S, Pair, check, offer
 
 from paceline.errors import WireError
 from paceline.groups import Version
-from paceline.weights.store.offer import StoreOffer
-from paceline.weights.store.part_file import METADATA_KEY, PREFIX_BYTES, read_head
-from paceline.weights.store.store_format import StoredVersion
+from paceline.weights.store.store_format import (
+    METADATA_KEY,
+    PREFIX_BYTES,
+    StoredVersion,
+    StoreOffer,
+    read_head,
+)
 
 
 @pytest.fixture

@@ -25,12 +25,13 @@ from transformers import AutoModelForCausalLM
 
 from paceline.groups import Version
 from paceline.learner.collectives import broadcast_bytes
-from paceline.learner.weights.shards import local_slices, plan_tensors
-from paceline.weights.publish_result import PublishResult
+from paceline.learner.weights.device_snapshot import local_slices
+from paceline.learner.weights.gather import plan_tensors
+from paceline.weights.progress import PublishResult
 from paceline.weights.store.object_store import WeightStore
-from paceline.weights.store.offer import StoreOffer
 from paceline.weights.store.offers import StoreOffers
 from paceline.weights.store.rank_board import make_board
+from paceline.weights.store.store_format import StoreOffer
 from paceline.weights.store.writer import StoreWriter
 
 MEMBER = Path(__file__).parents[2] / "support" / "processes" / "store_member.py"

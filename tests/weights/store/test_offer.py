@@ -6,8 +6,7 @@ import pytest
 
 from paceline.errors import WireError
 from paceline.groups import Version
-from paceline.weights.store.offer import StoreOffer
-from paceline.weights.store.store_format import StoredObject
+from paceline.weights.store.store_format import StoredObject, StoreOffer
 
 STORE = StoreOffer(
     run_id="run",

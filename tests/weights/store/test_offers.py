@@ -9,11 +9,9 @@ import pytest
 
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
-from paceline.weights.publish_result import PublishResult
-from paceline.weights.store.chain import Stored
-from paceline.weights.store.offer import StoreOffer
-from paceline.weights.store.offers import MAX_SNAPSHOTS, StoreOffers
-from paceline.weights.store.store_format import StoredObject
+from paceline.weights.progress import PublishResult
+from paceline.weights.store.offers import MAX_SNAPSHOTS, Stored, StoreOffers
+from paceline.weights.store.store_format import StoredObject, StoreOffer
 
 DEADLINE_S = 60.0
 

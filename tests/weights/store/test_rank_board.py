@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.weights.store import rank_board
-from paceline.weights.store.rank_board import LocalBoard, _TcpBoard
+from paceline.weights.store.rank_board import RankBoard, _TcpBoard
 
 
 class Store:
@@ -44,7 +44,7 @@ def test_what_nobody_foresaw_rises() -> None:
 
 
 def test_one_rank_alone_has_what_it_left() -> None:
-    board = LocalBoard()
+    board = RankBoard()
     board.put("a", b"1")
     assert board.wait("a", threading.Event()) == b"1"
     board.remove("a")

@@ -13,9 +13,8 @@ from tiny_policy import save_tiny_policy
 
 from paceline.groups import Version
 from paceline.weights.store.object_store import WeightStore
-from paceline.weights.store.offer import StoreOffer
 from paceline.weights.store.reader import StoreReader
-from paceline.weights.store.store_format import StoredObject
+from paceline.weights.store.store_format import StoredObject, StoreOffer
 
 pytestmark = pytest.mark.slow
 STEPS = 5

@@ -13,9 +13,8 @@ import torch
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.store import receiver as store_receiver
-from paceline.weights.store.offer import StoreOffer
 from paceline.weights.store.receiver import StoreReceiver
-from paceline.weights.store.store_format import StoredObject
+from paceline.weights.store.store_format import StoredObject, StoreOffer
 
 DEADLINE_S = 60.0
 Ack = tuple[Version, bool, str, bool]
