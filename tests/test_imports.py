@@ -15,15 +15,26 @@ import pytest
 import paceline
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("paceline", "apps", "services", "rollout", "reward", "learner", "environment", "protos")
+PACKAGES = (
+    "paceline",
+    "apps",
+    "services",
+    "rollout",
+    "reward",
+    "learner",
+    "environment",
+    "weights",
+    "protos",
+)
 """Folders of the repository. Those but `paceline` are its subpackages, by links within it; that of protos is `paceline.v1`."""
 MAY_IMPORT = {
     "protos": {"protos"},
     "paceline": {"paceline", "protos"},
-    "rollout": {"rollout", "paceline", "protos"},
-    "reward": {"reward", "paceline", "protos"},
-    "learner": {"learner", "paceline", "protos"},
-    "environment": {"environment", "paceline", "protos"},
+    "weights": {"weights", "paceline", "protos"},
+    "rollout": {"rollout", "weights", "paceline", "protos"},
+    "reward": {"reward", "weights", "paceline", "protos"},
+    "learner": {"learner", "weights", "paceline", "protos"},
+    "environment": {"environment", "weights", "paceline", "protos"},
     "services": set(PACKAGES) - {"apps"},
     "apps": set(PACKAGES),
 }

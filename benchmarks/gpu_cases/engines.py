@@ -18,12 +18,11 @@ from paceline.learner.batch.samples import TrainingSample, pack_samples
 from paceline.learner.model.policy import load_policy, packed_logprobs
 from paceline.rollout.engine import Completion, Engine, GenerationRequest, SamplingParams
 from paceline.rollout.engines import create_engine
-from paceline.rollout.weights.layout import meta_layout, read_config
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
-from paceline.weights.host_weights import HostWeights
-from paceline.weights.manifest import TensorPlan, WeightManifest
-from paceline.weights.segment_pair import SegmentPair
+from paceline.weights.format.manifest import TensorPlan, WeightManifest
+from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
+from paceline.weights.model_layout import meta_layout, read_config
 
 SWAPS = 5
 PROMPT_TOKENS = 32

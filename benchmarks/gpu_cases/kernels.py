@@ -15,7 +15,7 @@ from paceline.host.page_lock import PageLocks
 from paceline.learner.batch.layout import SequenceLayout
 from paceline.learner.model.attention import _by_runs, _flash, prefer_flash_attention_3
 from paceline.learner.model.logprobs import chunked_logprobs
-from paceline.weights.host_segment import HostSegment
+from paceline.weights.hosts.segment import HostSegment
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128
 """Of Qwen3 8B."""

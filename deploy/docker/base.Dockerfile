@@ -18,6 +18,7 @@ COPY protos protos
 COPY paceline paceline
 COPY services services
 COPY apps apps
+COPY weights weights
 COPY rollout rollout
 COPY reward reward
 COPY learner learner

@@ -12,7 +12,7 @@ from paceline.learner.checkpoints.export_folder import written_beside
 from paceline.learner.checkpoints.export_manifest import write_export_manifest
 from paceline.models.export_origin import Origin
 from paceline.spec import LoraSection
-from paceline.weights.lora_names import A_SUFFIX, FINGERPRINT, PREFIX
+from paceline.weights.format.lora_names import A_SUFFIX, FINGERPRINT, PREFIX
 
 
 def export_adapter(

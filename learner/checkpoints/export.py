@@ -20,7 +20,7 @@ from paceline.learner.checkpoints.model_folder import ModelFolder, empty_model, 
 from paceline.learner.checkpoints.verification import Location, Verified, verify
 from paceline.learner.model.adapter import adapter_weights, add_adapter, is_part_of_adapter
 from paceline.learner.weights.gather import gather_merged, is_first_rank
-from paceline.learner.weights.stream import Piece, Weight, export_weights, pieces
+from paceline.learner.weights.stream import TensorRun, Weight, export_weights, pieces
 from paceline.models.export_origin import Origin
 from paceline.models.pretrained import load_pretrained
 from paceline.spec import PolicySection
@@ -94,7 +94,7 @@ def export_live(
     return failure
 
 
-def _watched(stream: Iterator[Piece], errors: list[Exception]) -> Iterator[Piece]:
+def _watched(stream: Iterator[TensorRun], errors: list[Exception]) -> Iterator[TensorRun]:
     """Yield from `stream`, and keep an error that it raises."""
     try:
         yield from stream
@@ -146,12 +146,12 @@ def export_checkpoint(
 
 def _pieces_of_checkpoint(
     verified: Verified, weights: Mapping[str, Weight], dtype: torch.dtype
-) -> Iterator[Piece]:
+) -> Iterator[TensorRun]:
     for name, weight in weights.items():
         stored = torch.float32 if weight.tensor.is_floating_point() else weight.tensor.dtype
         tensor = torch.empty(weight.tensor.shape, dtype=stored)
         read_state(verified, {"model": {name: tensor}})
-        yield Piece(name, 0, tensor.to(weight.dtype(dtype)).reshape(-1))
+        yield TensorRun(name, 0, tensor.to(weight.dtype(dtype)).reshape(-1))
 
 
 def check_has_adapter(policy: PolicySection) -> None:

@@ -30,7 +30,7 @@ from paceline.files.model_source import model_source, tokenizer_source
 from paceline.learner.checkpoints.export_manifest import write_export_manifest
 from paceline.learner.checkpoints.other_files import copy_files_of_policy
 from paceline.learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
-from paceline.learner.weights.stream import Piece, Weight
+from paceline.learner.weights.stream import TensorRun, Weight
 from paceline.models.export_origin import Origin
 from paceline.models.pretrained import skeleton
 from paceline.spec import PolicySection
@@ -82,7 +82,7 @@ class ModelFolder:
     ) -> None:
         self._writer.__exit__(kind, error, trace)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TensorRun) -> None:
         """Write a piece, or keep it until its layer can be written. Raises OSError (a full disk)."""
         sources = self._groups[piece.name]
         if piece.name in self._plain:

@@ -82,7 +82,7 @@ def copy_files_of_policy(model_name: str, tokenizer_name: str | None, folder: Pa
 
 def _add_ends(folder: Path, end: int | None) -> None:
     """Add to the generation config the ends of the config and the tokenizer that it lacks, because a run samples up to any of them
-    (`rollout/weights/layout.py:end_token_ids`)."""
+    (`weights/model_layout.py:end_token_ids`)."""
     path = folder / GENERATION_CONFIG
     content, config = json.loads(path.read_bytes()), json.loads((folder / CONFIG).read_bytes())
     listed, others = _ids(content.get("eos_token_id")), [*_ids(config.get("eos_token_id")), *_ids(end)]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from paceline.error_texts import first_line
 from paceline.errors import InvalidInput
 from paceline.spec import LoraSection
-from paceline.weights.lora_names import FINGERPRINT, fingerprint, merged, wire_names
+from paceline.weights.format.lora_names import FINGERPRINT, fingerprint, merged, wire_names
 
 NAME = "default"
 BASE = ".base_layer."

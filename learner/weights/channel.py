@@ -1,36 +1,38 @@
 """The learner's side of a weight channel: the interface to a run's loop, the same for every kind of channel.
 
 Every rank has a channel; rank 0 has a separate class, which also serves the members. `publish`, `write_snapshot` and the
-construction are collective calls; the other methods matter on rank 0 only, where the control plane's thread calls them.
+construction are collective calls; the other methods matter on rank 0 only, where the control plane's thread calls them, and do
+nothing on the other ranks.
 `publish` returns as soon as it has copied the weights, so that later steps do not touch the copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from torch import nn
 
 from paceline.groups import Version
 
 
-class WeightChannel(Protocol):
+class WeightChannel:
     """Sender of every published version, or of the newest, to the members of the roster."""
 
     @property
     def wants_snapshot(self) -> bool:
         """Return whether a member needs a snapshot, so that all ranks have to call `write_snapshot`. Raises the error that ended a
         thread."""
+        return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
         """Publish the model's current weights as `version`."""
+        raise NotImplementedError
 
     def write_snapshot(self) -> None:
         """Write the newest version in full, where the channel uses the object store."""
 
     def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
-        """Set the members that receive from now on. `by_host` are those of them whose hosts have agents. Return at once."""
+        """Set the members that receive from now on. `by_host` are those of them whose hosts have relays. Return at once."""
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
         """Take a member's answer to an offer."""
@@ -45,21 +47,3 @@ class WeightChannel(Protocol):
 
     def close(self) -> None:
         """End all threads, without waiting for a stuck one."""
-
-
-class WithoutMembers:
-    """The members' side of a channel on the ranks beside rank 0: empty, because members talk to rank 0 alone."""
-
-    def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
-        """See `WeightChannel.set_members`."""
-
-    def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
-        """See `WeightChannel.acknowledge`."""
-
-    def progress(
-        self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
-    ) -> None:
-        """See `WeightChannel.progress`."""
-
-    def interrupt(self, reason: str) -> None:
-        """See `WeightChannel.interrupt`."""

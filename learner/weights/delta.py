@@ -9,23 +9,22 @@ import torch
 from torch import nn
 
 from paceline.groups import Version
-from paceline.learner.weights.channel import WithoutMembers
-from paceline.learner.weights.device_snapshot import DeviceSnapshot
-from paceline.learner.weights.shards import NO_TILES, ColumnTiles, local_slices, plan_tensors
-from paceline.learner.weights.store.offers import StoreOffers
-from paceline.learner.weights.store.version_source import VersionSource, WholeSlices
-from paceline.learner.weights.store.writer import StoreWriter
-from paceline.weights.manifest import TensorPlan
+from paceline.learner.weights.channel import WeightChannel
+from paceline.learner.weights.device_snapshot import DeviceSnapshot, local_slices
+from paceline.learner.weights.gather import plan_tensors
+from paceline.weights.format.manifest import TensorPlan
+from paceline.weights.store.offers import StoreOffers
+from paceline.weights.store.version_source import VersionSource, WholeSlices
+from paceline.weights.store.writer import StoreWriter
 
 
-class DeltaChannel(WithoutMembers):
+class DeltaChannel(WeightChannel):
     """A `WeightChannel` on the ranks beside rank 0, which only write their slices."""
 
     def __init__(
         self,
         writer: StoreWriter,
         dtype: torch.dtype,
-        tiles: ColumnTiles = NO_TILES,
         *,
         on_device: bool = True,
     ) -> None:
@@ -33,21 +32,19 @@ class DeltaChannel(WithoutMembers):
         self._writer = writer
         self._on_device = on_device
         self._dtype = dtype
-        self._tiles = tiles
         self._tensors: tuple[TensorPlan, ...] = ()
         self._snapshot: DeviceSnapshot | None = None
 
     @property
     def wants_snapshot(self) -> bool:
-        """See `WeightChannel.wants_snapshot`."""
         self._writer.check()
         return False
 
     def publish(self, version: Version, model: nn.Module) -> None:
-        """See `WeightChannel.publish`: the time is that of copying this rank's slices, or of comparing them on its GPU."""
+        """The time is that of copying this rank's slices, or of comparing them on its GPU."""
         if not self._tensors:
             self._tensors = plan_tensors(model, self._dtype)
-            snapshot_here = DeviceSnapshot(model, self._dtype, self._tiles)
+            snapshot_here = DeviceSnapshot(model, self._dtype)
             self._snapshot = snapshot_here if self._on_device and snapshot_here.fits() else None
         snapshot = self._snapshot
 
@@ -56,18 +53,16 @@ class DeltaChannel(WithoutMembers):
             if snapshot is not None:
                 source = snapshot.take(replaced)
             else:
-                source = WholeSlices(local_slices(model, self._dtype, self._tiles))
+                source = WholeSlices(local_slices(model, self._dtype))
             self._copied(version, time.perf_counter() - started_s)
             return source
 
         self._writer.take(version, take, self._tensors)
 
     def write_snapshot(self) -> None:
-        """See `WeightChannel.write_snapshot`."""
         self._writer.put_snapshot()
 
     def close(self) -> None:
-        """See `WeightChannel.close`."""
         self._writer.close()
 
     def _copied(self, version: Version, copy_s: float) -> None:
@@ -83,45 +78,37 @@ class Rank0DeltaChannel(DeltaChannel):
         offers: StoreOffers,
         dtype: torch.dtype,
         announce: Callable[[Version, float], None],
-        tiles: ColumnTiles = NO_TILES,
         *,
         on_device: bool = True,
     ) -> None:
-        super().__init__(writer, dtype, tiles, on_device=on_device)
+        super().__init__(writer, dtype, on_device=on_device)
         self._offers = offers
         self._announce = announce
 
     @property
     def wants_snapshot(self) -> bool:
-        """See `WeightChannel.wants_snapshot`."""
         self._writer.check()
         return self._offers.wants_snapshot
 
     def write_snapshot(self) -> None:
-        """See `WeightChannel.write_snapshot`."""
         self._offers.snapshot_ordered()
         self._writer.put_snapshot()
 
     def set_members(self, epoch: int, member_ids: Sequence[str], by_host: Collection[str] = ()) -> None:
-        """See `WeightChannel.set_members`."""
         self._offers.set_members(epoch, member_ids)
 
     def acknowledge(self, member_id: str, version: Version, ok: bool, message: str, damaged: bool) -> None:
-        """See `WeightChannel.acknowledge`."""
         self._offers.answer(member_id, version, ok, message, damaged)
 
     def progress(
         self, member_id: str, version: Version, received_bytes: int = 0, loading: bool = False
     ) -> None:
-        """See `WeightChannel.progress`."""
         self._offers.progress(member_id)
 
     def interrupt(self, reason: str) -> None:
-        """See `WeightChannel.interrupt`."""
         self._offers.interrupt()
 
     def close(self) -> None:
-        """See `WeightChannel.close`."""
         self._offers.close()
         super().close()
 

@@ -1,34 +1,36 @@
-"""The weights that a rank published last, on its GPU, and what changed since: found there, so that only changes travel to
-the host.
+"""What a rank publishes: its slices of the model's weights, or what changed in them since, found on its GPU.
 
-Promise: `take` returns when nothing reads the model any more, so the next optimizer step may write it; what it returns is
-in host memory. The comparison costs a few passes over the rank's shards at the speed of the device's memory, and the memory
-of one copy in the published type.
-
-All elements are compared chunk by chunk, in the chunks of the store's format, by operations that wait for the device
-once a chunk: to learn how many elements changed.
+Nothing is gathered: each rank copies its box of every tensor that a mesh of any dimensions has divided, of several ranks
+that hold the same box the first one, and rank 0 alone copies the other tensors. Together the slices of all ranks are every
+tensor, once. Names are those of `paceline.learner.weights.gather.named_weights`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from paceline.learner.weights.shards import ColumnTiles, local_boxes, slice_of
-from paceline.learner.weights.store.version_source import (
+from paceline.errors import InvalidInput
+from paceline.learner.weights.gather import is_first_rank, named_weights, wire_name
+from paceline.weights.format.delta_codec import MAGNITUDE_BITS, MAGNITUDE_SHIFT, Changes, choose_bounds
+from paceline.weights.format.manifest import DTYPE_BYTES
+from paceline.weights.store.store_layout import CHUNK_ELEMENTS, Block, RankLayout
+from paceline.weights.store.version_source import (
     ChunkChanges,
     FoundChanges,
+    LocalSlice,
     VersionSource,
     WholeSlices,
+    bits_of,
     chunk_bits,
 )
-from paceline.weights.delta_codec import Changes
-from paceline.weights.magnitude_classes import MAGNITUDE_BITS, MAGNITUDE_SHIFT, choose_bounds
-from paceline.weights.store_layout import CHUNK_ELEMENTS, RankLayout
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +39,71 @@ SPARE = 1.5
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@torch.no_grad()
+def local_slices(model: nn.Module, dtype: torch.dtype | None) -> list[LocalSlice]:
+    """Return this rank's slices, copied to host memory; floating-point tensors as `dtype` (None keeps theirs).
+
+    Raises InvalidInput for a tensor of which the ranks hold summands.
+    """
+    return [slice_of(block, local) for block, local in local_boxes(model, dtype)]
+
+
+def slice_of(block: Block, local: torch.Tensor) -> LocalSlice:
+    """Return a box as a slice, copied to host memory."""
+    wire = getattr(torch, block.dtype)
+    return LocalSlice(block, bits_of(local.to("cpu", wire, copy=True, memory_format=torch.contiguous_format)))
+
+
+def local_boxes(model: nn.Module, dtype: torch.dtype | None) -> list[tuple[Block, torch.Tensor]]:
+    """Return this rank's boxes, in the order of `local_slices`, with the live tensors as they are; the blocks name the
+    types that are published. Elements of one width follow each other."""
+    return sorted(_boxes(model, dtype), key=lambda box: DTYPE_BYTES[box[0].dtype])
+
+
+def _boxes(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[Block, torch.Tensor]]:
+    seen: set[int] = set()
+    for name, tensor in named_weights(model).items():
+        if id(tensor) in seen:
+            continue  # tied: it travels under its first name
+        seen.add(id(tensor))
+        local, offsets = _local(name, tensor.detach())
+        if local is not None and local.numel():
+            yield Block(name, wire_name(local, dtype), offsets, tuple(local.shape)), local
+
+
+def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+    """Return this rank's part of a tensor, None where another rank has the same, and the indices of its first element."""
+    start = tuple(0 for _ in tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return (tensor, start) if is_first_rank() else (None, start)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise InvalidInput(f"tensor {name!r} is placed as {tensor.placements}: no rank has its elements")
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None, start
+    places = zip(coordinate, tensor.placements, strict=True)
+    if any(index and placement.is_replicate() for index, placement in places):
+        return None, start
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(offsets)
+
+
 class DeviceSnapshot:
-    """The snapshot of one rank of a run; `dtype` and `tiles` as of `local_slices`."""
+    """The weights that a rank published last, on its GPU; only what changed since travels to the host. `dtype` as of `local_slices`.
+
+    Promise: `take` returns when nothing reads the model any more, so the next optimizer step may write it; what it returns is
+    in host memory. The comparison costs a few passes over the rank's shards at the speed of the device's memory, and the
+    memory of one copy in the published type. It waits for the device once a chunk of the store's format, to learn how many
+    elements changed.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         dtype: torch.dtype,
-        tiles: ColumnTiles,
         chunk_elements: int = CHUNK_ELEMENTS,
     ) -> None:
-        self._model, self._dtype, self._tiles = model, dtype, tiles
+        self._model, self._dtype = model, dtype
         self.layout = RankLayout(tuple(block for block, _ in self._boxes()), chunk_elements)
         self._kept: list[Tensor] = []
         self._bounds: list[tuple[int, ...]] = []
@@ -105,7 +161,7 @@ class DeviceSnapshot:
         return WholeSlices(slices)
 
     def _boxes(self) -> list[tuple[Any, Tensor]]:
-        return local_boxes(self._model, self._dtype, self._tiles)
+        return local_boxes(self._model, self._dtype)
 
     def _chunk(self, boxes: list[tuple[Any, Tensor]], chunk: int) -> Tensor:
         """Return [N] the bits of a chunk of the live model, as integers on the device."""

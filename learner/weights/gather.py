@@ -9,7 +9,7 @@ model, whatever wraps its modules here, and tied weights appear under each of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from paceline.learner.model.adapter import adapter_weights, has_adapter, merged_state
 from paceline.learner.model.mesh import in_first_replica, shard_group
-from paceline.weights.manifest import TensorPlan, WeightManifest
-from paceline.weights.packing import empty_flat, views
+from paceline.weights.format.manifest import TensorPlan, WeightManifest
+from paceline.weights.format.packing import empty_flat, views
 
 BUCKET_BYTES = 64 << 20
 """Bytes of a rank's shards that travel at a time."""
@@ -34,7 +34,7 @@ def gather_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tor
 
     A collective call: all ranks of the model's mesh must make it at the same point. Floating-point tensors are
     converted to `dtype` (None keeps theirs) before they travel. The tensors are views of one allocation, laid out as
-    `paceline.weights.packing.plan` does, so they are written without another copy.
+    `paceline.weights.format.packing.plan` does, so they are written without another copy.
     """
     tensors = named_weights(model)
     return _gather(tensors, dtype, _allocate(tensors, dtype))
@@ -180,28 +180,34 @@ def _converted(tensor: Any, dtype: torch.dtype | None) -> Any:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
+def plan_tensors(model: nn.Module, dtype: torch.dtype | None) -> tuple[TensorPlan, ...]:
+    """Return names, dtypes, shapes and ties of the whole model, the same on every rank."""
+    return _planned(named_weights(model), dtype)
+
+
+def _planned(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> tuple[TensorPlan, ...]:
+    first: dict[int, str] = {}
+    plans = []
+    for name, tensor in tensors.items():
+        owner = first.setdefault(id(tensor), name)
+        same_as = None if owner == name else owner
+        plans.append(TensorPlan(name, wire_name(tensor, dtype), tuple(tensor.shape), same_as))
+    return tuple(plans)
+
+
+def wire_name(tensor: torch.Tensor, dtype: torch.dtype | None) -> str:
+    """Return the name of the type in which a tensor travels."""
+    wire = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return str(wire).removeprefix("torch.")
+
+
 def _allocate(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Return the memory for the gathered tensors, on the rank that keeps them; empty on the others."""
     if not is_first_rank():
         return {}
-    names: dict[int, str] = {}
-    plans = []
-    on_gpu = False
-    for name, tensor in tensors.items():
-        wire = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        first = names.setdefault(id(tensor), name)
-        plans.append(
-            TensorPlan(
-                name,
-                str(wire).removeprefix("torch."),
-                tuple(tensor.shape),
-                first if first != name else None,
-            )
-        )
-        on_gpu = on_gpu or tensor.is_cuda
-    layout = WeightManifest.plan(plans, bucket_bytes=1 << 28)
+    layout = WeightManifest.plan(_planned(tensors, dtype), bucket_bytes=1 << 28)
     flat = empty_flat(layout)
-    if on_gpu:
+    if any(tensor.is_cuda for tensor in tensors.values()):
         flat = flat.pin_memory()
     flat.zero_()
     return views(flat, layout)

@@ -26,7 +26,7 @@ PIECE_BYTES = 64 << 20
 """Bytes of a tensor that rank 0 receives at a time, from all ranks together."""
 
 
-class Piece(NamedTuple):
+class TensorRun(NamedTuple):
     """Some elements of a tensor, flattened, in host memory."""
 
     name: str
@@ -75,7 +75,7 @@ def export_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 @torch.no_grad()
-def pieces(weights: dict[str, Weight], dtype: torch.dtype | None) -> Iterator[Piece]:
+def pieces(weights: dict[str, Weight], dtype: torch.dtype | None) -> Iterator[TensorRun]:
     """Yield every element of `weights` once, on rank 0; floating-point ones as `dtype` (None: as they are).
 
     A collective call: all ranks have to
@@ -94,7 +94,7 @@ def pieces(weights: dict[str, Weight], dtype: torch.dtype | None) -> Iterator[Pi
 
 def _gathered(
     name: str, weight: Weight, tensor: DTensor, whole_a_RI: Tensor | None, dtype: torch.dtype | None
-) -> Iterator[Piece]:
+) -> Iterator[TensorRun]:
     """Yield the pieces of a tensor of which rank r of K has rows [r·c, (r + 1)·c), c = ceil(rows / K). Of several replicas
     the first one sends."""
     if not in_first_replica(tensor):
@@ -114,23 +114,23 @@ def _gathered(
             first = rank * rows + begin
             filled = min(count, min((rank + 1) * rows, tensor.shape[0]) - first)
             if filled > 0:
-                yield Piece(name, first * row_numel, part[: filled * row_numel].cpu())
+                yield TensorRun(name, first * row_numel, part[: filled * row_numel].cpu())
 
 
 def _plain(
     name: str, weight: Weight, whole_a_RI: Tensor | None, dtype: torch.dtype | None
-) -> Iterator[Piece]:
+) -> Iterator[TensorRun]:
     """Yield the pieces of a tensor that rank 0 has whole."""
     if not is_first_rank() or weight.tensor.numel() == 0:
         return
     if weight.tensor.ndim == 0:
-        yield Piece(name, 0, weight.tensor.to(weight.dtype(dtype)).reshape(1).cpu())
+        yield TensorRun(name, 0, weight.tensor.to(weight.dtype(dtype)).reshape(1).cpu())
         return
     row_numel = math.prod(weight.tensor.shape[1:])
     step = max(1, PIECE_BYTES // (row_numel * weight.dtype(dtype).itemsize))
     for begin in range(0, weight.tensor.shape[0], step):
         values = weight.rows(begin, begin + step, whole_a_RI, dtype)
-        yield Piece(name, begin * row_numel, values.reshape(-1).cpu())
+        yield TensorRun(name, begin * row_numel, values.reshape(-1).cpu())
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ from paceline.rollout.engine import (
 from paceline.rollout.native.batch import DecodeBatch, Ended, RunningSequence
 from paceline.rollout.native.model import NativeModel, load_native_model
 from paceline.spec import RunSpec
-from paceline.weights.host_weights import HostWeights
+from paceline.weights.hosts.host_weights import HostWeights
 
 log = logging.getLogger(__name__)
 

@@ -28,15 +28,15 @@ from paceline.models.architectures import check_architecture
 from paceline.models.loading import fault_of_load
 from paceline.models.pretrained import load_pretrained
 from paceline.rollout.native.kv_cache import SlotCache
-from paceline.rollout.weights.adapter import AdapterSlot
-from paceline.rollout.weights.layout import (
+from paceline.spec import PolicySection
+from paceline.weights.model_layout import (
+    AdapterSlot,
     WeightLayout,
     end_token_ids,
     generation_dtype,
     longest_sequence,
     read_config,
 )
-from paceline.spec import PolicySection
 
 FIELD = "policy.model_name"
 ONEDNN_ROWS = 32

@@ -13,8 +13,8 @@ from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source
 from paceline.rollout.vllm.process_guard import ProcessGuard
 from paceline.rollout.vllm.requests import LOWEST_TEMPERATURE
-from paceline.rollout.weights.layout import generation_dtype, longest_sequence
 from paceline.spec import PolicySection, RunSpec
+from paceline.weights.model_layout import generation_dtype, longest_sequence
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Default on a CPU, where vLLM would take a fraction of all memory."""

@@ -54,18 +54,17 @@ from paceline.rollout.vllm.requests import (
     version_of,
 )
 from paceline.rollout.vllm.update import WeightUpdates
-from paceline.rollout.weights.layout import end_token_ids, meta_layout, read_config
 from paceline.spec import RunSpec
+from paceline.weights.model_layout import end_token_ids, meta_layout, read_config
 
 if TYPE_CHECKING:
     from paceline.rollout.vllm.reports import Reports
 from typing import Protocol
 
 from paceline.models.pretrained import load_pretrained
-from paceline.rollout.weights.adapter import AdapterSlot
-from paceline.rollout.weights.layout import WeightLayout, generation_dtype
 from paceline.spec import PolicySection
-from paceline.weights.host_weights import HostWeights
+from paceline.weights.hosts.host_weights import HostWeights
+from paceline.weights.model_layout import AdapterSlot, WeightLayout, generation_dtype
 
 WATCH_S = 0.2
 """Seconds between two checks whether the engine lives, because vLLM does not report its end."""

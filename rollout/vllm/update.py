@@ -22,8 +22,7 @@ from paceline.rollout.vllm.concurrency import ConcurrencyLimit
 from paceline.rollout.vllm.receipts import ReadOrder, Receipts
 from paceline.rollout.vllm.requests import label_of
 from paceline.spec import RunSpec
-from paceline.weights.host_weights import HostWeights
-from paceline.weights.segment_pair import SegmentPair
+from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
 
 if TYPE_CHECKING:
     from paceline.rollout.vllm.reports import Reports

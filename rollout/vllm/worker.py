@@ -35,11 +35,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from paceline.rollout.vllm.receipts import ReadOrder, receipt_of, write_failure, write_receipt
-from paceline.weights.host_segment import HostSegment, identity_of
-from paceline.weights.manifest import WeightManifest
-from paceline.weights.packing import views
-from paceline.weights.segment_pair import MAX_SEGMENTS
-from paceline.weights.verification import Check, pieces_of, share_of
+from paceline.weights.format.manifest import WeightManifest
+from paceline.weights.format.packing import views
+from paceline.weights.format.verification import pieces_of, share_of, verify
+from paceline.weights.hosts.host_weights import MAX_SEGMENTS
+from paceline.weights.hosts.segment import HostSegment, identity_of
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,14 @@ class SegmentReader:
                 segment.page_lock(self._part)
             flat = segment.flat()[: manifest.total_bytes]
             share = share_of(pieces_of(manifest), self._reader, order.num_readers)
-            with (
-                segment.reading(order.generation),
-                Check(flat, manifest, share, digests=order.digests) as check,
-            ):
-                check.finish()
+            with segment.reading(order.generation):
+                num_bytes = verify(flat, manifest, share, digests=order.digests)
             take(ReadWeights(views(flat, manifest), manifest.layout_hash))
         except BaseException as error:
             write_failure(order.receipts, self._reader, order.number, error)
             raise
         receipt = receipt_of(manifest.content_hash, order.number, self._reader)
-        write_receipt(order.receipts, self._reader, receipt, order.number, check.num_bytes)
+        write_receipt(order.receipts, self._reader, receipt, order.number, num_bytes)
 
     def load(self, model: Any, weights: ReadWeights) -> None:
         """Load this worker's part into `model`; `finish` follows."""

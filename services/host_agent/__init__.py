@@ -1,1 +1,1 @@
-"""The agent that brings weights to the workers of a host."""
+"""The relay that brings weights to the workers of a host."""

@@ -1,4 +1,4 @@
-"""`paceline serve host-agent`: the agent of a host, which receives weights for all workers there and passes them on.
+"""`paceline serve host-agent`: the relay of a host, which receives weights for all workers there and passes them on.
 
 Workers start one by themselves where there is none; the command is for those who place processes themselves (a DaemonSet).
 """
@@ -24,9 +24,9 @@ from paceline.services.common.access.insecure import (
 from paceline.services.common.fabric import fabric_option
 from paceline.services.common.processes.file_limit import raise_file_limit
 from paceline.services.common.serving.reminder import REMIND_S
-from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.local_socket import listen, socket_name
-from paceline.weights.hosts.tls_transport import transport_of
+from paceline.weights.hosts.relay import Relay
+from paceline.weights.hosts.transport import transport_of
 
 FIRST_CLIENT_S = 20.0
 """Seconds after its start in which the first worker has to come."""
@@ -77,23 +77,23 @@ def main(coordinator: str, host: str, fabric: str, port: int, name: str, stay: b
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     try:
-        agent = Agent(transport_of(), address, port)
+        relay = Relay(transport_of(), address, port)
     except InvalidInput as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"cannot listen on {address}:{port}: {error.strerror}") from None
-    threading.Thread(target=agent.serve_forever, args=(listener,), name="weights-local", daemon=True).start()
-    log.info("agent %s listens at %s and on %s:%d", agent.agent_id, name, address, agent.port)
+    threading.Thread(target=relay.serve_forever, args=(listener,), name="weights-local", daemon=True).start()
+    log.info("agent %s listens at %s and on %s:%d", relay.agent_id, name, address, relay.port)
     reminded_s = -math.inf
     while not stopped.wait(CHECK_S):
         if (sentence := insecurity(address)) and time.monotonic() - reminded_s > REMIND_S:
             log.warning("%s", sentence)
             reminded_s = time.monotonic()
-        patience_s = LINGER_S if agent.had_client else FIRST_CLIENT_S
-        if not (stay or agent.num_clients) and time.monotonic() - agent.last_client_s > patience_s:
+        patience_s = LINGER_S if relay.had_client else FIRST_CLIENT_S
+        if not (stay or relay.num_clients) and time.monotonic() - relay.last_client_s > patience_s:
             break
     listener.close()
-    agent.close()
+    relay.close()
     # Threads that send to another host may wait for it.
     os._exit(0)
 

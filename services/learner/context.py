@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.services.common.host_agent import HostAgentConnection
+from paceline.services.common.relay import RelayConnection
 from paceline.services.common.worker.membership import Membership
 from paceline.services.learner.background_loop import BackgroundLoop
 from paceline.services.learner.orders import Orders
@@ -28,7 +28,7 @@ class RankContext(Protocol):
     background: BackgroundLoop
     stopping: threading.Event
     membership: Membership
-    agent: HostAgentConnection
+    agent: RelayConnection
     early_roster: worker_pb2.Epoch | None
 
     @property

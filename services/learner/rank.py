@@ -38,11 +38,11 @@ from paceline.host.process import end_process
 from paceline.learner.collectives import broadcast_bytes
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.fabric import fabric_option
-from paceline.services.common.host_agent import HostAgentConnection, zone_option
 from paceline.services.common.options import device_option, worker_options
 from paceline.services.common.processes.file_limit import raise_file_limit
 from paceline.services.common.processes.parent_death import die_with_starter
 from paceline.services.common.processes.ready_file import announce
+from paceline.services.common.relay import RelayConnection, zone_option
 from paceline.services.common.serving.advertise import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.common.worker.member_metrics import member_metrics
@@ -114,7 +114,7 @@ class LearnerRank:
             outbox_size=OUTBOX_SIZE,
             on_refused=self.orders.ask_checkpoint,
         )
-        self.agent = HostAgentConnection(coordinator, self.weights_bind, self.weights_host)
+        self.agent = RelayConnection(coordinator, self.weights_bind, self.weights_host)
         """Connection to the agent that brings this host's weights to others."""
         self._outgoing = ReportQueue(self.background.call, self.membership.report)
 

@@ -45,8 +45,8 @@ from paceline.spec import RunSpec
 from paceline.tracing import span
 from paceline.v1 import exchange_pb2 as pb
 from paceline.v1 import worker_pb2
-from paceline.weights.hosts.client import AgentClient
-from paceline.weights.store_format import run_store
+from paceline.weights.hosts.client import RelayClient
+from paceline.weights.store.store_format import run_store
 from paceline.wire import encode_completions, encode_result
 
 LEASE_WAIT_S = 10.0
@@ -81,7 +81,7 @@ class RolloutRun:
         engine: Engine,
         tokenizer: Any,
         directory: str,
-        agent: AgentClient | None = None,
+        agent: RelayClient | None = None,
     ):
         self.spec = spec
         self.run_id = run_id
@@ -129,7 +129,7 @@ class RolloutRun:
         member_id: str,
         membership: Membership,
         device: str,
-        agent: AgentClient | None = None,
+        agent: RelayClient | None = None,
     ) -> RolloutRun:
         """Load tokenizer and engine; weights come later, by this host's `agent` or from the object store.
 

@@ -20,14 +20,14 @@ from paceline.error_texts import first_line
 from paceline.errors import Conflict, PacelineError, WireError
 from paceline.groups import Version
 from paceline.rollout.engine import Engine
-from paceline.rollout.weights.host_receiver import HostReceiver, check_plan
-from paceline.rollout.weights.store_receiver import StoreReceiver
 from paceline.services.common.worker.membership import Membership
 from paceline.v1 import worker_pb2
-from paceline.weights.host_weights import HostWeights
-from paceline.weights.hosts.client import AgentClient
-from paceline.weights.offers import StoreOffer
-from paceline.weights.packing import check_fits
+from paceline.weights.format.packing import check_fits
+from paceline.weights.hosts.client import RelayClient
+from paceline.weights.hosts.host_weights import HostWeights
+from paceline.weights.hosts.receiver import HostReceiver, check_plan
+from paceline.weights.store.receiver import StoreReceiver
+from paceline.weights.store.store_format import StoreOffer
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ most."""
 
 PHASES = {
     "receiving": worker_pb2.WEIGHT_PHASE_RECEIVING,
-    "received": worker_pb2.WEIGHT_PHASE_RECEIVED,
     "loading": worker_pb2.WEIGHT_PHASE_LOADING,
 }
 
@@ -53,7 +52,7 @@ class RolloutWeights:
         engine: Engine,
         max_wait_s: float,
         store_url: str,
-        agent: AgentClient | None = None,
+        agent: RelayClient | None = None,
     ):
         """`store_url` is the folder of the run's stored weights, `agent` the connection to this host's agent."""
         self._store_url = store_url

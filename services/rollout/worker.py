@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import EngineDied
 from paceline.services.common.gpus import refuse_cpu
-from paceline.services.common.host_agent import HostAgentConnection, goes_by_host
+from paceline.services.common.relay import RelayConnection, goes_by_host
 from paceline.services.common.worker.assigned_run import AssignedRun
 from paceline.services.common.worker.membership import Membership
 from paceline.services.common.worker.run_setup import spec_of
@@ -53,7 +53,7 @@ class RolloutWorker:
         self.endpoint = Endpoint(lambda: self.served, coordinator=coordinator)
         self.drained = asyncio.Event()
         self._host = host
-        self.agent = HostAgentConnection(coordinator, bind or host, host)
+        self.agent = RelayConnection(coordinator, bind or host, host)
         """Connection to the agent that brings weights to this host."""
         self._device = device
         self.cpu_chosen = False

@@ -20,7 +20,7 @@ from paceline.calls.token import metadata
 from paceline.errors import Unavailable
 from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.token_table import create
-from paceline.services.common.host_agent import HostAgentConnection
+from paceline.services.common.relay import RelayConnection
 from paceline.services.local.cluster import LocalCluster
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.folder import VARIABLE, TlsFolder
@@ -28,8 +28,7 @@ from paceline.tls.peers import PeerTls
 from paceline.v1 import host_agent_pb2, reward_pb2, reward_pb2_grpc
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.local_socket import LABEL_VARIABLE
-from paceline.weights.hosts.tls_transport import TlsTransport
-from paceline.weights.hosts.transport import TcpTransport
+from paceline.weights.hosts.transport import TlsTransport, Transport
 
 DEADLINE_S = 60.0
 
@@ -48,7 +47,7 @@ async def ask_for_functions(address: str, token: str) -> grpc.StatusCode:
 
 def read_weights(agent: str, folder: TlsFolder | None) -> None:
     """Ask a host's agent for weights, without the run's secret; without TLS for no `folder`."""
-    transport = TcpTransport() if folder is None else TlsTransport(PeerTls(folder))
+    transport = Transport() if folder is None else TlsTransport(PeerTls(folder))
     with contextlib.closing(transport.connect(agent, DEADLINE_S)) as channel:
         if folder is None:
             channel.send(b"no handshake of TLS\n" * 10)
@@ -68,7 +67,7 @@ async def test_what_a_worker_refuses_is_in_its_log_and_its_hosts_agent_refuses_s
     monkeypatch.setenv(LABEL_VARIABLE, str(tmp_path))  # an agent of this test alone
     services, port, metrics = Services(tmp_path / "services"), free_port(), free_port()
     member = JoinedWorker(guarded.address, "rollout-a")
-    agent = HostAgentConnection(guarded.address, "127.0.0.1", "127.0.0.1")
+    agent = RelayConnection(guarded.address, "127.0.0.1", "127.0.0.1")
     services.start(
         "reward",
         *("--coordinator", guarded.address, "--host", "0.0.0.0", "--advertise-host", "127.0.0.1"),

@@ -17,7 +17,7 @@ from paceline.services.local.cluster import LocalCluster
 from paceline.spec import ClusterSection, RunSpec
 from paceline.v1 import run_pb2
 from paceline.weights.hosts.local_socket import FOLDER_VARIABLE
-from paceline.weights.store_format import StoredVersion
+from paceline.weights.store.store_format import StoredVersion
 
 RUN_TIMEOUT_S = 180.0
 MakeSpec = Callable[..., RunSpec]

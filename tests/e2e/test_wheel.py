@@ -101,7 +101,18 @@ def test_the_wheel_installs_one_name(installed: Path) -> None:
     names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert names == {"paceline"}
     tracked = subprocess.run(
-        ["git", "ls-files", "paceline", "apps", "services", "learner", "rollout", "reward", "environment"],
+        [
+            "git",
+            "ls-files",
+            "paceline",
+            "apps",
+            "services",
+            "learner",
+            "rollout",
+            "reward",
+            "environment",
+            "weights",
+        ],
         cwd=ROOT,
         check=True,
         capture_output=True,

@@ -8,8 +8,7 @@ import torch
 from mixed_model import Mixed, train
 
 from paceline.learner.weights.device_snapshot import DeviceSnapshot
-from paceline.learner.weights.shards import NO_TILES
-from paceline.learner.weights.store.version_source import FoundChanges
+from paceline.weights.store.version_source import FoundChanges
 
 pytestmark = pytest.mark.gpu
 CHUNK_ELEMENTS = 20_000
@@ -17,7 +16,7 @@ CHUNK_ELEMENTS = 20_000
 
 def test_a_gpu_finds_the_same_changes(device: torch.device) -> None:
     on_cpu, on_gpu = Mixed(), Mixed().to(device)
-    both = [DeviceSnapshot(model, torch.bfloat16, NO_TILES, CHUNK_ELEMENTS) for model in (on_cpu, on_gpu)]
+    both = [DeviceSnapshot(model, torch.bfloat16, CHUNK_ELEMENTS) for model in (on_cpu, on_gpu)]
     assert both[1].fits() == (device.type == "cuda")
     for snapshot in both:
         snapshot.take()

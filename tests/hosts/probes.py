@@ -41,8 +41,7 @@ from paceline.v1 import (
 )
 from paceline.weights.hosts import frames
 from paceline.weights.hosts.frames import Kind
-from paceline.weights.hosts.tls_transport import TlsTransport
-from paceline.weights.hosts.transport import TcpChannel, TcpTransport
+from paceline.weights.hosts.transport import Channel, TlsTransport, Transport
 from paceline.wire import PROTOCOL
 
 WAIT_S = 15.0
@@ -262,7 +261,7 @@ def replay_member(plan: Plan) -> None:
             greeting, hello = bytes(recorded[:GREETING]), bytes(recorded[GREETING : GREETING + HELLO])
             for sent, answer in ((greeting, GREETING), (hello, WELCOME)):
                 again.sendall(sent)
-                frames.receive(TcpChannel(again.dup(), "exchange", SILENCE_S), answer)
+                frames.receive(Channel(again.dup(), "exchange", SILENCE_S), answer)
             # What follows is sealed for the connection that was recorded.
             again.sendall(bytes(recorded[GREETING + HELLO :]))
             answered = received(again)
@@ -302,7 +301,7 @@ def read_agent(plan: Plan, folder: str) -> None:
     """Ask every host agent for weights, without the run's secret; without certificates for no `folder`."""
     told = ""
     for agent in plan.agents:
-        transport = TlsTransport(PeerTls(plan.folder(folder))) if folder else TcpTransport()
+        transport = TlsTransport(PeerTls(plan.folder(folder))) if folder else Transport()
         try:
             channel = transport.connect(agent, WAIT_S)
             try:

@@ -16,8 +16,7 @@ from paceline.groups import Completion, Version, VersionSpan
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.stop_strings import StopStrings, cut
 from paceline.spec import RunSpec
-from paceline.weights.host_weights import HostWeights, State
-from paceline.weights.segment_pair import SegmentPair
+from paceline.weights.hosts.host_weights import HostWeights, SegmentPair, State
 
 ENDLESS = 4000
 """More tokens than any test waits for: it aborts or closes, so no outcome depends on how fast the engine is."""

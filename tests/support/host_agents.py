@@ -11,13 +11,12 @@ from typing import TypeVar
 
 from paceline.groups import Version
 from paceline.v1 import common_pb2, host_agent_pb2, worker_pb2
-from paceline.weights.host_segment import HostSegment
-from paceline.weights.hosts.agent import Agent
+from paceline.weights.format.manifest import TensorPlan, WeightManifest
 from paceline.weights.hosts.local_socket import LocalConnection
-from paceline.weights.hosts.manifest import HostManifest, PieceAlgorithm
-from paceline.weights.hosts.pieces import Owned, joined
-from paceline.weights.hosts.transport import TcpTransport, Transport
-from paceline.weights.manifest import TensorPlan, WeightManifest
+from paceline.weights.hosts.manifest import HostManifest, Owned, PieceAlgorithm, joined
+from paceline.weights.hosts.relay import Relay
+from paceline.weights.hosts.segment import HostSegment
+from paceline.weights.hosts.transport import Transport
 
 RUN, TOKEN = "run", b"t" * 32
 WAIT_S = 60.0
@@ -52,7 +51,7 @@ def content(version: Version, size_bytes: int) -> bytes:
 class LocalClient:
     """A worker or a rank of an agent's host, without a process."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Relay) -> None:
         ours, theirs = socket.socketpair()
         self.connection = LocalConnection(ours)
         agent.serve(LocalConnection(theirs))
@@ -87,7 +86,7 @@ class LearnerHost:
 
     def __init__(self, manifest: HostManifest, transport: Transport | None = None) -> None:
         self.manifest = manifest
-        self.agents = [Agent(transport or TcpTransport(), "127.0.0.1") for _ in range(manifest.sources)]
+        self.agents = [Relay(transport or Transport(), "127.0.0.1") for _ in range(manifest.sources)]
         self.clients = [LocalClient(agent) for agent in self.agents]
         for source, client in enumerate(self.clients):
             client.send(
@@ -150,7 +149,7 @@ def plan(
     )
 
 
-def address(agent: Agent) -> str:
+def address(agent: Relay) -> str:
     """The address at which other hosts read."""
     return f"127.0.0.1:{agent.port}"
 

@@ -9,14 +9,16 @@ import torch
 from torch import nn
 
 from paceline.groups import Version
-from paceline.learner.weights.rank_board import make_board
-from paceline.learner.weights.shards import local_slices, plan_tensors
-from paceline.learner.weights.store.chain import Stored
-from paceline.learner.weights.store.writer import StoreWriter
-from paceline.rollout.weights.store_reader import StoreReader
-from paceline.weights.object_store import WeightStore
-from paceline.weights.offers import StoreOffer
-from paceline.weights.store_layout import CHUNK_ELEMENTS
+from paceline.learner.collectives import broadcast_bytes
+from paceline.learner.weights.device_snapshot import local_slices
+from paceline.learner.weights.gather import plan_tensors
+from paceline.weights.store.object_store import WeightStore
+from paceline.weights.store.offers import Stored
+from paceline.weights.store.rank_board import make_board
+from paceline.weights.store.reader import StoreReader
+from paceline.weights.store.store_format import StoreOffer
+from paceline.weights.store.store_layout import CHUNK_ELEMENTS
+from paceline.weights.store.writer import StoreWriter
 
 DEADLINE_S = 60.0
 
@@ -57,7 +59,7 @@ class Pair:
         self.held: Version | None = None
         self.writer = StoreWriter(
             store=self.store,
-            board=make_board("127.0.0.1", "127.0.0.1"),
+            board=make_board("127.0.0.1", "127.0.0.1", broadcast_bytes),
             run_id="run",
             rank=0,
             world_size=1,

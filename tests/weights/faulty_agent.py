@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline.services.host_agent.main
-from paceline.weights.hosts import agent
+from paceline.weights.hosts import relay as agent
 from paceline.weights.hosts.manifest import HostManifest
 from paceline.weights.hosts.reading import Reading
 from paceline.weights.hosts.store import HeldVersion

@@ -22,8 +22,8 @@ import paceline.services.rollout.main
 import paceline.services.rollout.weights
 import paceline.weights.hosts.client
 from paceline.groups import Version
-from paceline.rollout.weights.host_receiver import HostReceiver
 from paceline.v1 import host_agent_pb2, worker_pb2
+from paceline.weights.hosts.receiver import HostReceiver
 
 ORDERS = Path(os.environ["PACELINE_FAULT"])
 

@@ -22,7 +22,7 @@ from paceline.learner.checkpoints.safetensors_writer import TensorHeader
 from paceline.learner.weights.stream import Weight
 from paceline.models.pretrained import is_finite
 from paceline.models.weight_files import WeightFiles, torch_dtype
-from paceline.weights.lora_names import pairs
+from paceline.weights.format.lora_names import pairs
 
 BLOCK_BYTES = 32 << 20
 """Largest block, unless a single row is larger."""

@@ -24,7 +24,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class AgentRequest(_message.Message):
     """Messages of the agent that brings weights to the workers of a host. It has no gRPC service: workers and learner ranks
     of the host talk to it over a Unix socket, which also carries descriptors of memory; agents of other hosts over a transport
-    (`paceline/weights/hosts/`). A message is preceded by its length (four bytes in
+    (`weights/hosts/`). A message is preceded by its length (four bytes in
     little-endian order) and, on the Unix socket, by a byte that is 1 where a descriptor comes with it, and three zeros.
 
     From a worker or a learner rank of the host.

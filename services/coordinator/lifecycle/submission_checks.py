@@ -27,7 +27,7 @@ from paceline.services.coordinator.lifecycle import source_files
 from paceline.services.coordinator.lifecycle.run_data import RunData, open_data
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS
-from paceline.weights.plain_network import check_store
+from paceline.weights.hosts.transport import check_store
 
 SUPPLIED = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "args", "kwargs"}

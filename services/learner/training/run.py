@@ -61,7 +61,7 @@ from paceline.services.learner.training.token_reports import observed, report_of
 from paceline.spec import RunSpec
 from paceline.tracing import span, step_traceparent
 from paceline.v1 import worker_pb2
-from paceline.weights.plain_network import check_plain, check_store
+from paceline.weights.hosts.transport import check_plain, check_store
 
 ORDER_STORE_S = 30.0
 """Seconds that an ordered checkpoint may wait for the store, and training with it."""

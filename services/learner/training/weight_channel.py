@@ -18,29 +18,28 @@ from paceline.host.cores import threads_beside
 from paceline.learner.collectives import any_over_ranks, broadcast_bytes
 from paceline.learner.weights.channel import WeightChannel
 from paceline.learner.weights.delta import DeltaChannel, Rank0DeltaChannel
-from paceline.learner.weights.hosts.channel import (
+from paceline.learner.weights.host_channel import (
     HostChannel,
     Hosts,
     Rank0HostChannel,
     agree_on_hosts,
     piece_algorithm,
 )
-from paceline.learner.weights.hosts.members import PATIENCE, HostMembers
-from paceline.learner.weights.hosts.shard_writer import ShardWriter
-from paceline.learner.weights.publish_result import PublishResult
-from paceline.learner.weights.rank_board import LocalBoard, RankBoard, make_board
-from paceline.learner.weights.store.offers import StoreOffers
-from paceline.learner.weights.store.writer import StoreWriter
+from paceline.learner.weights.shard_writer import ShardWriter
 from paceline.models.loading import resolved_dtype
-from paceline.services.common.host_agent import WAIT_S
+from paceline.services.common.relay import WAIT_S
 from paceline.services.learner.context import RankContext
 from paceline.services.learner.rank_group import meeting_host
 from paceline.spec import RunSpec
 from paceline.v1 import worker_pb2
-from paceline.weights.manifest import Algorithm
-from paceline.weights.object_store import WeightStore
-from paceline.weights.offers import StoreOffer
-from paceline.weights.store_format import run_store
+from paceline.weights.format.manifest import Algorithm
+from paceline.weights.hosts.members import PATIENCE, HostMembers
+from paceline.weights.progress import PublishResult
+from paceline.weights.store.object_store import WeightStore
+from paceline.weights.store.offers import StoreOffers
+from paceline.weights.store.rank_board import RankBoard, make_board
+from paceline.weights.store.store_format import StoreOffer, run_store
+from paceline.weights.store.writer import StoreWriter
 
 TOKEN_BYTES = 32
 MOST_CODING_THREADS = 24
@@ -136,7 +135,7 @@ class _WeightChannelFactory:
             shards,
             members=members,
             offers=offers,
-            store=self._writer(LocalBoard(), 0, 1, offers),
+            store=self._writer(RankBoard(), 0, 1, offers),
             announce=self._reports.staged,
             send=self._reports.host_version,
         )
@@ -150,8 +149,8 @@ class _WeightChannelFactory:
 
     def _board(self) -> RankBoard:
         if not meeting_host():
-            return make_board("127.0.0.1", "127.0.0.1")
-        return make_board(self._rank.weights_bind, self._rank.weights_host)
+            return make_board("127.0.0.1", "127.0.0.1", broadcast_bytes)
+        return make_board(self._rank.weights_bind, self._rank.weights_host, broadcast_bytes)
 
     def delta(self, *, on_device: bool = True) -> DeltaChannel:
         """Return the delta channel: every rank writes, rank 0 makes the offers. A copy `on_device` has to be planned for."""

@@ -26,8 +26,8 @@ from paceline.learner.step.reference import LocalReference
 from paceline.learner.step.trainer import Trainer
 from paceline.learner.weights.gather import gather_merged, gather_weights
 from paceline.spec.reading import parse_spec
-from paceline.weights.lora_names import FINGERPRINT, fingerprint
-from paceline.weights.packing import plan
+from paceline.weights.format.lora_names import FINGERPRINT, fingerprint
+from paceline.weights.format.packing import plan
 
 # PeftModel, the oracle here, asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

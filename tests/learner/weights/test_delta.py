@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.groups import Version
 from paceline.learner.weights.delta import DeltaChannel, Rank0DeltaChannel
-from paceline.learner.weights.store.version_source import WholeSlices
+from paceline.weights.store.version_source import WholeSlices
 
 V1 = Version(1, 1)
 

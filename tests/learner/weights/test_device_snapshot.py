@@ -10,9 +10,9 @@ from store_pair import BF16, Pair, check, offer
 from torch import nn
 
 from paceline.groups import Version
-from paceline.learner.weights.device_snapshot import DeviceSnapshot
-from paceline.learner.weights.shards import NO_TILES, local_slices, plan_tensors
-from paceline.learner.weights.store.version_source import FoundChanges, VersionSource, WholeSlices
+from paceline.learner.weights.device_snapshot import DeviceSnapshot, local_slices
+from paceline.learner.weights.gather import plan_tensors
+from paceline.weights.store.version_source import FoundChanges, VersionSource, WholeSlices
 
 CHUNK_ELEMENTS = 20_000
 
@@ -39,7 +39,7 @@ def applied(base: list[np.ndarray], source: VersionSource) -> list[np.ndarray]:
 
 def test_changes_are_those_of_the_version_before_also_when_that_was_not_written() -> None:
     model = Mixed()
-    snapshot = DeviceSnapshot(model, BF16, NO_TILES, CHUNK_ELEMENTS)
+    snapshot = DeviceSnapshot(model, BF16, CHUNK_ELEMENTS)
     assert isinstance(snapshot.take(), WholeSlices)
     start = bits_by_chunk(model, snapshot)
     train(model, 1)
@@ -60,7 +60,7 @@ def test_changes_are_those_of_the_version_before_also_when_that_was_not_written(
 def test_versions_compared_on_the_device_are_read_bit_for_bit(tmp_path: Path) -> None:
     pair = Pair(str(tmp_path / "store"), anchor_interval=4, chunk_elements=CHUNK_ELEMENTS, model=Mixed())
     try:
-        snapshot = DeviceSnapshot(pair.model, BF16, NO_TILES, CHUNK_ELEMENTS)
+        snapshot = DeviceSnapshot(pair.model, BF16, CHUNK_ELEMENTS)
         reader = pair.reader()
         for step in range(7):
             train(pair.model, step)
@@ -74,4 +74,4 @@ def test_versions_compared_on_the_device_are_read_bit_for_bit(tmp_path: Path) ->
 
 
 def test_a_model_on_a_cpu_is_compared_there_by_the_writer() -> None:
-    assert not DeviceSnapshot(Mixed(), BF16, NO_TILES).fits()
+    assert not DeviceSnapshot(Mixed(), BF16).fits()

@@ -12,7 +12,7 @@ from paceline.encryption.encrypted_file import encrypt
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import SpecError
 from paceline.files.storage import Folder
-from paceline.weights.object_store import WeightStore
+from paceline.weights.store.object_store import WeightStore
 
 
 @pytest.fixture(params=["local", "file URL", "store"])

@@ -14,8 +14,8 @@ from paceline.groups import Version
 from paceline.rollout.engines import create_engine
 from paceline.rollout.vllm.arguments import engine_arguments, replicas
 from paceline.rollout.vllm.requests import label_of, spans_so_far, version_of
-from paceline.rollout.weights.layout import meta_layout, read_config
 from paceline.spec import RunSpec
+from paceline.weights.model_layout import meta_layout, read_config
 
 
 def arguments(spec: RunSpec, device: str = "cpu") -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from flat_tensors import pack
 
 from paceline.errors import EngineDied, InvalidInput, WireError
 from paceline.groups import Completion, Version
@@ -22,9 +23,8 @@ from paceline.learner.model.policy import load_policy, packed_logprobs
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.vllm.process_guard import VARIABLE
 from paceline.spec import PolicySection, RunSpec
-from paceline.weights.host_weights import HostWeights
-from paceline.weights.packing import checksums, pack, plan
-from paceline.weights.segment_pair import SegmentPair
+from paceline.weights.format.packing import checksums, plan
+from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
 
 pytestmark = pytest.mark.vllm
 NUM_SEQUENCES = 64

@@ -15,8 +15,7 @@ import torch
 from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
 from paceline.rollout.vllm.receipts import ReadOrder, Receipts
 from paceline.rollout.vllm.worker import LoadRecord, ReadWeights, SegmentReader
-from paceline.weights.host_weights import HostWeights
-from paceline.weights.segment_pair import SegmentPair
+from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
 
 CPU = torch.device("cpu")
 READER = """
@@ -148,7 +147,6 @@ async def test_weights_that_were_overwritten_or_are_gone_are_not_read() -> None:
         await receipts.verified(old.manifest.content_hash, order.number, 0)
     order = order_for(new, receipts)
     del old, new
-    segments.close()
     del segments
     with pytest.raises(OSError, match="No such file"):
         reader.read(order, lambda _: pytest.fail("it was taken"))
@@ -214,7 +212,7 @@ def test_on_a_gpu_the_pages_that_are_loaded_are_locked_from_the_second_version_o
 ) -> None:
     locked: list[Any] = []
     monkeypatch.setattr(
-        "paceline.weights.host_segment.HostSegment.page_lock", lambda _, ranges: locked.append(list(ranges))
+        "paceline.weights.hosts.segment.HostSegment.page_lock", lambda _, ranges: locked.append(list(ranges))
     )
     segments, receipts = SegmentPair(), Receipts(1)
     model, reader = Model(0), SegmentReader(0, torch.device("cuda"))

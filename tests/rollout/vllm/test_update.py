@@ -15,8 +15,7 @@ from paceline.rollout.vllm.receipts import ReadOrder
 from paceline.rollout.vllm.update import WeightUpdates
 from paceline.rollout.vllm.worker import SegmentReader
 from paceline.spec import RunSpec
-from paceline.weights.host_weights import HostWeights
-from paceline.weights.segment_pair import SegmentPair
+from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
 
 LATE_S = 0.1
 """A reader that begins so long after its order: whoever does not wait for it is earlier."""

@@ -1,6 +1,6 @@
 """One of four ranks whose tensors a mesh of two dimensions divides: it stores versions, and leaves the whole tensors as files.
 
-Arguments: a folder for the store, one for the tensors, and the ranks of the engine whose columns are stored in tiles.
+Arguments: a folder for the store, and one for the tensors.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from paceline.groups import Version
 from paceline.host.process import end_process
-from paceline.learner.collectives import any_over_ranks
+from paceline.learner.collectives import any_over_ranks, broadcast_bytes
 from paceline.learner.weights.device_snapshot import DeviceSnapshot
-from paceline.learner.weights.rank_board import make_board
-from paceline.learner.weights.shards import ColumnTiles, plan_tensors
-from paceline.learner.weights.store.chain import Stored
-from paceline.learner.weights.store.writer import StoreWriter
-from paceline.weights.object_store import WeightStore
+from paceline.learner.weights.gather import plan_tensors
+from paceline.weights.store.object_store import WeightStore
+from paceline.weights.store.offers import Stored
+from paceline.weights.store.rank_board import make_board
+from paceline.weights.store.writer import StoreWriter
 
 STEPS = 4
 CHUNK_ELEMENTS = 4_000
-DIMENSIONS = {"model.layers.*.rows": 0, "model.layers.*.columns": 1}
-"""How an engine divides the tensors."""
 PLACEMENTS = {
     # name: shape, placements on the mesh of 2 x 2 ranks
     "model.layers.0.rows.weight": ((300, 40), (Replicate(), Shard(0))),
@@ -74,7 +72,7 @@ class Divided(nn.Module):
                 tensor += whole
 
 
-def main(store: str, out: Path, tiles: int) -> None:
+def main(store: str, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank, model = dist.get_rank(), Divided()
@@ -86,7 +84,7 @@ def main(store: str, out: Path, tiles: int) -> None:
 
     writer = StoreWriter(
         store=WeightStore(store),
-        board=make_board("127.0.0.1", "127.0.0.1"),
+        board=make_board("127.0.0.1", "127.0.0.1", broadcast_bytes),
         run_id="run",
         rank=rank,
         world_size=4,
@@ -99,7 +97,7 @@ def main(store: str, out: Path, tiles: int) -> None:
         chunk_elements=CHUNK_ELEMENTS,
     )
     tensors = plan_tensors(model, torch.bfloat16)
-    snapshot = DeviceSnapshot(model, torch.bfloat16, ColumnTiles(tiles, DIMENSIONS), CHUNK_ELEMENTS)
+    snapshot = DeviceSnapshot(model, torch.bfloat16, CHUNK_ELEMENTS)
     for step in range(STEPS):
         if step:
             model.train_step(step)
@@ -122,4 +120,4 @@ def main(store: str, out: Path, tiles: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]))

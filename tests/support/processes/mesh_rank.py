@@ -26,8 +26,8 @@ from paceline.learner.checkpoints.export import export_live
 from paceline.learner.model.policy import load_policy
 from paceline.learner.step.trainer import Trainer
 from paceline.learner.weights import stream
+from paceline.learner.weights.device_snapshot import local_slices
 from paceline.learner.weights.gather import gather_weights
-from paceline.learner.weights.shards import local_slices
 
 EXACT = {"precision": "float32"}
 

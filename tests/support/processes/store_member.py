@@ -18,10 +18,9 @@ import torch
 from paceline.groups import Version
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.engines import create_engine
-from paceline.rollout.weights.store_receiver import StoreReceiver
 from paceline.spec import RunSpec
-from paceline.weights.offers import StoreOffer
-from paceline.weights.store_format import StoredObject
+from paceline.weights.store.receiver import StoreReceiver
+from paceline.weights.store.store_format import StoredObject, StoreOffer
 
 PROMPT_IDS = np.array([3, 1, 4, 1, 5], np.int32)
 MAX_NEW_TOKENS = 48

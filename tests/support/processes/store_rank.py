@@ -19,14 +19,14 @@ from tiny_policy import CPU, make_batch, make_spec
 
 from paceline.groups import Version
 from paceline.host.process import end_process
-from paceline.learner.collectives import any_over_ranks
+from paceline.learner.collectives import any_over_ranks, broadcast_bytes
 from paceline.learner.step.trainer import Trainer
-from paceline.learner.weights.gather import gather_weights
-from paceline.learner.weights.rank_board import make_board
-from paceline.learner.weights.shards import local_slices, plan_tensors
-from paceline.learner.weights.store.chain import Stored
-from paceline.learner.weights.store.writer import StoreWriter
-from paceline.weights.object_store import WeightStore
+from paceline.learner.weights.device_snapshot import local_slices
+from paceline.learner.weights.gather import gather_weights, plan_tensors
+from paceline.weights.store.object_store import WeightStore
+from paceline.weights.store.offers import Stored
+from paceline.weights.store.rank_board import make_board
+from paceline.weights.store.writer import StoreWriter
 
 STEPS = 5
 
@@ -51,7 +51,7 @@ def store_versions(model: Path, store: Path, out: Path) -> None:
 
     writer = StoreWriter(
         store=WeightStore(str(store)),
-        board=make_board("127.0.0.1", "127.0.0.1"),
+        board=make_board("127.0.0.1", "127.0.0.1", broadcast_bytes),
         run_id="run",
         rank=rank,
         world_size=dist.get_world_size(),

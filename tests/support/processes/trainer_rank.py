@@ -30,7 +30,7 @@ from paceline.learner.weights import stream
 from paceline.learner.weights.gather import gather_merged
 from paceline.services.demo.task import make_tokenizer
 from paceline.spec import PolicySection
-from paceline.weights.lora_names import FINGERPRINT, fingerprint
+from paceline.weights.format.lora_names import FINGERPRINT, fingerprint
 
 
 def main(model: Path, out: Path) -> None:

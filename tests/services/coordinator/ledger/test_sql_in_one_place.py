@@ -13,7 +13,7 @@ import pytest
 from paceline.services.coordinator.ledger.groups import State
 
 ROOT = Path(__file__).resolve().parents[4]
-PACKAGES = ("paceline", "apps", "services", "rollout", "reward", "learner", "protos")
+PACKAGES = ("paceline", "apps", "services", "rollout", "reward", "learner", "weights", "protos")
 ALLOWED = ("services/coordinator/ledger/", "services/coordinator/audit/", "services/replay/plan.py")
 OTHER_DATABASES = ("reward/endpoints/cache.py",)
 """Modules with an SQLite file that is not the ledger; nothing of a run depends on it."""

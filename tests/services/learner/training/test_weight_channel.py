@@ -13,13 +13,13 @@ import torch
 
 from paceline.groups import Version
 from paceline.learner.weights.channel import WeightChannel
-from paceline.learner.weights.hosts.members import PATIENCE
-from paceline.services.common.host_agent import HostAgentConnection
+from paceline.services.common.relay import RelayConnection
 from paceline.services.learner.training.weight_channel import make_channel
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
 from paceline.v1 import worker_pb2
 from paceline.weights.hosts.local_socket import LABEL_VARIABLE
+from paceline.weights.hosts.members import PATIENCE
 
 DEADLINE_S = 60.0
 MODEL = torch.nn.Linear(2, 2)
@@ -77,7 +77,7 @@ def with_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rank
     """A rank on a host with an agent."""
     monkeypatch.setenv(LABEL_VARIABLE, str(tmp_path))
     rank = Rank("cpu", "127.0.0.1")
-    rank.agent = HostAgentConnection("127.0.0.1:1", "127.0.0.1", "127.0.0.1")
+    rank.agent = RelayConnection("127.0.0.1:1", "127.0.0.1", "127.0.0.1")
     yield rank
     rank.agent.close()
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paceline.groups import Version
-from paceline.learner.weights.publish_result import PublishResult
 from paceline.services.learner.training.weight_channel import FAILURES, WeightReports
 from paceline.v1 import worker_pb2
-from paceline.weights.offers import StoreOffer
-from paceline.weights.store_format import StoredObject
+from paceline.weights.progress import PublishResult
+from paceline.weights.store.store_format import StoredObject, StoreOffer
 
 V2 = Version(3, 2)
 

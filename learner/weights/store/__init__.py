@@ -1,1 +1,0 @@
-"""The weight store as the learner's ranks write it."""

@@ -1,1 +1,0 @@
-"""Formats of weights that learner and rollout workers share: manifests, what the agents of hosts speak, and the store."""

@@ -1,0 +1,443 @@
+"""The elements of a flat tensor whose bits changed, as few bytes, and back, at a few nanoseconds an element of one core.
+
+The elements are classed by magnitude, and the positions of the changed ones within each class are coded by themselves
+(`Gaps`). That comes within some percent of the information that is there. What has to be done for every element is a
+comparison or two of whole arrays; all the rest is done for the one in fifty that changed.
+
+A step of an optimizer is about as large for all weights, a unit in the last place is not, so small weights change their
+bits far more often than large ones. Class 0 is the large ones, by far the most, and is never listed: its elements go by
+their positions. The other classes are listed, each with a quarter of the elements of the one before, so listing them costs
+little. Equal bits and bounds give equal classes, on every machine.
+
+New values are coded relative to the base's bits: an Adam step of a small learning rate moves a bf16 weight by one unit in
+the last place or not at all. So a difference is a sign; the few that are further are listed by class like the changed
+elements, and how far they are is coded in planes (all lowest bytes, then all second ones, …) with zstd.
+
+The promise: `decode` returns plain overwrites (positions and new bits) for the base that `find_changes` saw; the caller
+knows that it has that base. Applying them twice is applying them once. Input that no `encode` has made raises WireError,
+and no more memory is set aside for it than the tensor's own elements justify. All functions may run in several threads.
+
+Axes: N elements of the tensor, K of them changed, in the order of class, then rank: the place among the class's elements
+(of class 0: among all elements). F of them moved by more than one unit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from paceline.errors import WireError
+
+Bits = npt.NDArray[Any]
+"""[N] unsigned integers: the bits of a tensor's elements, 1, 2, 4 or 8 bytes each."""
+Places = npt.NDArray[np.int32]
+
+MAGNITUDE_BITS, MAGNITUDE_SHIFT = 0x7FFF, 7
+"""Of a bfloat16 the shifted magnitude is the exponent; of float16 some bits that mean its magnitude as well."""
+MOST_BOUNDS = 6
+BLOCK = 1 << 17
+"""Elements that are looked at together: what they need fits into a core's cache."""
+_LISTED_SHARE, _NEXT_SHARE = 0.2, 0.3
+_FEWEST_LISTED = 1024
+"""A class has to be worth its counts and code tables."""
+_SAMPLE = 1 << 14
+
+
+def choose_bounds(bits_N: Bits) -> tuple[int, ...]:
+    """Return the bounds for these bits, descending: class 0 is [bounds[0], ∞), class c [bounds[c], bounds[c - 1]), the last
+    one goes down to 0. Empty where the elements are few or of no type with 16 bits."""
+    if bits_N.dtype.itemsize != 2 or len(bits_N) < 8 * _FEWEST_LISTED:
+        return ()
+    sample = bits_N[:: max(1, len(bits_N) // _SAMPLE)]
+    counts = np.bincount((sample & MAGNITUDE_BITS) >> MAGNITUDE_SHIFT, minlength=256)
+    below = np.concatenate([[0], np.cumsum(counts)]) / len(sample)
+    bounds: list[int] = []
+    share = _LISTED_SHARE
+    while len(bounds) < MOST_BOUNDS:
+        bound = int(np.searchsorted(below, share, side="right")) - 1
+        if below[bound] * len(bits_N) < _FEWEST_LISTED or (bounds and bound >= bounds[-1]):
+            break
+        bounds.append(bound)
+        share = below[bound] * _NEXT_SHARE
+    return tuple(bounds)
+
+
+def check_bounds(bounds: tuple[int, ...], bits_N: Bits) -> None:
+    """Raise ValueError for bounds that no `choose_bounds` returns."""
+    descending = all(low < high for high, low in itertools.pairwise(bounds))
+    highest = MAGNITUDE_BITS >> MAGNITUDE_SHIFT if bits_N.dtype.itemsize == 2 else 0
+    if len(bounds) > MOST_BOUNDS or not descending or (bounds and bounds[0] > highest):
+        raise ValueError(f"classes {bounds} of elements with {bits_N.dtype.itemsize} bytes")
+
+
+def listed(bits_N: Bits, bounds: tuple[int, ...]) -> list[Places]:
+    """Return the positions of the elements of each class but class 0, ascending."""
+    if not bounds:
+        return []
+    num = min(BLOCK, len(bits_N))
+    magnitudes, is_listed = np.empty(num, np.uint16), np.empty(num, np.bool_)
+    limit = np.uint16(bounds[0] << MAGNITUDE_SHIFT)
+    found: list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    for begin in range(0, len(bits_N), BLOCK):
+        block = bits_N[begin : begin + BLOCK]
+        magnitudes_B = np.bitwise_and(block, MAGNITUDE_BITS, out=magnitudes[: len(block)])
+        places = np.flatnonzero(np.less(magnitudes_B, limit, out=is_listed[: len(block)]))
+        found.append((begin, places, magnitudes_B.take(places) >> MAGNITUDE_SHIFT))
+    positions_M = np.empty(sum(len(places) for _, places, _ in found), np.int32)
+    exponents_M = np.empty(len(positions_M), np.uint8)
+    end = 0
+    for begin, places, exponents in found:
+        start, end = end, end + len(places)
+        np.add(places, begin, out=positions_M[start:end], casting="unsafe")
+        exponents_M[start:end] = exponents
+    classes = []
+    for bound in bounds[1:]:
+        is_here_M = exponents_M >= bound
+        classes.append(positions_M.take(is_here_M.nonzero()[0]))
+        rest = np.logical_not(is_here_M, out=is_here_M).nonzero()[0]
+        positions_M, exponents_M = positions_M.take(rest), exponents_M.take(rest)
+    return [*classes, positions_M]
+
+
+Positions = npt.NDArray[np.signedinteger[Any]]
+
+_RAW, _ZSTD = 0, 1
+_WORTH_TRYING_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What changed in a tensor, as a comparison on any device finds it."""
+
+    bounds: tuple[int, ...]
+    """Of the classes."""
+    sizes: tuple[int, ...]
+    """Elements that the ranks of each class count: N of class 0, the class's own of the others."""
+    ranks: tuple[Positions, ...]
+    """By class the ranks of the changed elements, ascending."""
+    base_K: Bits
+    new_K: Bits
+
+
+def encode(base_N: Bits, new_N: Bits) -> bytes | None:
+    """Encode the elements that differ; None where none does."""
+    changes = find_changes(base_N, new_N)
+    return None if changes is None else pack(changes)
+
+
+def find_changes(base_N: Bits, new_N: Bits) -> Changes | None:
+    """Return what differs between two tensors of equal type and size; None where nothing does."""
+    is_changed_N = np.empty(len(base_N), np.bool_)
+    found = []
+    for begin in range(0, len(base_N), BLOCK):
+        end = begin + BLOCK
+        places = np.flatnonzero(
+            np.not_equal(base_N[begin:end], new_N[begin:end], out=is_changed_N[begin:end])
+        )
+        if len(places):
+            places += begin
+            found.append(places)
+    if not found:
+        return None
+    changed_K = np.concatenate(found)
+    bounds = choose_bounds(base_N)
+    first_K = changed_K
+    if bounds:
+        first_K = changed_K[(base_N[changed_K] & MAGNITUDE_BITS) >= bounds[0] << MAGNITUDE_SHIFT]
+    ranks: list[Positions] = [first_K]
+    order: list[Positions] = [first_K]
+    sizes = [len(base_N)]
+    for positions in listed(base_N, bounds):
+        ranks.append(np.flatnonzero(is_changed_N.take(positions)))
+        order.append(positions[ranks[-1]])
+        sizes.append(len(positions))
+    order_K = np.concatenate(order)
+    return Changes(bounds, tuple(sizes), tuple(ranks), base_N[order_K], new_N[order_K])
+
+
+def pack(changes: Changes) -> bytes:
+    """Return the bytes of changes, of which there is at least one."""
+    parts = _Writer()
+    parts.number(len(changes.bounds))
+    for number in (*changes.bounds, *map(len, changes.ranks)):
+        parts.number(number)
+    downs_K, further_K = _split(_ordered(changes.new_K) - _ordered(changes.base_K))
+    end = 0
+    for ranks, size in zip(changes.ranks, changes.sizes, strict=True):
+        parts.gaps(encode_gaps(ranks, size))
+        begin, end = end, end + len(ranks)
+        far = np.flatnonzero(further_K[begin:end])
+        parts.number(len(far))
+        parts.gaps(encode_gaps(far, len(ranks)))
+    parts.part(np.packbits(downs_K))
+    far_F = further_K[np.flatnonzero(further_K)] - further_K.dtype.type(1)
+    planes = far_F.view(np.uint8).reshape(-1, far_F.dtype.itemsize)
+    for plane in range(planes.shape[1]):
+        parts.packed(np.ascontiguousarray(planes[:, plane]))
+    return parts.bytes()
+
+
+def decode(data: bytes | memoryview, base_N: Bits) -> tuple[Positions, Bits]:
+    """Return ([K] positions, [K] new bits) of what `encode` made with this base. Raises WireError."""
+    try:
+        return _decode(memoryview(data), base_N)
+    except (ValueError, zstandard.ZstdError) as error:
+        raise WireError(
+            f"delta of {len(data)} bytes for {len(base_N)} elements is no delta: {error}"
+        ) from None
+
+
+def _decode(data: memoryview, base_N: Bits) -> tuple[Positions, Bits]:
+    parts = _Parts(data)
+    num_bounds = parts.number()
+    if num_bounds > len(data):
+        raise ValueError(f"{num_bounds} bounds in {len(data)} bytes")
+    bounds = tuple(parts.number() for _ in range(num_bounds))
+    check_bounds(bounds, base_N)
+    counts = [parts.number() for _ in range(num_bounds + 1)]
+    if not 0 < sum(counts) <= len(base_N):
+        raise ValueError(f"{counts} of {len(base_N)} elements changed")
+    order: list[Positions] = []
+    far: list[Positions] = []
+    begin = 0
+    for count, positions in zip(counts, (None, *listed(base_N, bounds)), strict=True):
+        ranks = decode_gaps(parts, count, len(base_N) if positions is None else len(positions))
+        order.append(ranks if positions is None else positions.take(ranks))
+        far.append(decode_gaps(parts, parts.number(), count) + begin)
+        begin += count
+    order_K, far_F = np.concatenate(order), np.concatenate(far)
+    downs_K = np.unpackbits(parts.part(-(-len(order_K) // 8)), count=len(order_K)).view(np.bool_)
+    planes = np.empty((len(far_F), base_N.dtype.itemsize), np.uint8)
+    for plane in range(planes.shape[1]):
+        planes[:, plane] = parts.packed(len(far_F))
+    parts.end()
+    further_K = np.zeros(len(order_K), base_N.dtype)
+    further_K[far_F] = planes.reshape(-1).view(base_N.dtype) + base_N.dtype.type(1)
+    return order_K, _bits(_ordered(base_N.take(order_K)) + _joined(downs_K, further_K))
+
+
+def _ordered(bits_K: Bits) -> Bits:
+    """Return numbers that grow by one from each floating-point value to the next, through zero."""
+    ordered_K: Bits = bits_K ^ (_all_of_sign(bits_K) | _sign_bit(bits_K))
+    return ordered_K
+
+
+def _bits(ordered_K: Bits) -> Bits:
+    """Invert `_ordered`."""
+    bits_K: Bits = ordered_K ^ (~_all_of_sign(ordered_K) | _sign_bit(ordered_K))
+    return bits_K
+
+
+def _split(difference_K: Bits) -> tuple[npt.NDArray[np.bool_], Bits]:
+    """Return (True for a fall, units beyond the first) of differences that are not 0, wrapping around."""
+    falls_K = _all_of_sign(difference_K)
+    further_K = (difference_K ^ falls_K) - (falls_K + difference_K.dtype.type(1))
+    return falls_K.astype(np.bool_), further_K
+
+
+def _joined(downs_K: npt.NDArray[np.bool_], further_K: Bits) -> Bits:
+    """Invert `_split`."""
+    falls_K = downs_K.astype(further_K.dtype)
+    np.negative(falls_K, out=falls_K)
+    difference_K: Bits = (further_K + (falls_K + further_K.dtype.type(1))) ^ falls_K
+    return difference_K
+
+
+def _sign_bit(bits_K: Bits) -> Any:
+    return bits_K.dtype.type(1 << 8 * bits_K.dtype.itemsize - 1)
+
+
+def _all_of_sign(bits_K: Bits) -> Bits:
+    """Return all bits set where the highest is, else none."""
+    signed_K = bits_K.view(bits_K.dtype.str.replace("u", "i"))
+    return (signed_K >> (8 * bits_K.dtype.itemsize - 1)).view(bits_K.dtype)
+
+
+class _Coders(threading.local):
+    """zstd's coders, which serve one thread each."""
+
+    def __init__(self) -> None:
+        # The numbers have no repetitions, and looking for long ones only leaves them to zstd's Huffman coder.
+        entropy_only = zstandard.ZstdCompressionParameters(
+            window_log=17,
+            chain_log=6,
+            hash_log=6,
+            search_log=1,
+            min_match=7,
+            strategy=zstandard.STRATEGY_FAST,
+        )
+        self.compressor = zstandard.ZstdCompressor(compression_params=entropy_only)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_coders = _Coders()
+
+
+class _Writer:
+    """Numbers of seven bits a byte, lowest first, the eighth says that there is more; and bytes."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def number(self, number: int) -> None:
+        while number > 0x7F:
+            self._data.append(number & 0x7F | 0x80)
+            number >>= 7
+        self._data.append(number)
+
+    def part(self, data: npt.NDArray[np.uint8]) -> None:
+        self._data += data.data
+
+    def gaps(self, gaps: Gaps | None) -> None:
+        if gaps is not None:
+            self.number(gaps.num_unary)
+            self.part(gaps.unary)
+            self.part(gaps.low)
+
+    def packed(self, data: npt.NDArray[np.uint8]) -> None:
+        """Write the bytes with zstd, where that pays, and with their length before them."""
+        packed = _coders.compressor.compress(data.data) if len(data) >= _WORTH_TRYING_BYTES else data.data
+        is_packed = len(packed) < len(data)
+        self.number(len(packed if is_packed else data) << 1 | (_ZSTD if is_packed else _RAW))
+        self._data += packed if is_packed else data.data
+
+    def bytes(self) -> bytes:
+        return bytes(self._data)
+
+
+class _Parts:
+    """What `_Writer` has written, read in order. Every method raises ValueError."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._rest = data
+
+    def number(self) -> int:
+        """Return a number below 2^63."""
+        number = 0
+        for place, byte in enumerate(self._rest[:9]):
+            number |= (byte & 0x7F) << 7 * place
+            if byte < 0x80:
+                self._rest = self._rest[place + 1 :]
+                return number
+        raise ValueError("a number that does not end")
+
+    def part(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return the next `num_bytes` bytes."""
+        part, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+        if len(part) != num_bytes:
+            raise ValueError(f"{len(part)} of {num_bytes} bytes are there")
+        return np.frombuffer(part, np.uint8)
+
+    def packed(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return the unpacked bytes, which must be `num_bytes` long."""
+        length, kind = divmod(self.number(), 2)
+        part = self.part(length)
+        found_bytes = zstandard.frame_content_size(part.data) if kind == _ZSTD else length
+        if found_bytes != num_bytes:
+            raise ValueError(f"a part of {found_bytes} bytes, not {num_bytes}")
+        if kind == _RAW:
+            return part
+        unpacked = _coders.decompressor.decompress(part.data, max_output_size=num_bytes)
+        if len(unpacked) != num_bytes:
+            raise ValueError(f"a part of {len(unpacked)} bytes, not {num_bytes}")
+        return np.frombuffer(unpacked, np.uint8)
+
+    def end(self) -> None:
+        """Raise ValueError if anything is left."""
+        if len(self._rest):
+            raise ValueError(f"{len(self._rest)} bytes too many")
+
+
+class Gaps(NamedTuple):
+    """Ascending numbers below a known size as Rice-coded gaps, in parts that whole-array operations read at a few ns a number.
+
+    A gap g with parameter k is g >> k zeros and a one (the unary part), and k low bits (the low part: the lowest bits of all
+    gaps, then the second ones, …), eight bits a byte. Where more than half of all numbers are there, the missing ones are
+    coded instead. Sources: Golomb, "Run-length encodings" (1966); Rice and Plaunt (1971) for powers of two.
+
+    Axes: K numbers, M of them or of the missing ones coded, U bits of the unary part.
+    """
+
+    num_unary: int
+    """U."""
+    unary: npt.NDArray[np.uint8]
+    """[ceil(U / 8)] the unary part."""
+    low: npt.NDArray[np.uint8]
+    """[k · ceil(M / 8)] the low part."""
+
+
+def parameter(count: int, size: int) -> int:
+    """The k with which `count` numbers below `size`, spread by chance, take the fewest bits.
+
+    The rule is floor(1 + log2(log(φ - 1) / log(1 - p))) with p = count / size and the golden ratio φ (Kiely, "Selecting the Golomb
+    parameter in Rice coding", 2004), with log(1 - p) taken as -p so that integers suffice: both sides must find the same.
+    """
+    return max(0, (9624 * size // (10_000 * max(1, count))).bit_length() - 1)
+
+
+def encode_gaps(numbers_K: Positions, size: int) -> Gaps | None:
+    """Encode numbers of [0, size) that ascend without repeating; None where count and size alone say which they are."""
+    if 2 * len(numbers_K) > size:
+        numbers_K = _missing(numbers_K, size)
+    if not len(numbers_K):
+        return None
+    k = parameter(len(numbers_K), size)
+    gaps_M = np.diff(numbers_K, prepend=numbers_K.dtype.type(-1))
+    gaps_M -= 1
+    ends_M = np.cumsum(gaps_M >> k, dtype=np.int64)
+    ends_M += np.arange(len(ends_M))
+    num_unary = int(ends_M[-1]) + 1
+    unary_U = np.zeros(num_unary, np.uint8)
+    unary_U[ends_M] = 1
+    low = [np.packbits(gaps_M & (1 << bit)) for bit in range(k)]
+    return Gaps(num_unary, np.packbits(unary_U), np.concatenate([np.empty(0, np.uint8), *low]))
+
+
+def decode_gaps(source: _Parts, count: int, size: int) -> Positions:
+    """Return the `count` numbers that `encode` got. Raises ValueError."""
+    if count > size:
+        raise ValueError(f"{count} of {size} elements")
+    if 2 * count > size:
+        return _missing(_gaps(source, size - count, size), size)
+    return _gaps(source, count, size)
+
+
+def _gaps(source: _Parts, count: int, size: int) -> Positions:
+    if not count:
+        return np.empty(0, np.int64)
+    k, num_unary = parameter(count, size), source.number()
+    if num_unary > count + (size >> k):
+        raise ValueError(f"{num_unary} bits for {count} of {size} elements")
+    bits_U = np.unpackbits(source.part(-(-num_unary // 8)), count=num_unary)
+    numbers_M = np.flatnonzero(bits_U.view(np.bool_))
+    if len(numbers_M) != count:
+        raise ValueError(f"{len(numbers_M)} gaps for {count} of {size} elements")
+    if k:
+        # With quotients q, number i is the sum of the gaps (q << k) + low and of the i elements before it.
+        numbers_M -= np.arange(count)
+        numbers_M <<= k
+        steps_M = np.ones(count, np.int64)
+        length = -(-count // 8)
+        planes = source.part(k * length).reshape(k, length)
+        for first in range(0, k, 8):
+            byte_M = np.zeros(count, np.uint8)
+            for bit, plane in enumerate(planes[first : first + 8]):
+                byte_M |= np.unpackbits(plane, count=count) << bit
+            steps_M += byte_M if not first else byte_M.astype(np.int64) << first
+        numbers_M += np.cumsum(steps_M, out=steps_M)
+        numbers_M -= 1
+    if numbers_M[-1] >= size:
+        raise ValueError(f"number {numbers_M[-1]} of {size} elements")
+    return numbers_M
+
+
+def _missing(numbers_K: Positions, size: int) -> Positions:
+    is_missing = np.ones(size, np.bool_)
+    is_missing[numbers_K] = False
+    return np.flatnonzero(is_missing)

@@ -1,0 +1,108 @@
+"""Comparison of a version's bytes with the sender's checksums, in several threads, a tensor in one of them.
+
+The promise: `verify` returns only when every piece has the sender's checksum and every number in it is finite. Each byte is
+read from memory once: a chunk that was hashed is looked at for NaN while it is in the processor's cache. Several processes
+can share the work, each with its own pieces; then all of them have to succeed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.errors import InvalidInput, WireError
+from paceline.weights.format.manifest import Algorithm, WeightManifest, hasher
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_BYTES = 4 << 20
+"""Bytes that are hashed at a time, whole elements of each dtype: they stay in the cache, and few enough calls compete for the interpreter."""
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
+"""Threads of one comparison; one xxh3 thread keeps up with memory, eight SHA-256 threads with a fast network."""
+
+
+class TensorBytes(NamedTuple):
+    """Bytes [start, end) of the flat run with one checksum: a tensor, under the first of its names."""
+
+    start: int
+    end: int
+    checksum: str
+    name: str
+    dtype: str
+
+
+def pieces_of(manifest: WeightManifest) -> list[TensorBytes]:
+    """Return a piece for every tensor, by offset; tied names share one. Raises WireError where those have two checksums."""
+    pieces: dict[tuple[int, int], TensorBytes] = {}
+    for entry in manifest.entries:
+        place = (entry.offset, entry.offset + entry.num_bytes)
+        piece = pieces.setdefault(place, TensorBytes(*place, entry.checksum, entry.name, entry.dtype))
+        if piece.checksum != entry.checksum:
+            raise WireError(
+                f"tensors {piece.name!r} and {entry.name!r} share their bytes but have the checksums {piece.checksum!r} and "
+                f"{entry.checksum!r}"
+            )
+    return sorted(pieces.values())
+
+
+def share_of(pieces: Sequence[TensorBytes], index: int, count: int) -> list[TensorBytes]:
+    """Return the pieces that process `index` of `count` compares: every piece belongs to one, and the largest share is at most
+    one piece larger than the smallest."""
+    filled = [0] * count
+    share = []
+    for piece in sorted(pieces, key=lambda piece: (piece.start - piece.end, piece.start)):
+        least = filled.index(min(filled))
+        filled[least] += piece.end - piece.start
+        if least == index:
+            share.append(piece)
+    return sorted(share)
+
+
+def verify(
+    flat: torch.Tensor, manifest: WeightManifest, pieces: Sequence[TensorBytes], *, digests: bool
+) -> int:
+    """Compare `pieces` of `flat` ([total_bytes] uint8 in host memory) with their checksums. Return their bytes.
+
+    Raises WireError that names the first tensor whose bytes are not the sender's, and InvalidInput for one with NaN or
+    infinite elements. With `digests` False the checksums were compared already, and only the numbers are looked at.
+    """
+    with ThreadPoolExecutor(THREADS, "paceline-checksums") as threads:
+        for _ in threads.map(lambda piece: _verify_piece(flat, piece, manifest.algorithm, digests), pieces):
+            pass  # no deadline: it hashes memory
+    return sum(piece.end - piece.start for piece in pieces)
+
+
+def _verify_piece(flat: torch.Tensor, piece: TensorBytes, algorithm: Algorithm, digests: bool) -> None:
+    digest, is_finite = hasher(algorithm), True
+    for start in range(piece.start, piece.end, CHUNK_BYTES):
+        chunk = flat[start : min(start + CHUNK_BYTES, piece.end)]
+        if digests:
+            digest.update(chunk.numpy())
+        is_finite = is_finite and _is_finite(chunk, piece.dtype)
+    # The checksum first: bytes that are not the sender's may look like anything.
+    found = str(digest.hexdigest()) if digests else piece.checksum
+    if found != piece.checksum:
+        raise WireError(
+            f"tensor {piece.name!r} arrived with {algorithm} {found!r}, the sender has {piece.checksum!r}"
+        )
+    if not is_finite:
+        raise InvalidInput(
+            f"weight {piece.name!r} has NaN or infinite elements; the old weights go on serving"
+        )
+
+
+def _is_finite(raw: torch.Tensor, dtype: str) -> bool:
+    """Return whether all elements are finite. A sum shows it at the speed of memory; only a sum that is not finite needs a
+    look at each element."""
+    import torch
+
+    kind: torch.dtype = getattr(torch, dtype)
+    if not kind.is_floating_point:
+        return True
+    elements = raw.view(kind)
+    if kind.itemsize == 1:
+        elements = elements.float()
+    return bool(torch.isfinite(elements.sum())) or bool(torch.isfinite(elements).all())

@@ -1,0 +1,82 @@
+"""Messages between the relays of two hosts, on a channel of any transport.
+
+The listener sends a nonce of 16 bytes; the reader answers with one `ReadRequest`, whose proof shows that it has the secret of
+the run's relays. From then on only the listener sends: frames of a head (kind, index, length) and as many bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import struct
+
+from google.protobuf.message import DecodeError
+
+from paceline.errors import WireError
+from paceline.v1 import host_agent_pb2
+from paceline.weights.hosts.transport import Channel
+
+PROTOCOL = 1
+NONCE_BYTES = 16
+LENGTH = struct.Struct("<I")
+HEAD = struct.Struct("<B3xIQ")
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+class Kind(enum.IntEnum):
+    """What a frame brings."""
+
+    WAIT = 1
+    """Nothing new yet; sent instead of silence."""
+    PIECE = 2
+    """A piece of the version; its index and its bytes."""
+    MANIFEST = 3
+    """The version's manifest."""
+    GONE = 4
+    """The version is not here any more, or will not come."""
+    REFUSED = 5
+    """The request was refused; the reason in UTF-8."""
+
+
+def send_request(channel: Channel, request: host_agent_pb2.ReadRequest) -> None:
+    """Send the reader's only message."""
+    data = request.SerializeToString()
+    channel.send(LENGTH.pack(len(data)) + data)
+
+
+def receive_request(channel: Channel) -> host_agent_pb2.ReadRequest:
+    """Receive the reader's only message. Raises WireError, Unavailable."""
+    (length,) = LENGTH.unpack(receive(channel, LENGTH.size))
+    if length > MAX_MESSAGE_BYTES:
+        raise WireError(f"a request of {length} bytes; this side reads up to {MAX_MESSAGE_BYTES}")
+    try:
+        return host_agent_pb2.ReadRequest.FromString(receive(channel, length))
+    except DecodeError as error:
+        raise WireError(f"no request of an agent: {error}") from error
+
+
+def send_frame(channel: Channel, kind: Kind, index: int = 0, data: bytes = b"") -> None:
+    """Send a frame with a few bytes."""
+    channel.send(HEAD.pack(kind, index, len(data)) + data)
+
+
+def receive_head(channel: Channel) -> tuple[Kind, int, int]:
+    """Receive kind, index and length of the next frame. Raises WireError, Unavailable."""
+    kind, index, length = HEAD.unpack(receive(channel, HEAD.size))
+    try:
+        return Kind(kind), index, length
+    except ValueError as error:
+        raise WireError(f"a frame of the unknown kind {kind}") from error
+
+
+def receive(channel: Channel, length: int) -> bytes:
+    """Receive this many bytes."""
+    data = bytearray(length)
+    channel.receive_into(memoryview(data))
+    return bytes(data)
+
+
+def proof(token: bytes, nonce: bytes) -> bytes:
+    """Return what shows that its sender has `token`."""
+    return hmac.digest(token, nonce, hashlib.sha256)

@@ -1,0 +1,159 @@
+"""The tensors of one version in a segment of host memory, as a mapping that engines in other processes can map too.
+
+The promise: the tensors are views, nothing is copied; while `reading` is held, their bytes do not change. Weights that are in no
+segment yet are copied into one of a pair: one is read while the next version is written into the other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from paceline.errors import Unavailable
+from paceline.weights.format.manifest import WeightManifest
+from paceline.weights.format.packing import checksums, plan, views
+from paceline.weights.format.verification import pieces_of, verify
+from paceline.weights.hosts.segment import HostSegment
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SEGMENTS = 2
+POLL_S = 0.002
+"""Pause between two checks whether the readers have finished, which the kernel does not announce."""
+
+
+class SegmentPair:
+    """The writer's segments, made when they are needed and never written while an engine reads them or an operation writes them.
+
+    Any thread may call; the caller of `begin` alone writes, until it calls `release`. Memory under an operation that never
+    ends is given up and never reused; it is freed when the operation ends.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._segments: list[HostSegment] = []
+        self._writing: list[HostSegment] = []
+
+    def begin(self, size_bytes: int, bucket_bytes: int, timeout_s: float) -> tuple[HostSegment, int]:
+        """Return a segment of this size, to write, and its new generation; call `release` with it at the end. Raises
+        Unavailable when all are read for `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                self._segments = [
+                    s for s in self._segments if (s.size_bytes, s.bucket_bytes) == (size_bytes, bucket_bytes)
+                ]
+                for segment in self._segments:
+                    if segment in self._writing:
+                        continue
+                    try:
+                        generation = segment.begin()
+                    except Unavailable:  # an engine reads it
+                        continue
+                    self._writing.append(segment)
+                    return segment, generation
+                if (made := self._make(size_bytes, bucket_bytes)) is not None:
+                    return made
+            if time.monotonic() >= deadline_s:
+                raise Unavailable(
+                    f"both segments of {size_bytes} bytes are still read after {timeout_s:.1f} s; nothing was overwritten"
+                )
+            time.sleep(POLL_S)
+
+    def release(self, segment: HostSegment) -> None:
+        """End writing: no operation writes into `segment` any more."""
+        with self._lock:
+            self._writing = [other for other in self._writing if other is not segment]
+
+    def _make(self, size_bytes: int, bucket_bytes: int) -> tuple[HostSegment, int] | None:
+        """Return a new segment where there is room: in place of one that an operation may write for ever, if there must be."""
+        if len(self._segments) >= MAX_SEGMENTS:
+            stuck = [segment for segment in self._segments if segment in self._writing]
+            if len(stuck) < MAX_SEGMENTS:
+                return None
+            self._segments.remove(stuck[0])
+        segment = HostSegment.create(size_bytes, bucket_bytes)
+        generation = segment.begin()
+        self._segments.append(segment)
+        self._writing.append(segment)
+        return segment, generation
+
+
+State = Literal["received", "compared", "verified"]
+"""Received: as the bytes came. Compared: they are the sender's. Verified: and every number is finite."""
+
+
+class HostWeights(Mapping[str, "torch.Tensor"]):
+    """The tensors that `manifest` places in `generation` of `segment`.
+
+    An engine loads nothing before the bytes are `verified`, and does what is left of that itself.
+    """
+
+    def __init__(
+        self, segment: HostSegment, generation: int, manifest: WeightManifest, state: State = "received"
+    ) -> None:
+        self.segment = segment
+        self.generation = generation
+        self.manifest = manifest
+        self.state: State = state
+
+    @classmethod
+    def packed(
+        cls, tensors: Mapping[str, torch.Tensor], segments: SegmentPair, timeout_s: float
+    ) -> HostWeights:
+        """Copy `tensors` into a segment of `segments`, which the caller releases; names of one memory stay one.
+
+        Raises Unavailable when no segment is free within `timeout_s`.
+        """
+        layout = plan(tensors, bucket_bytes=1 << 30)
+        segment, generation = segments.begin(max(1, layout.total_bytes), layout.bucket_bytes, timeout_s)
+        try:
+            flat = segment.flat()
+            for name, view in views(flat, layout).items():
+                view.copy_(tensors[name])
+            segment.complete()
+            manifest = layout.with_checksums(checksums(flat, layout))
+        except BaseException:
+            segments.release(segment)
+            raise
+        return cls(segment, generation, manifest)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Keep the bytes from being overwritten. Raises Unavailable when they were already."""
+        return self.segment.reading(self.generation)
+
+    def verify(self) -> None:
+        """Do what is left of comparing checksums and looking at numbers. Raises WireError or InvalidInput, see `verify`."""
+        if self.state != "verified":
+            pieces, flat = pieces_of(self.manifest), self.segment.flat()
+            verify(flat, self.manifest, pieces, digests=self.state == "received")
+            self.state = "verified"
+
+    def under_names(self, same: Mapping[str, str]) -> HostWeights:
+        """Return the same bytes under further names: each key of `same` shows the tensor that its value names."""
+        entries = {entry.name: entry for entry in self.manifest.entries}
+        more = tuple(entries[of]._replace(name=name) for name, of in same.items() if name not in entries)
+        if not more:
+            return self
+        manifest = replace(self.manifest, entries=(*self.manifest.entries, *more))
+        return HostWeights(self.segment, self.generation, manifest, self.state)
+
+    @cached_property
+    def _views(self) -> dict[str, torch.Tensor]:
+        return views(self.segment.flat(), self.manifest)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)

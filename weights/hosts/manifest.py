@@ -1,0 +1,217 @@
+"""The manifest of a version that travels by hosts: its layout, which of the learner's hosts has which bytes, and a digest of
+each piece.
+
+The control plane brings its SHA-256, so whoever passes it on can change nothing. Layout and owners stay the same for all
+versions of a run; only the digests change.
+
+A version is one flat run of bytes (`paceline.weights.format.manifest`), of which each of the learner's hosts has some ranges. A
+*piece* is what one of these hosts has of one bucket: what a digest is for, what is sent, verified and passed on as a whole.
+With a single learner host the pieces are the buckets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, cast
+
+import xxhash
+
+from paceline.errors import WireError
+from paceline.groups import Version
+from paceline.v1 import common_pb2
+from paceline.weights.format.manifest import ALIGNMENT_BYTES, MAX_MANIFEST_BYTES, WeightManifest
+
+MIN_BUCKET_BYTES = 256 << 10
+MAX_BUCKET_BYTES = 16 << 20
+BUCKETS = 1024
+"""Buckets of a large version: a chain of 200 hosts then takes a fifth longer than one hop."""
+MAX_PIECES = 1 << 20
+
+
+class Owned(NamedTuple):
+    """Bytes [begin, end) of a version that one of the learner's hosts has."""
+
+    begin: int
+    end: int
+    source: int
+    """Index of the host among the learner's."""
+
+
+class Piece(NamedTuple):
+    """What one of the learner's hosts has of one bucket."""
+
+    bucket: int
+    source: int
+    ranges: tuple[tuple[int, int], ...]
+    """[begin, end) within the version, ascending."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all ranges."""
+        return sum(end - begin for begin, end in self.ranges)
+
+
+def bucket_bytes_for(total_bytes: int) -> int:
+    """Return the size of a bucket: small enough that a chain of hosts is filled soon, large enough to cost no time by number."""
+    return min(max(total_bytes // BUCKETS, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
+
+
+def joined(owned: Iterable[Owned]) -> tuple[Owned, ...]:
+    """Return the ranges in order, neighbours of one source as one range; the gap of an alignment belongs to what is before it."""
+    whole: list[Owned] = []
+    for one in sorted(owned):
+        if whole and whole[-1].source == one.source and one.begin - whole[-1].end < ALIGNMENT_BYTES:
+            whole[-1] = whole[-1]._replace(end=one.end)
+        else:
+            whole.append(one)
+    return tuple(whole)
+
+
+def plan_pieces(owned: Sequence[Owned], bucket_bytes: int) -> tuple[Piece, ...]:
+    """Return the pieces in the order of buckets. `owned` is as `joined` returns it."""
+    ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for begin, end, source in owned:
+        while begin < end:
+            bucket = begin // bucket_bytes
+            stop = min(end, (bucket + 1) * bucket_bytes)
+            ranges.setdefault((bucket, source), []).append((begin, stop))
+            begin = stop
+    return tuple(Piece(bucket, source, tuple(parts)) for (bucket, source), parts in sorted(ranges.items()))
+
+
+def check_owned(owned: Sequence[Owned], layout: WeightManifest) -> None:
+    """Raise WireError unless the ranges are disjoint, ascending and cover every tensor of the layout."""
+    end = 0
+    for one in owned:
+        if not end <= one.begin < one.end <= layout.total_bytes or one.source < 0:
+            raise WireError(
+                f"a range of {one.begin} to {one.end} bytes of {layout.total_bytes} comes after byte {end}"
+            )
+        end = one.end
+    place = 0
+    for entry in sorted(layout.entries, key=lambda entry: entry.offset):
+        at, stop = entry.offset, entry.offset + entry.num_bytes
+        while at < stop:
+            while place < len(owned) and owned[place].end <= at:
+                place += 1
+            if place == len(owned) or owned[place].begin > at:
+                raise WireError(f"nobody has byte {at} of tensor {entry.name!r}")
+            at = owned[place].end
+
+
+FORMAT = 1
+PieceAlgorithm = Literal["xxh3_128", "sha256"]
+DIGEST_BYTES = {"xxh3_128": 16, "sha256": 32}
+
+
+@dataclass(frozen=True)
+class HostManifest:
+    """One version of one run, or its layout alone where `digests` is empty."""
+
+    run_id: str
+    version: Version
+    layout: WeightManifest
+    owned: tuple[Owned, ...]
+    algorithm: PieceAlgorithm
+    digests: tuple[bytes, ...] = ()
+    """Of each piece."""
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All pieces, in the order of buckets."""
+        return plan_pieces(self.owned, self.layout.bucket_bytes)
+
+    @property
+    def sources(self) -> int:
+        """Number of the learner's hosts."""
+        return max((one.source for one in self.owned), default=-1) + 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(one.end - one.begin for one in self.owned)
+
+    def of(self, version: Version, digests: tuple[bytes, ...]) -> HostManifest:
+        """Return the manifest of a version with this layout."""
+        return replace(self, version=version, digests=digests)
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        document = {
+            "format": FORMAT,
+            "run_id": self.run_id,
+            "version": list(self.version),
+            "layout": self.layout.to_bytes().decode(),
+            "owned": [list(one) for one in self.owned],
+            "algorithm": self.algorithm,
+            "digests": [digest.hex() for digest in self.digests],
+        }
+        return json.dumps(document, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> HostManifest:
+        """Read what `to_bytes` wrote. Raises WireError for anything else, before any memory is set aside for it."""
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise WireError(f"the manifest has {len(data)} bytes; this side reads up to {MAX_MANIFEST_BYTES}")
+        try:
+            document = json.loads(data)
+            if document["format"] != FORMAT:
+                raise WireError(f"the manifest has format {document['format']!r}, this side reads {FORMAT}")
+            algorithm = document["algorithm"]
+            if algorithm not in DIGEST_BYTES:
+                raise WireError(
+                    f"pieces have digests of {algorithm!r}; this side knows {', '.join(DIGEST_BYTES)}"
+                )
+            session, step = document["version"]
+            manifest = cls(
+                str(document["run_id"]),
+                Version(_whole(session), _whole(step)),
+                WeightManifest.from_bytes(document["layout"].encode()),
+                tuple(Owned(_whole(b), _whole(e), _whole(s)) for b, e, s in document["owned"]),
+                cast(PieceAlgorithm, algorithm),
+                tuple(bytes.fromhex(text) for text in document["digests"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise WireError(f"the manifest cannot be read: {str(error)[:200]!r}") from error
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        check_owned(self.owned, self.layout)
+        if self.layout.total_bytes // self.layout.bucket_bytes * max(1, self.sources) > MAX_PIECES:
+            raise WireError(
+                f"the manifest cuts {self.layout.total_bytes} bytes of {self.sources} hosts into buckets of "
+                f"{self.layout.bucket_bytes}; at most {MAX_PIECES} pieces are received"
+            )
+        if self.digests and len(self.digests) != len(self.pieces):
+            raise WireError(f"the manifest has {len(self.digests)} digests for {len(self.pieces)} pieces")
+        if any(len(digest) != DIGEST_BYTES[self.algorithm] for digest in self.digests):
+            raise WireError(f"the manifest has digests of another length than {self.algorithm} makes")
+
+
+def piece_digest(memory: memoryview, piece: Piece, algorithm: PieceAlgorithm) -> bytes:
+    """Return the digest of a piece of a version that lies in `memory`."""
+    digest = xxhash.xxh3_128() if algorithm == "xxh3_128" else hashlib.sha256()
+    for begin, end in piece.ranges:
+        digest.update(memory[begin:end])
+    return digest.digest()
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} where a count belongs")
+    return value
+
+
+def version_of(message: Any) -> Version:
+    """Return the version that a message names."""
+    return Version(message.version.session, message.version.step)
+
+
+def version_message(version: Version) -> common_pb2.PolicyVersion:
+    """Return a version as a part of a message."""
+    return common_pb2.PolicyVersion(session=version.session, step=version.step)

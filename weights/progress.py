@@ -1,0 +1,53 @@
+"""How far a member is with a version, how long it may take, and how an attempt to bring one to it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from paceline.groups import Version
+
+Phase = Literal["receiving", "loading"]
+Failure = Literal["", "link", "silent", "refused"]
+"""Reason why a version did not reach a member: the bytes did not arrive in time; no answer came; or the answer was no."""
+
+FLOOR_BYTES_PER_S = 20e6
+"""The slowest rate at which a member may check and load a version; slower is taken for a fault, however often it reports."""
+
+
+class WeightProgress(NamedTuple):
+    """Progress of a member with a version that it was offered."""
+
+    version: Version
+    phase: Phase
+    received_bytes: int
+
+
+def slowest_s(size_bytes: int) -> float:
+    """Return the seconds that `size_bytes` need at `FLOOR_BYTES_PER_S`."""
+    return size_bytes / FLOOR_BYTES_PER_S
+
+
+def longest_s(max_wait_s: float, size_bytes: int) -> float:
+    """Return the longest time that a member may work on `size_bytes` after they arrived, even if it keeps reporting:
+    twenty times the allowed silence plus the time that the bytes need at the slowest rate."""
+    return 20 * max_wait_s + slowest_s(size_bytes)
+
+
+@dataclass(frozen=True)
+class PublishResult:
+    """Result of one attempt to bring one version to one member."""
+
+    member_id: str
+    epoch: int
+    attempt: int
+    version: Version
+    ok: bool
+    """True when the member acknowledged the version, which is the only proof."""
+    transfer_s: float = 0.0
+    """Seconds in which its host got the bytes."""
+    ack_s: float = 0.0
+    """Seconds from the last byte to the member's answer: checksums and the engine's swap."""
+    size_bytes: int = 0
+    failure: Failure = ""
+    error: str = ""
