@@ -19,7 +19,7 @@ import grpc
 from paceline.errors import Busy
 from paceline.services.common.serving.grpc_server import with_status
 from paceline.services.coordinator.audit.reading.reader import RecordsReader
-from paceline.services.coordinator.audit.reading.verify_process import verify_apart
+from paceline.services.coordinator.audit.verify import verify_apart
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.v1 import records_pb2 as pb

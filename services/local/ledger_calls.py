@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from paceline.errors import Unavailable
 from paceline.services.coordinator.audit.reading.reader import RecordsReader
-from paceline.services.coordinator.audit.reading.verify_process import verify_apart
+from paceline.services.coordinator.audit.verify import verify_apart
 from paceline.services.coordinator.reporting.run_messages import page, run_message
 from paceline.v1 import records_pb2, run_pb2
 

@@ -14,9 +14,9 @@ from paceline.errors import Conflict, NotFound
 from paceline.files.storage import Folder
 from paceline.groups import Group
 from paceline.learner.checkpoints.manifest import read_manifest
-from paceline.services.coordinator.ledger.batch_split import split_batch
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import read_frame
+from paceline.services.coordinator.ledger.tables.batches import split_batch
 from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoint
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run

@@ -20,7 +20,6 @@ from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, No
 from paceline.services.coordinator.exchange.transport.dispatch import handle
 from paceline.services.coordinator.exchange.uploads.array_checks import Limits
 from paceline.services.coordinator.exchange.uploads.intake import Arrived, store, validate_upload
-from paceline.services.coordinator.ledger import pruning
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import read_frame
 from paceline.services.coordinator.members.registry import Member
@@ -436,9 +435,9 @@ class Learner:
 def prune(world: World) -> int:
     """Prunes until nothing is due; returns how often it had to."""
     number = 0
-    while pruning.is_due(world.ledger, world.run_id, world.run.batch_size):
+    while world.ledger.is_pruning_due(world.run_id, world.run.batch_size):
         with world.ledger.transaction():
-            pruning.prune(world.ledger, world.run_id, world.run.batch_size)
+            world.ledger.prune(world.run_id, world.run.batch_size)
         number += 1
     return number
 

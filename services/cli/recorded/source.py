@@ -78,7 +78,7 @@ class LedgerRuns:
     def run_ids(self) -> list[str]:
         """Return the ids of all runs, oldest first, also where other columns cannot be read; the runs whose rows are lost come
         last."""
-        from paceline.services.coordinator.ledger.integrity.lost_runs import lost_runs
+        from paceline.services.coordinator.ledger.integrity.file_check import lost_runs
 
         lost: list[str] = []
         with contextlib.suppress(
@@ -101,7 +101,7 @@ def run_ids(source: Source) -> list[str]:
 def opened_ledger(path: Path) -> Iterator[Ledger]:
     """Open the ledger at `path`, read-only; explain the damage of a file that cannot be read. Raises NotFound,
     LedgerFault."""
-    from paceline.services.coordinator.ledger.integrity.file_damage import explained
+    from paceline.services.coordinator.ledger.integrity.file_check import explained
     from paceline.services.coordinator.ledger.ledger import Ledger
 
     try:

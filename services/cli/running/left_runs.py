@@ -67,7 +67,7 @@ class LeftRuns:
 
 def left_runs(ledger_path: Path) -> LeftRuns:
     """Return the runs in the ledger; none without a ledger. Raises LedgerFault."""
-    from paceline.services.coordinator.ledger.integrity.file_damage import explained
+    from paceline.services.coordinator.ledger.integrity.file_check import explained
     from paceline.services.coordinator.ledger.ledger import Ledger
     from paceline.spec.reading import spec_of_run
 

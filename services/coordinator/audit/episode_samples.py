@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.array_frames import Buffer
 from paceline.groups import Completion, Rows
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import CompletionArrays, decode_result, parse_message, split_rows
-
-if TYPE_CHECKING:
-    from paceline.services.coordinator.ledger.ledger import Ledger
 
 
 def episodes(arrays: Buffer, texts: Buffer) -> list[dict[str, Any]] | None:

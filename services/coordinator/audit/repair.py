@@ -13,13 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import LedgerFault, NotFound
-from paceline.services.coordinator.audit import artifacts
+from paceline.services.coordinator.audit import side_records
 from paceline.services.coordinator.exchange.batches import damaged_groups
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.group_queries import OPEN_SQL
-from paceline.services.coordinator.ledger.integrity.file_check import check_file
-from paceline.services.coordinator.ledger.integrity.file_damage import sentence
-from paceline.services.coordinator.ledger.integrity.report import UNREADABLE, VerifyReport
+from paceline.services.coordinator.ledger.integrity.file_check import (
+    UNREADABLE,
+    VerifyReport,
+    check_file,
+    sentence,
+)
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.services.coordinator.sessions.starting_point import mark_damaged
@@ -105,7 +108,7 @@ def _mark_checkpoints(ledger: Ledger, run_id: str, say: Say) -> None:
     for checkpoint in ledger.checkpoints.kept(run_id):
         report = VerifyReport()
         if not checkpoint.damaged:
-            artifacts.compare_checkpoint(report, "it", checkpoint, contents=True)
+            side_records.compare_checkpoint(report, "it", checkpoint, contents=True)
         if report.found:
             reason = report.found[0].text
             mark_damaged(ledger, run_id, checkpoint.path, reason)

@@ -33,8 +33,7 @@ from paceline.errors import LedgerFault
 from paceline.files.names import AUDIT_NAME
 from paceline.services.common.access.token_guard import OF_GUARD, Call
 from paceline.services.common.grpc_peers import address_of
-from paceline.services.coordinator.audit_log.files import AuditFiles
-from paceline.services.coordinator.audit_log.record import OK, Entry
+from paceline.services.coordinator.audit_log.files import OK, AuditFiles, Entry
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
 

@@ -26,11 +26,11 @@ from paceline.services.coordinator.exchange.failure_causes import DropsInARow, F
 from paceline.services.coordinator.exchange.lease_durations import LeaseDurations
 from paceline.services.coordinator.exchange.spot_choice import SpotCheck
 from paceline.services.coordinator.exchange.throughput import Throughput
-from paceline.services.coordinator.ledger.batch_split import Splits
 from paceline.services.coordinator.ledger.group_queries import GroupQueries
 from paceline.services.coordinator.ledger.groups import Groups
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import Frame, StoredFrame, UnopenedSegment
+from paceline.services.coordinator.ledger.tables.batches import Splits
 from paceline.services.coordinator.members.senders import Senders
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb

@@ -5,6 +5,15 @@ cut; a second process that opens the same file is refused; every opening is a ne
 is over writes nothing more. Only the coordinator's one event loop writes, one transaction at a time. Where the loop
 would wait long for the disk, a thread waits while the loop goes on with the next transaction, and answers are sent
 after the thread's sync (`sync_off_loop`).
+
+Moves the content of SQLite's write-ahead log into the ledger's file beside the transactions, not inside of their
+commits.
+
+SQLite does it by itself in the commit that makes the log 1,000 pages long; under load that is every tenth commit, and
+every request waits for its writes and two more syncs. Here a separate connection does it on a thread, which stops no
+writer. Since writers go on meanwhile the log never gets empty; when it is long, one short pass under the lock empties
+it, so that SQLite writes it from its start again. Only the log's length depends on this: a commit is durable by its own
+sync.
 """
 
 from __future__ import annotations
@@ -25,12 +34,53 @@ from typing import IO, Any, TypeVar
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, LedgerFault, NotFound
 from paceline.files.whole_file import sync_folder, written_whole
-from paceline.services.coordinator.ledger import database, restored_backup
+from paceline.services.coordinator.ledger import database
 from paceline.services.coordinator.ledger.integrity import row_checksums
-from paceline.services.coordinator.ledger.integrity.file_damage import check_open_runs, is_damage
-from paceline.services.coordinator.ledger.integrity.report import REMEDY as RESTORE
+from paceline.services.coordinator.ledger.integrity.file_check import REMEDY as RESTORE
+from paceline.services.coordinator.ledger.integrity.file_check import check_open_runs, is_damage
 from paceline.services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 from paceline.services.coordinator.ledger.segments import PayloadStore
+
+PERIOD_S = 0.5
+MAX_PAGES = 8192
+"""Length, in pages of 4 kB, beyond which the log is emptied."""
+
+READERS_S = 0.1
+"""Seconds for which readers of other processes may hold up the emptying; it is tried again."""
+
+
+class WalCheckpointer:
+    """Keeps one ledger's log short; `lock` keeps transactions away while it is emptied."""
+
+    def __init__(self, ledger: LedgerFile, lock: asyncio.Lock):
+        self._lock = lock
+        self._db = database.connect(ledger.path, ledger.key, busy_s=READERS_S, any_thread=True)
+        ledger.db.execute("PRAGMA wal_autocheckpoint = 0")
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            with ThreadPoolExecutor(1, "ledger-log") as thread:
+                while True:
+                    await asyncio.sleep(PERIOD_S)
+                    if await loop.run_in_executor(thread, self.move, "PASSIVE") > MAX_PAGES:
+                        async with self._lock:
+                            await loop.run_in_executor(thread, self.move, "RESTART")
+        finally:
+            self._db.close()
+
+    def move(self, how: str) -> int:
+        """Make a pass; return the number of pages in the log. An error of the disk is left to the next transaction,
+        which meets it too.
+        """
+        try:
+            _, pages, _ = self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
+        except sqlite3.OperationalError as error:
+            log.warning("the ledger's log stays as long as it is: %s", error)
+            return 0
+        return int(pages)
+
 
 ValueT = TypeVar("ValueT")
 MAX_CACHED = 256
@@ -76,16 +126,16 @@ class LedgerFile:
                 raise NotFound(f"no ledger at {path}")
             database.check_key(path, self.key)
             # The log beside a backup that no coordinator has opened yet is another ledger's, so it must not be read.
-            alone = restored_backup.is_backup(path, self.key)
+            alone = database.is_backup(path, self.key)
             self.db = database.connect(path, self.key, read_only=True, immutable=alone, named=True)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._locks = lock_ledger(path)
             try:
                 database.check_key(path, self.key)
-                is_backup = restored_backup.is_backup(path, self.key)
+                is_backup = database.is_backup(path, self.key)
                 if is_backup:
-                    self.set_aside = restored_backup.set_aside(path)
+                    self.set_aside = database.set_aside(path)
                     self.payloads = PayloadStore(path, self.key)
                 self.db = database.connect(path, self.key, any_thread=True, named=True)
             except BaseException:
@@ -95,7 +145,7 @@ class LedgerFile:
         row_checksums.install(self.db)
         try:
             if not read_only and is_backup:
-                restored_backup.take_mark_away(self.db)
+                database.take_mark_away(self.db)
             self._open_schema(read_only)
             if not read_only:
                 check_open_runs(self.db, path)

@@ -21,15 +21,12 @@ from paceline.services.coordinator.ledger.group_queries import GroupQueries
 from paceline.services.coordinator.ledger.groups import Groups
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Location, Payload
 from paceline.services.coordinator.ledger.tables.audit_heads import AuditHeads
-from paceline.services.coordinator.ledger.tables.batches import Batches
+from paceline.services.coordinator.ledger.tables.batches import Batches, Receipts, SessionFaults
 from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoints
-from paceline.services.coordinator.ledger.tables.deaths import Deaths
+from paceline.services.coordinator.ledger.tables.deaths import Deaths, FreeSlots
 from paceline.services.coordinator.ledger.tables.episodes import Episodes
 from paceline.services.coordinator.ledger.tables.evaluations import Evaluations
-from paceline.services.coordinator.ledger.tables.free_slots import FreeSlots
 from paceline.services.coordinator.ledger.tables.models import RegisteredModels
-from paceline.services.coordinator.ledger.tables.receipts import Receipts
-from paceline.services.coordinator.ledger.tables.session_faults import SessionFaults
 from paceline.services.coordinator.text_limits import event_json
 from paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
 
@@ -43,6 +40,10 @@ MAX_SEQUENCE = 1 << 62
 """A sequence number that no event has, and that SQLite can hold."""
 MAX_EVENTS = {"member": 100_000, "warning": 100_000}
 """Most events of a kind in one run, for kinds that workers cause as often as they like."""
+GROUPS_AT_ONCE = 512
+"""Groups whose payloads are pruned in one transaction."""
+PRUNED = "pruned:groups"
+"""Counter of the groups whose payloads were pruned."""
 RECENT_RESULTS = 64
 """Newest results whose mean size is taken for the size of later ones."""
 
@@ -78,7 +79,7 @@ class Ledger(LedgerFile):
         return self.cached(f"run {run_id}", lambda: self._run(run_id))
 
     def _run(self, run_id: str) -> sqlite3.Row:
-        row: sqlite3.Row | None = self.db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+        row: sqlite3.Row | None = self.row("SELECT * FROM runs WHERE run_id = ?", (run_id,))
         if row is None:
             newest = [
                 r["run_id"] for r in self.db.execute("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")
@@ -88,15 +89,15 @@ class Ledger(LedgerFile):
 
     def runs(self) -> list[sqlite3.Row]:
         """Return all runs, oldest first."""
-        return self.db.execute("SELECT * FROM runs ORDER BY sequence").fetchall()
+        return self.rows("SELECT * FROM runs ORDER BY sequence")
 
     def runs_after(self, sequence: int, limit: int) -> list[sqlite3.Row]:
         """Return the runs that were submitted after run number `sequence`, oldest first, without their specs."""
-        return self.db.execute(
+        return self.rows(
             "SELECT run_id, sequence, state, message, next_step, max_num_steps, directory, submitted_s, warnings_json"
             " FROM runs WHERE sequence > ? ORDER BY sequence LIMIT ?",
             (sequence, limit),
-        ).fetchall()
+        )
 
     def runs_by_state(self) -> dict[str, int]:
         """Return the number of runs in each state that occurs."""
@@ -105,7 +106,7 @@ class Ledger(LedgerFile):
 
     def num_runs(self) -> int:
         """Return the number of runs that were ever submitted."""
-        return int(self.db.execute("SELECT COUNT(*) AS n FROM runs").fetchone()["n"])
+        return int(self.row("SELECT COUNT(*) AS n FROM runs")["n"])
 
     def active_run(self) -> sqlite3.Row | None:
         """Return the run that trains, else the one that is paused, if any."""
@@ -115,19 +116,18 @@ class Ledger(LedgerFile):
 
     def due_run(self, passed_over: Collection[str] = ()) -> sqlite3.Row | None:
         """Return the active run or, without one, the first of the queue; none of those in `passed_over`."""
-        row: sqlite3.Row | None = self.db.execute(
+        return self.row(
             f"SELECT runs.*, {PRIORITY} FROM runs WHERE state IN ('running', 'paused', 'queued')"
             f" AND run_id NOT IN ({', '.join('?' * len(passed_over))})"
             " ORDER BY CASE state WHEN 'running' THEN 0 WHEN 'paused' THEN 1 ELSE 2 END, priority DESC, sequence LIMIT 1",
             tuple(passed_over),
-        ).fetchone()
-        return row
+        )
 
     def queue(self) -> list[sqlite3.Row]:
         """Return id and `priority` of the runs that wait, the one that starts first before the others."""
-        return self.db.execute(
+        return self.rows(
             f"SELECT run_id, {PRIORITY} FROM runs WHERE state = 'queued' ORDER BY priority DESC, sequence"
-        ).fetchall()
+        )
 
     def first_queued(self) -> sqlite3.Row | None:
         """Return id and `priority` of the run that waits and starts first."""
@@ -184,11 +184,11 @@ class Ledger(LedgerFile):
 
     def run_of_submission(self, submission: str) -> str | None:
         """Return the run that was queued under this name of a submission; the name is in the run's first event."""
-        row = self.db.execute(
+        row = self.row(
             "SELECT run_id FROM events WHERE run_id IN (SELECT run_id FROM runs) AND sequence = 1"
             " AND json_extract(json, '$.submission') = ?",
             (submission,),
-        ).fetchone()
+        )
         return None if row is None else str(row["run_id"])
 
     def update_run(self, run_id: str, **columns: Any) -> None:
@@ -233,8 +233,7 @@ class Ledger(LedgerFile):
 
     def last_event(self, run_id: str) -> int:
         """Return the sequence number of the newest event of a run; 0 without any."""
-        row = self.db.execute("SELECT MAX(sequence) FROM events WHERE run_id = ?", (run_id,)).fetchone()
-        return int(row[0] or 0)
+        return int(self.value("SELECT MAX(sequence) FROM events WHERE run_id = ?", (run_id,)) or 0)
 
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
         """Append to the run's events, which Watch streams. A kind in MAX_EVENTS has a most: the last one says so, and further
@@ -257,30 +256,30 @@ class Ledger(LedgerFile):
     def last_sequence(self, run_id: str) -> int:
         """Return the sequence number of a run's newest event; 0 without one."""
         query = "SELECT MAX(sequence) AS newest FROM events WHERE run_id = ?"
-        return int(self.db.execute(query, (run_id,)).fetchone()["newest"] or 0)
+        return int(self.row(query, (run_id,))["newest"] or 0)
 
     def events(self, run_id: str, after: int, limit: int = 1000) -> list[sqlite3.Row]:
         """Return the events after a sequence number, oldest first."""
-        return self.db.execute(
+        return self.rows(
             "SELECT * FROM events WHERE run_id = ? AND sequence > ? ORDER BY sequence LIMIT ?",
             (run_id, min(after, MAX_SEQUENCE), limit),
-        ).fetchall()
+        )
 
     def step_metrics(self, run_id: str, before: int, number: int) -> list[dict[str, Any]]:
         """Return the content of the events of the newest `number` steps before one, oldest first."""
-        rows = self.db.execute(
+        rows = self.rows(
             "SELECT json FROM events WHERE run_id = ? AND kind = 'step' AND json_extract(json, '$.step') < ?"
             " ORDER BY sequence DESC LIMIT ?",
             (run_id, before, number),
-        ).fetchall()
+        )
         return [json.loads(row["json"]) for row in reversed(rows)]
 
     def metrics_of_step(self, run_id: str, step: int) -> dict[str, Any] | None:
         """Return the content of the event of a trained step; None without one."""
-        row = self.db.execute(
+        row = self.row(
             "SELECT json FROM events WHERE run_id = ? AND kind = 'step' AND json_extract(json, '$.step') = ?",
             (run_id, step),
-        ).fetchone()
+        )
         return None if row is None else dict(json.loads(row["json"]))
 
     def is_retried(self, run_id: str) -> bool:
@@ -340,9 +339,9 @@ class Ledger(LedgerFile):
         """Return a group's texts and arrays, or the `prefix` that an earlier attempt left, if they are kept. After the
         `last` call they are read from the disk.
         """
-        row = self.db.execute(
+        row = self.row(
             "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
-        ).fetchone()
+        )
         return self.payloads.payload(row, last=last) if row else None
 
     def add_payload(self, run_id: str, group_id: int, kind: str, location: Location) -> None:
@@ -355,11 +354,10 @@ class Ledger(LedgerFile):
 
     def damaged_payload(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:
         """Return group and kind of the payload that a damaged record holds; None when nothing refers to it any more."""
-        row: sqlite3.Row | None = self.db.execute(
+        return self.row(
             "SELECT group_id, kind FROM payloads WHERE segment = ? AND run_id = ? AND (start = ? OR start + header_size = ?)",
             (damaged.segment, run_id, damaged.start, damaged.start),
-        ).fetchone()
-        return row
+        )
 
     def remove_prefix(self, run_id: str, group_id: int) -> None:
         """Remove the prefix that an earlier worker returned of a group."""
@@ -369,11 +367,11 @@ class Ledger(LedgerFile):
 
     def mean_result_bytes(self, run_id: str) -> float:
         """Return the mean size of a group's result on the disk, of the newest that are kept; 0 without any."""
-        row = self.db.execute(
+        row = self.row(
             "SELECT AVG(COALESCE(header_size, LENGTH(header)) + COALESCE(arrays_size, LENGTH(arrays))) AS size FROM"
             " (SELECT * FROM payloads WHERE run_id = ? AND kind = 'result' ORDER BY group_id DESC LIMIT ?)",
             (run_id, RECENT_RESULTS),
-        ).fetchone()
+        )
         return float(row["size"] or 0.0)
 
     def remove_payloads(self, run_id: str, group_id: int) -> None:
@@ -385,6 +383,23 @@ class Ledger(LedgerFile):
             )
         )
         self.note_removed_records(self.episodes.remove(run_id, group_id))
+
+    def is_pruning_due(self, run_id: str, batch: int) -> bool:
+        """Return whether `prune` would remove anything: groups of steps that every kept checkpoint has behind it, `batch` of a
+        step."""
+        return self.counters(run_id).get(PRUNED, 0) < self.checkpoints.oldest_step(run_id) * batch
+
+    def prune(self, run_id: str, batch: int) -> None:
+        """Remove the payloads of up to GROUPS_AT_ONCE groups that no session will train again. Inside a transaction."""
+        step, index = divmod(self.counters(run_id).get(PRUNED, 0), batch)
+        number = min(GROUPS_AT_ONCE, batch - index)
+        removed = self.rows(
+            "DELETE FROM payloads WHERE run_id = ? AND group_id IN (SELECT group_id FROM groups INDEXED BY step_groups"
+            " WHERE run_id = ? AND step = ? AND rank_order >= ? AND rank_order < ?) RETURNING segment, start",
+            (run_id, run_id, step, index, index + number),
+        )
+        self.note_removed_records(removed)
+        self.count(run_id, PRUNED, number)
 
     def note_removed_records(self, removed: Iterable[sqlite3.Row]) -> None:
         """Evict removed records from memory and mark their segments as candidates for removal; `removed` are (segment,
@@ -403,12 +418,13 @@ class Ledger(LedgerFile):
         return self.payloads.remove(unused, after=self.sync) if unused else None
 
     def _is_used(self, segment: int) -> bool:
-        row = self.db.execute(
-            "SELECT EXISTS (SELECT 1 FROM payloads INDEXED BY segment_payloads WHERE segment = ?1)"
-            " OR EXISTS (SELECT 1 FROM episodes INDEXED BY segment_episodes WHERE segment = ?1)",
-            (segment,),
-        ).fetchone()
-        return bool(row[0])
+        return bool(
+            self.value(
+                "SELECT EXISTS (SELECT 1 FROM payloads INDEXED BY segment_payloads WHERE segment = ?1)"
+                " OR EXISTS (SELECT 1 FROM episodes INDEXED BY segment_episodes WHERE segment = ?1)",
+                (segment,),
+            )
+        )
 
     # Books
 
@@ -465,9 +481,7 @@ class Ledger(LedgerFile):
         return list(roles.items())
 
     def _first(self, query: str, *values: object) -> sqlite3.Row | None:
-        row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", values).fetchone()
-        return row
+        return self.row(query + " LIMIT 1", values)
 
     def _first_of(self, query: str, run_id: str, *others: str) -> sqlite3.Row | None:
-        row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", (run_id, *others)).fetchone()
-        return row
+        return self.row(query + " LIMIT 1", (run_id, *others))

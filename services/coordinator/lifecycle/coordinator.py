@@ -32,18 +32,15 @@ from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
-from paceline.services.coordinator.ledger import pruning
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle import run_start as recovery
-from paceline.services.coordinator.lifecycle.commands import Commands
-from paceline.services.coordinator.lifecycle.context import RunContext
+from paceline.services.coordinator.lifecycle.commands import Commands, Resumption
+from paceline.services.coordinator.lifecycle.context import RunContext, Watchers
 from paceline.services.coordinator.lifecycle.preemption import Hours, Preemption, explain
-from paceline.services.coordinator.lifecycle.resumption import Resumption
-from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
+from paceline.services.coordinator.lifecycle.run_data import RunBundles
 from paceline.services.coordinator.lifecycle.run_queue import RunQueue
 from paceline.services.coordinator.lifecycle.run_start import RunStarter
 from paceline.services.coordinator.lifecycle.run_states import RunStates
-from paceline.services.coordinator.lifecycle.watchers import Watchers
 from paceline.services.coordinator.lifecycle.worker_faults import Faults
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.pool.pool import Pool
@@ -51,7 +48,7 @@ from paceline.services.coordinator.reporting.gauge_history import GaugeHistory
 from paceline.services.coordinator.reporting.run_log import RunLog
 from paceline.services.coordinator.reporting.state_otel import StateMeters
 from paceline.services.coordinator.reporting.watchdog import Watchdog
-from paceline.services.coordinator.scaling.pools import PoolConfig
+from paceline.services.coordinator.scaling.policy import PoolConfig
 from paceline.services.coordinator.scaling.scaler import PERIOD_S, Scaler
 from paceline.services.coordinator.text_limits import one_line
 from paceline.tls.folder import tls_folder
@@ -211,9 +208,9 @@ class Coordinator:
         if run is None or run.prompts is None or run.spec.logger.keep_samples:
             return
         async with self.lock:
-            if pruning.is_due(self.ledger, run.run_id, run.batch_size):
+            if self.ledger.is_pruning_due(run.run_id, run.batch_size):
                 with self.ledger.transaction(synced=False):
-                    pruning.prune(self.ledger, run.run_id, run.batch_size)
+                    self.ledger.prune(run.run_id, run.batch_size)
 
     def _on_ledger_fault(self, fault: LedgerFault) -> None:
         self._ledger_fault = fault

@@ -23,10 +23,9 @@ from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
+from paceline.services.coordinator.lifecycle.commands import started_facts
 from paceline.services.coordinator.lifecycle.context import RunContext
-from paceline.services.coordinator.lifecycle.resumption import started_facts
-from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
-from paceline.services.coordinator.lifecycle.run_data import changed_data_warnings
+from paceline.services.coordinator.lifecycle.run_data import RunBundles, changed_data_warnings
 from paceline.services.coordinator.lifecycle.run_states import RunStates, set_state
 from paceline.services.coordinator.lifecycle.worker_faults import RETRIED, Faults
 from paceline.services.coordinator.pool.pool import Pool

@@ -29,7 +29,7 @@ from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.pool.host_plans import HostPlans
 from paceline.services.coordinator.sessions import starting_point
-from paceline.services.coordinator.sessions.session_numbers import SessionNumbers, scan_checkpoints
+from paceline.services.coordinator.sessions.starting_point import SessionNumbers, scan_checkpoints
 from paceline.services.coordinator.text_limits import one_line
 from paceline.tracing import step_traceparent
 from paceline.v1 import common_pb2, worker_pb2

@@ -39,10 +39,9 @@ from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
-from paceline.services.coordinator.reporting.rules import Rules, rules_of
-from paceline.services.coordinator.reporting.step_warnings import no_signal, out_of_scale
+from paceline.services.coordinator.reporting.rules import Rules, no_signal, out_of_scale, rules_of
+from paceline.services.coordinator.reporting.state_otel import StepMeters, WeightMeters
 from paceline.services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
-from paceline.services.coordinator.reporting.weight_otel import StepMeters, WeightMeters
 from paceline.services.coordinator.text_limits import bounded_metrics, cut, one_line, seconds
 from paceline.v1 import worker_pb2
 from paceline.wire import decode_result, decode_rewards

@@ -3,12 +3,26 @@
 They are what alerts need between two steps, and are named `paceline.coordinator.<metric>`. `observe` takes a snapshot in the
 event loop every few seconds; a collector's thread reads the last snapshot alone, so it touches neither ledger nor members. A
 gauge of a run exists only while the run is active.
+
+Costs of each published version as OpenTelemetry metrics: the numbers of metrics.jsonl's `weights` lines, for a
+collector.
+
+Instruments are named `paceline.weights.*`. Seconds and bytes are histograms with one value for each version (that of
+the slowest member); epoch, version and members are gauges with the newest value. All carry the attribute
+`paceline.run`.
+
+Metrics of trained steps and evaluations as OpenTelemetry gauges, for a collector: the numbers of metrics.jsonl.
+
+A gauge is named `paceline.train.<metric>` or `paceline.eval.<metric>` and has the value of the newest step; it carries the
+attribute `paceline.run`. `paceline.train.step` and `paceline.eval.step` say which step that is.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from opentelemetry import metrics
@@ -19,6 +33,7 @@ from paceline.rate_limited_log import unforeseen
 from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import ROLE_NAMES, Members
+from paceline.services.coordinator.reporting.weight_metrics import VersionRecord
 
 OBSERVE_S = 5.0
 """Seconds between two snapshots."""
@@ -124,3 +139,94 @@ class StateMeters:
 
     def _reader(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
         return lambda _options: self._snapshot.get(name, [])
+
+
+SECONDS = {
+    "gather_s": "The learner's ranks put a bucket together",
+    "wait_s": "The learner's next step waited for the copy",
+    "transfer_s": "The buckets were sent",
+    "answer_s": "From the last bucket to the member's acknowledgement",
+    "publish_s": "From the offer to the acknowledgement",
+    "host_s": "A host had verified all bytes",
+    "hop_s": "A host received, without waiting for the host before",
+    "swap_s": "The engine took over",
+    "pause_s": "The sampler stood still",
+}
+"""Instruments by the record's name; the instrument's name has no suffix for the unit."""
+SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+BYTES_BOUNDS = tuple(float(4**power) for power in range(5, 20))
+"""Bounds from 1 KiB to 256 GiB."""
+
+
+class WeightMeters:
+    """Instruments of `meter`; by default of the process's provider, which does nothing where none is set up."""
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        meter = meter or metrics.get_meter("paceline")
+        self._seconds = {
+            name: meter.create_histogram(
+                f"paceline.weights.{name.removesuffix('_s')}",
+                unit="s",
+                description=description,
+                explicit_bucket_boundaries_advisory=SECONDS_BOUNDS,
+            )
+            for name, description in SECONDS.items()
+        }
+        self._bytes = meter.create_histogram(
+            "paceline.weights.size",
+            unit="By",
+            description="Sent to each member",
+            explicit_bucket_boundaries_advisory=BYTES_BOUNDS,
+        )
+        self._gauges = {
+            name: meter.create_gauge(f"paceline.weights.{name}", description=description)
+            for name, description in {
+                "version": "Newest step whose weights are out",
+                "epoch": "Number of the set of members that the version was for",
+                "members": "Members of the epoch",
+                "acknowledged": "Members that acknowledged the version",
+            }.items()
+        }
+        self._failures = meter.create_counter(
+            "paceline.weights.failures", description="Attempts to bring a version to a member that failed"
+        )
+
+    def record(self, run_id: str, record: VersionRecord) -> None:
+        """Record a complete version."""
+        about = {"paceline.run": run_id}
+        numbers = record.metrics() | {"version": float(record.version.step)}
+        for name, histogram in self._seconds.items():
+            if name in numbers:
+                histogram.record(numbers[name], about)
+        if "size_bytes" in numbers:
+            self._bytes.record(numbers["size_bytes"], about)
+        for name, gauge in self._gauges.items():
+            gauge.set(numbers[name], about)
+        self._failures.add(numbers.get("failures", 0.0), about)
+
+
+MAX_GAUGES = 512
+"""Gauges of one process: the names of reward functions and of what they log are the user's."""
+MAX_NAME = 200
+
+
+class StepMeters:
+    """Gauges of `meter`; by default of the process's provider, which does nothing where none is set up."""
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        self._meter = meter or metrics.get_meter("paceline")
+        self._gauges: dict[str, metrics._Gauge] = {}
+
+    def record(self, run_id: str, kind: str, step: int, numbers: Mapping[str, float]) -> None:
+        """Record the finite numbers of a step (`train`) or an evaluation (`eval`)."""
+        for name, value in {**numbers, "step": float(step)}.items():
+            gauge = self._gauge(f"paceline.{kind}.{name}")
+            if gauge is not None and math.isfinite(value):
+                gauge.set(value, {"paceline.run": run_id})
+
+    def _gauge(self, name: str) -> metrics._Gauge | None:
+        """Return the gauge of a name, in the letters that OpenTelemetry takes; None beyond MAX_GAUGES."""
+        name = re.sub(r"[^A-Za-z0-9_./-]", "_", name)[:MAX_NAME]
+        if name not in self._gauges and len(self._gauges) < MAX_GAUGES:
+            self._gauges[name] = self._meter.create_gauge(name)
+        return self._gauges.get(name)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Member, Members
-from paceline.services.coordinator.scaling.policy import Measurement
-from paceline.services.coordinator.scaling.pools import PoolConfig
+from paceline.services.coordinator.scaling.policy import Measurement, PoolConfig
 
 LEARNER_STEP = "step_s"
 """Metric of a learner's receipt: seconds of the step."""

@@ -3,19 +3,35 @@
 The promise: a checkpoint that cannot be loaded ends no run. It is marked in the ledger with the reason, its files stay,
 and the next session begins from the next older one, in the end from step 0. A person who resumes the run clears the
 marks.
+
+Unused session numbers: unknown to the ledger, to every folder of a checkpoint and to every live worker.
+
+A version of the weights and a checkpoint are named by session and step. After a backup was put back the ledger knows
+less than the disk and the workers do, and a number given twice would be one name for two sets of weights.
+
+The choice of checkpoints to keep: the newest, or the newest and the best by a metric.
+
+The ledger deletes its rows first, then the learner deletes the files: if a process dies in between, a restart never
+gets a checkpoint that is gone.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
+from collections.abc import Collection
+from pathlib import Path
 from typing import NamedTuple
 
 from paceline.errors import NotFound
+from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.run_folders import checkpoint_folder
 from paceline.files.storage import Folder
 from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.ledger.database import free_name
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.sessions.session_numbers import session_of
+from paceline.spec import CheckpointingSection
 from paceline.v1.worker_pb2 import CheckpointReport, RunReport
 
 SHA256 = re.compile("[0-9a-f]{64}")
@@ -96,3 +112,152 @@ def _first_step_without_samples(ledger: Ledger, run: ActiveRun, start: int) -> i
     """Return the first step from `start` that was trained and whose groups are not kept any more."""
     end = ledger.run(run.run_id)["next_step"]
     return ledger.group_queries.first_step_without_payloads(run.run_id, start, end)
+
+
+NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
+MOST_LOST = 10_000
+"""Most sessions that a ledger may be behind; a name with a later session is ignored."""
+
+log = logging.getLogger(__name__)
+
+
+class OnDisk(NamedTuple):
+    """Content of the folder of a run's checkpoints."""
+
+    session: int = 0
+    """Largest session that a folder in it names."""
+    moved: tuple[str, ...] = ()
+    """Checkpoints ahead of the ledger that were set aside."""
+    place: str = ""
+    """Folder where they are now."""
+
+
+class SessionNumbers:
+    """Sessions that were found outside of the ledger, by run."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, int] = {}
+
+    def note_session(self, run_id: str, newest: int, session: int) -> bool:
+        """Note that something names this session of the run, whose newest on record is `newest`; return False for an
+        impossible number."""
+        if not 0 <= session <= newest + MOST_LOST:
+            log.warning("session %d of run %s cannot be, the newest is %d", session, run_id, newest)
+            return False
+        self._heard[run_id] = max(self._heard.get(run_id, 0), session)
+        return True
+
+    def next(self, run_id: str, newest: int) -> int:
+        """Return the number of the next session."""
+        return max(newest, self._heard.get(run_id, 0)) + 1
+
+
+def session_of(name: str) -> int | None:
+    """Return the session in the name of a checkpoint's folder; None for another name."""
+    match = NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def scan_checkpoints(
+    checkpoints: Path, position: tuple[int, int], known_paths: Collection[str], *, move: bool
+) -> OnDisk:
+    """Return the content of the folder of a run's checkpoints; `position` are the ledger's newest session and next
+    step.
+
+    With `move`, complete checkpoints that are ahead of the ledger are set aside in the same folder, where retention
+    does not delete them; checkpoints of `known` paths stay.
+    """
+    if not checkpoints.is_dir():
+        return OnDisk()
+    found = [
+        (int(match[1]), int(match[2]), each)
+        for each in checkpoints.iterdir()
+        if (match := NAME.fullmatch(each.name)) and each.is_dir()
+    ]
+    largest = max((session for session, _, _ in found), default=0)
+    ahead = [
+        each
+        for session, step, each in sorted(found)
+        if (session > position[0] or (session == position[0] and step > position[1]))
+        and str(each) not in known_paths
+        and (each / CHECKPOINT_MANIFEST).exists()
+    ]
+    if not ahead or not move:
+        return OnDisk(largest)
+    place = free_name(checkpoints / "set-aside")
+    place.mkdir()
+    for each in ahead:
+        each.rename(place / each.name)
+    return OnDisk(largest, tuple(each.name for each in ahead), str(place))
+
+
+class Candidate(NamedTuple):
+    """A complete checkpoint with the metric of its step."""
+
+    path: str
+    value: float | None
+    """Value of the metric; None if there is none."""
+    pending: bool = False
+    """True when the evaluation that gives the value is not done yet."""
+
+
+def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[str]:
+    """Return the paths to keep, of `candidates` from oldest to newest.
+
+    Without a metric: the newest `keep_top_k`. With a metric: the newest, which a restart needs, the `keep_top_k` best
+    (the newer of equal ones), and those whose value is still to come.
+    """
+    if settings.metric_name is None:
+        return [candidate.path for candidate in candidates[-settings.keep_top_k :]]
+    sign = 1.0 if settings.higher_is_better else -1.0
+    valued = [(sign * c.value, age, c.path) for age, c in enumerate(candidates) if c.value is not None]
+    best = {path for _, _, path in sorted(valued)[-settings.keep_top_k :]}
+    return [c.path for c in candidates if c.path in best or c.pending or c is candidates[-1]]
+
+
+def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSection) -> None:
+    """Mark the checkpoints that are not to be kept as removed. Inside a transaction.
+
+    A checkpoint that could not be loaded is not counted, and stays for as long as it is newer than the oldest that is
+    kept.
+    """
+    kept = ledger.checkpoints.kept(run_id)
+    sound = [checkpoint for checkpoint in kept if not checkpoint.damaged]
+    candidates = [
+        Candidate(checkpoint.path, *_value(ledger, run_id, checkpoint.step, settings)) for checkpoint in sound
+    ]
+    keep = set(choose(candidates, settings))
+    resumable = ledger.checkpoints.newest(
+        run_id
+    )  # the newest may be ahead of the receipts, and is no help before they arrive
+    if resumable is not None:
+        keep.add(resumable.path)
+    oldest = min((checkpoint.step for checkpoint in sound if checkpoint.path in keep), default=0)
+    keep |= {checkpoint.path for checkpoint in kept if checkpoint.damaged and checkpoint.step > oldest}
+    ledger.checkpoints.mark_removed(
+        run_id, [checkpoint for checkpoint in kept if checkpoint.path not in keep]
+    )
+
+
+def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
+    """Return the checkpoints that the ledger counts on, oldest first, and those that could not be loaded, because a
+    person may repair them."""
+    return [checkpoint.path for checkpoint in ledger.checkpoints.kept(run_id)]
+
+
+def _value(
+    ledger: Ledger, run_id: str, step: int, settings: CheckpointingSection
+) -> tuple[float | None, bool]:
+    """Return the metric of the weights after `step` steps, and whether it is still to come."""
+    if settings.metric_name is None:
+        return None, False
+    kind, _, name = settings.metric_name.partition(":")
+    if kind == "val":
+        evaluation = ledger.evaluations.get(run_id, step)
+        if evaluation is not None and not evaluation["done"]:
+            return None, True
+        metrics = None if evaluation is None else json.loads(evaluation["result_json"])
+    else:
+        metrics = ledger.metrics_of_step(run_id, step - 1)
+    value = None if metrics is None else metrics.get(name)
+    return (None if value is None else float(value)), False

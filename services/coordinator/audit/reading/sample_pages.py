@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +22,11 @@ from paceline.services.common.worker.logged_extra import EXTRA_NAME, read_extra
 from paceline.services.coordinator.audit.episode_samples import ended_lives, episodes
 from paceline.services.coordinator.audit.reading import page_tokens
 from paceline.services.coordinator.ledger.groups import State
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import DamagedRecord
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.v1 import records_pb2 as pb
 from paceline.wire import decode_result, decode_rewards
-
-if TYPE_CHECKING:
-    from paceline.services.coordinator.ledger.ledger import Ledger
-
 
 GROUPS = 64
 """Groups that a call reads."""
@@ -84,10 +81,7 @@ def _rows(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[list[sqlite3.
     if request.HasField("group_id"):
         query, values = (
             f"{columns} {prompts} WHERE run_id = ? AND group_id = ?",
-            (
-                request.run_id,
-                min(request.group_id, page_tokens.LARGEST),
-            ),
+            (request.run_id, min(request.group_id, page_tokens.LARGEST)),
         )
         found = ledger.db.execute(query, values).fetchall()
         if not found:

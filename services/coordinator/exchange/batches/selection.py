@@ -25,9 +25,8 @@ from paceline.services.coordinator.exchange.admission import must_wait
 from paceline.services.coordinator.exchange.group_sources import sources_of
 from paceline.services.coordinator.exchange.source_rewards import rewards_by_source
 from paceline.services.coordinator.exchange.state import BATCH_DUE, ActiveRun, Exchange
-from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 from paceline.services.coordinator.ledger.groups import State
-from paceline.services.coordinator.ledger.tables.batches import NewBatch
+from paceline.services.coordinator.ledger.tables.batches import NewBatch, batch_digest, extend_chain
 from paceline.spec import RewardFunctionSection, RunSpec
 
 

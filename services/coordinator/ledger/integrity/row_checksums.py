@@ -39,10 +39,7 @@ SEALED = {
 }
 """Tables whose rows carry a checksum, and the condition under which they do; empty: always."""
 
-UNSEALED = {
-    "runs": {"cursor", "next_slot"},
-    "episodes": {"header", "arrays", "segment", "start"},
-}
+UNSEALED = {"runs": {"cursor", "next_slot"}, "episodes": {"header", "arrays", "segment", "start"}}
 """Columns that change with every lease, which verify compares with the groups, and those of bytes that a backup moves into
 the row, which have checksums of their own."""
 

@@ -1,8 +1,12 @@
-"""Workers that crashed while they held a group: the table `deaths`."""
+"""Workers that crashed while they held a group: the table `deaths`.
+
+Slots of dropped groups, which the next admitted groups inherit: the table `free_slots`.
+"""
 
 from __future__ import annotations
 
 from paceline.services.coordinator.ledger.connection import LedgerFile
+from paceline.services.coordinator.ledger.database import Queries
 
 KEY = "deaths"
 """Key of the counts that the ledger keeps in memory until one changes."""
@@ -21,10 +25,11 @@ class Deaths:
             (run_id, group_id, name),
         )
         self._ledger.invalidate(KEY)
-        row = self._ledger.db.execute(
-            "SELECT COUNT(*) AS n FROM deaths WHERE run_id = ? AND group_id = ?", (run_id, group_id)
-        ).fetchone()
-        return int(row["n"])
+        return int(
+            self._ledger.value(
+                "SELECT COUNT(*) AS n FROM deaths WHERE run_id = ? AND group_id = ?", (run_id, group_id)
+            )
+        )
 
     def remove_member(self, member_id: str) -> None:
         """Remove the deaths of a member that is alive after all."""
@@ -53,3 +58,26 @@ class Deaths:
             return deaths
 
         return self._ledger.cached(KEY, read).get(run_id, {})
+
+
+class FreeSlots(Queries):
+    """Methods that write run inside a transaction of the ledger."""
+
+    def exist(self, run_id: str) -> bool:
+        """Return whether the run has a free slot."""
+        return self.row("SELECT 1 FROM free_slots WHERE run_id = ? LIMIT 1", (run_id,)) is not None
+
+    def first(self, run_id: str, limit: int) -> list[int]:
+        """Return the lowest free slots, in order."""
+        rows = self.rows(
+            "SELECT slot FROM free_slots WHERE run_id = ? ORDER BY slot LIMIT ?", (run_id, limit)
+        )
+        return [row["slot"] for row in rows]
+
+    def add(self, run_id: str, slot: int) -> None:
+        """Free a slot."""
+        self.db.execute("INSERT OR IGNORE INTO free_slots VALUES (?, ?)", (run_id, slot))
+
+    def remove(self, run_id: str, slot: int) -> None:
+        """Take a free slot."""
+        self.db.execute("DELETE FROM free_slots WHERE run_id = ? AND slot = ?", (run_id, slot))

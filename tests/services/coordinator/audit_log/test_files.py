@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from paceline.services.coordinator.audit_log import files
-from paceline.services.coordinator.audit_log.files import AuditFiles, audit_files, has_record
-from paceline.services.coordinator.audit_log.record import Entry, Record, read_line
+from paceline.services.coordinator.audit_log.files import (
+    AuditFiles,
+    Entry,
+    Record,
+    audit_files,
+    has_record,
+    read_line,
+)
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 
 

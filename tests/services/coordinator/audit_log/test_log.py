@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LedgerFault
+from paceline.services.coordinator.audit_log.files import Entry
 from paceline.services.coordinator.audit_log.log import (
     FIRST,
     MAX_SOURCES,
@@ -18,7 +19,6 @@ from paceline.services.coordinator.audit_log.log import (
     AuditLog,
     RefusalLimits,
 )
-from paceline.services.coordinator.audit_log.record import Entry
 from paceline.services.coordinator.audit_log.verification import records, verify
 from paceline.services.coordinator.ledger.ledger import Ledger
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from paceline.services.coordinator.audit_log import files
+from paceline.services.coordinator.audit_log.files import Entry, chained
 from paceline.services.coordinator.audit_log.log import AuditLog
-from paceline.services.coordinator.audit_log.record import Entry, chained
 from paceline.services.coordinator.audit_log.verification import check_end, verify
-from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.ledger.integrity.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from ledger_files import both_forms
 
-from paceline.services.coordinator.ledger import wal_checkpointer
+from paceline.services.coordinator.ledger import connection as wal_checkpointer
+from paceline.services.coordinator.ledger.connection import WalCheckpointer
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.ledger.wal_checkpointer import WalCheckpointer
 
 pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 

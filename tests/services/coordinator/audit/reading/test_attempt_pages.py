@@ -7,7 +7,7 @@ from exchange_drivers import COMMITTED, MakeWorld, Reward, Rollout
 
 from paceline.errors import NotFound
 from paceline.records import Records
-from paceline.services.coordinator.audit.reading import group_life as attempt_pages
+from paceline.services.coordinator.audit.reading import lists
 from paceline.services.coordinator.audit.reading.reader import RecordsReader
 from paceline.v1 import records_pb2 as pb
 
@@ -30,7 +30,7 @@ def test_dropped_groups_are_attempts_too(make_world: MakeWorld, monkeypatch: pyt
 
     first = reader.ListAttempts(pb.ListAttemptsRequest(run_id=world.run_id, page_size=1))
     assert (len(first.attempts), first.next_page_token) == (1, str(first.attempts[0].group_id))
-    monkeypatch.setattr(attempt_pages, "MAX_CHARACTERS", 0)
+    monkeypatch.setattr(lists, "MAX_CHARACTERS", 0)
     pages = reader.ListAttempts(pb.ListAttemptsRequest(run_id=world.run_id))
     assert (len(pages.attempts), pages.next_page_token) == (1, first.next_page_token)
     assert list(records.attempts(world.run_id)) == expected

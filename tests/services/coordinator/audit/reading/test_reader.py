@@ -13,7 +13,7 @@ from trained_ledger import COMPLETION_LENGTHS, RUN_ID, Writer
 
 from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.records import Records
-from paceline.services.coordinator.audit.reading import event_pages, metric_series
+from paceline.services.coordinator.audit.reading import metric_series
 from paceline.services.coordinator.audit.reading.reader import RecordsReader
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.v1 import records_pb2 as pb
@@ -86,7 +86,7 @@ def test_points_do_not_depend_on_the_pages(
     whole = records(steps).series("sums-1", ["*"], max_points=10)
     monkeypatch.setattr(metric_series, "EVENTS_AT_ONCE", at_once)
     assert records(steps).series("sums-1", ["*"], max_points=10) == whole
-    monkeypatch.setattr(event_pages, "READ_AT_ONCE", at_once)
+    monkeypatch.setattr(metric_series, "READ_AT_ONCE", at_once)
     assert [event.sequence for event in records(steps).events("sums-1")] == list(range(1, 61))
 
 

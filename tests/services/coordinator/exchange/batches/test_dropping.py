@@ -9,7 +9,7 @@ from exchange_drivers import INVALID, Learner, MakeWorld, Reward, Rollout, World
 
 from paceline.errors import Conflict, InvalidInput
 from paceline.services.coordinator.exchange.batches import dropping
-from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from paceline.services.coordinator.ledger.tables.batches import batch_digest, extend_chain
 
 
 def drop(world: World, *group_ids: int) -> None:
