@@ -1,10 +1,7 @@
-"""`paceline serve coordinator` (also `paceline-coordinator`): parse the options, serve, explain errors.
-
-The coordinator as a service: open the ledger, wire the servers, serve until it is stopped, end in order.
+"""`paceline serve coordinator` (also `paceline-coordinator`): parse the options, open the ledger, wire the servers, serve until it is
+stopped, end in order, explain errors.
 
 At the stop the coordinator first waits for workers that stop too, then ends all calls, then its loops; the ledger is closed last.
-
-Space on the ledger's disk: the wait for it at the start, and errors that come from a full disk.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import click
 
@@ -45,15 +42,15 @@ from paceline.services.common.serving.grpc_server import STOP_GRACE_S, GrpcServe
 from paceline.services.common.serving.scrape import metrics_endpoint
 from paceline.services.common.serving.zmq_keepalive import in_brackets
 from paceline.services.coordinator.audit_log.log import AuditLog
-from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.bundle_servicer import BundleServicer
 from paceline.services.coordinator.ledger.connection import WalCheckpointer
-from paceline.services.coordinator.ledger.integrity.file_check import damage_in, sentence
+from paceline.services.coordinator.ledger.file_check import damage_in, sentence
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.model_servicer import ModelServicer
-from paceline.services.coordinator.records_servicer import RecordsServicer
+from paceline.services.coordinator.records.servicer import RecordsServicer
 from paceline.services.coordinator.scaling.policy import PoolConfig, read_pools
 from paceline.services.coordinator.scaling.scaler import PERIOD_S
 from paceline.services.coordinator.servicers import (
@@ -64,176 +61,16 @@ from paceline.services.coordinator.servicers import (
 )
 from paceline.tracing import set_up_metrics, set_up_tracing
 from paceline.v1 import (
-    access_pb2,
     access_pb2_grpc,
-    bundle_pb2,
     bundle_pb2_grpc,
-    records_pb2,
     records_pb2_grpc,
-    registry_pb2,
     registry_pb2_grpc,
-    run_pb2,
     run_pb2_grpc,
-    status_pb2,
     status_pb2_grpc,
-    worker_pb2,
     worker_pb2_grpc,
 )
 
-GC_THRESHOLDS = (20_000, 20, 20)
-"""Thresholds of the collector of cycles. Hardly any object here is in a cycle, and thousands live for as long as a group is
-open; Python's default would scan the newest objects after every 700 new ones."""
-
-
-def _pools(
-    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
-) -> tuple[PoolConfig, ...]:
-    """Callback of --pool."""
-    try:
-        return read_pools(texts)
-    except InvalidInput as error:
-        raise click.UsageError(f"--pool: {error}") from None
-
-
-@click.command()
-@directory_option
-@store_option
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
-)
-@insecure_option
-@click.option("--port", default=7070, show_default=True, help="gRPC port; 0 takes a free one.")
-@click.option(
-    "--people-port",
-    type=click.IntRange(0, 65535),
-    help="Second gRPC port for people, who need no client certificate there under --tls-dir; 0 takes a free one, default none.",
-)
-@click.option("--exchange-port", default=0, show_default=True, help="ZeroMQ port; 0 takes a free one.")
-@click.option(
-    "--exchange-endpoint",
-    default="",
-    help="tcp://HOST:PORT that workers use for the exchange, if a relay or NAT stands before it.",
-)
-@click.option(
-    "--heartbeat-timeout",
-    "timeout_s",
-    default=10.0,
-    show_default=True,
-    help="Seconds after which a silent worker is expired.",
-)
-@click.option(
-    "--grace",
-    "grace_s",
-    default=25.0,
-    show_default=True,
-    help="Seconds to wait, at SIGTERM, for workers that stop too.",
-)
-@click.option(
-    "--min-free-mb",
-    default=512,
-    show_default=True,
-    help="Admit no new groups while the ledger's disk has less than this free.",
-)
-@click.option(
-    "--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens."
-)
-@click.option(
-    "--bundle-quota-mb",
-    type=click.IntRange(min=1),
-    default=65_536,
-    show_default=True,
-    help="Most MB of files that runs bring with them, all runs together.",
-)
-@click.option(
-    "--pool",
-    "pools",
-    multiple=True,
-    metavar="KEY=VALUE,...",
-    callback=_pools,
-    help="Bounds of a pool that is scaled, such as role=rollout,minWorkers=0,maxWorkers=16; may be given several times.",
-)
-@click.option(
-    "--scaling-period",
-    "scaling_period_s",
-    type=click.FloatRange(min=0.5),
-    default=PERIOD_S,
-    show_default=True,
-    help="Seconds between two decisions on the sizes of pools.",
-)
-@click.option(
-    "--metrics-port",
-    type=click.IntRange(0, 65535),
-    help="Port of /metrics for Prometheus and of /scale for KEDA, on --host; 0 takes a free one, default none.",
-)
-@functions_from_option
-@token_file_option
-def main(
-    directory: Path,
-    store: str,
-    host: str,
-    port: int,
-    people_port: int | None,
-    exchange_port: int,
-    exchange_endpoint: str,
-    timeout_s: float,
-    grace_s: float,
-    min_free_mb: int,
-    bundle_quota_mb: int,
-    metrics_port: int | None,
-    functions_from: tuple[Path, ...],
-    ready_file: Path | None,
-    pools: tuple[PoolConfig, ...],
-    scaling_period_s: float,
-) -> None:
-    """The coordinator: runs, members, exchange and ledger."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    set_up_tracing("coordinator")
-    set_up_metrics("coordinator", scraped=metrics_port is not None)
-    directory = directory.resolve()
-    try:
-        make_directory(directory)
-        root = store_root(store, directory)
-    except PacelineError as error:
-        raise click.ClickException(str(error)) from None
-    service = CoordinatorService(
-        directory=directory,
-        store=root,
-        host=host,
-        port=port,
-        people_port=people_port,
-        exchange_port=exchange_port,
-        exchange_endpoint=exchange_endpoint,
-        timeout_s=timeout_s,
-        grace_s=grace_s,
-        min_free_bytes=min_free_mb << 20,
-        bundle_quota_bytes=bundle_quota_mb << 20,
-        functions_from=functions_from,
-        ready_file=ready_file,
-        metrics_port=metrics_port,
-        capacity=Capacity(raise_file_limit(), has_people_port=people_port is not None),
-        scaling_period_s=scaling_period_s,
-        pools=pools,
-    )
-    keep_freed_memory()
-    gc.freeze()  # objects of the imports live for ever: scanning them again and again takes tens of milliseconds
-    gc.set_threshold(*GC_THRESHOLDS)
-    try:
-        run_service(service.serve)
-    except (sqlite3.DatabaseError, OSError, ExceptionGroup) as error:
-        if (damage := damage_in(error)) is not None:
-            raise click.ClickException(sentence(directory / LEDGER_NAME, damage)) from None
-        if not is_disk_full(error):
-            raise
-        raise click.ClickException(
-            f"the disk of {directory} is full. Nothing that was acknowledged is lost; the next coordinator "
-            f"begins when {NEEDED_BYTES >> 20} MB are free"
-        ) from None
-
-
-if __name__ == "__main__":
-    main()
-
-
+log = logging.getLogger(__name__)
 NEEDED_BYTES = 4 << 20
 """Free bytes on the disk before the ledger is opened, because its recovery writes."""
 
@@ -262,9 +99,6 @@ def is_disk_full(error: BaseException) -> bool:
     if isinstance(error, sqlite3.OperationalError):
         return getattr(error, "sqlite_errorcode", 0) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -372,39 +206,20 @@ class CoordinatorService:
         access: AccessServicer,
         exchange_endpoint: str,
     ) -> None:
-        server.add(
-            access, access_pb2_grpc.add_AccessServiceServicer_to_server, _name(access_pb2, "AccessService")
-        )
-        server.add(
-            RunServicer(coordinator),
-            run_pb2_grpc.add_RunServiceServicer_to_server,
-            _name(run_pb2, "RunService"),
-        )
-        server.add(
-            WorkerServicer(coordinator, exchange_endpoint, self.capacity),
-            worker_pb2_grpc.add_WorkerServiceServicer_to_server,
-            _name(worker_pb2, "WorkerService"),
-        )
-        server.add(
-            BundleServicer(coordinator.blobs),
-            bundle_pb2_grpc.add_BundleServiceServicer_to_server,
-            _name(bundle_pb2, "BundleService"),
-        )
-        server.add(
-            records,
-            records_pb2_grpc.add_RecordsServiceServicer_to_server,
-            _name(records_pb2, "RecordsService"),
-        )
-        server.add(
-            StatusServicer(coordinator),
-            status_pb2_grpc.add_StatusServiceServicer_to_server,
-            _name(status_pb2, "StatusService"),
-        )
-        server.add(
-            ModelServicer(coordinator.ledger, coordinator.committed, coordinator.lock),
-            registry_pb2_grpc.add_ModelServiceServicer_to_server,
-            _name(registry_pb2, "ModelService"),
-        )
+        servicers = {
+            "AccessService": (access_pb2_grpc, access),
+            "RunService": (run_pb2_grpc, RunServicer(coordinator)),
+            "WorkerService": (worker_pb2_grpc, WorkerServicer(coordinator, exchange_endpoint, self.capacity)),
+            "BundleService": (bundle_pb2_grpc, BundleServicer(coordinator.blobs)),
+            "RecordsService": (records_pb2_grpc, records),
+            "StatusService": (status_pb2_grpc, StatusServicer(coordinator)),
+            "ModelService": (
+                registry_pb2_grpc,
+                ModelServicer(coordinator.ledger, coordinator.committed, coordinator.lock),
+            ),
+        }
+        for name, (module, servicer) in servicers.items():
+            server.add(servicer, getattr(module, f"add_{name}Servicer_to_server"), f"paceline.v1.{name}")
 
     async def _run_until(
         self, stop: asyncio.Event, server: GrpcServer, coordinator: Coordinator, audit: AuditLog
@@ -433,5 +248,137 @@ async def _end_calls(server: GrpcServer, coordinator: Coordinator) -> None:
     await stopped
 
 
-def _name(module: ModuleType, service: str) -> str:
-    return str(module.DESCRIPTOR.services_by_name[service].full_name)
+GC_THRESHOLDS = (20_000, 20, 20)
+"""Thresholds of the collector of cycles. Hardly any object here is in a cycle, and thousands live for as long as a group is
+open; Python's default would scan the newest objects after every 700 new ones."""
+
+
+def _pools(
+    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
+) -> tuple[PoolConfig, ...]:
+    """Callback of --pool."""
+    try:
+        return read_pools(texts)
+    except InvalidInput as error:
+        raise click.UsageError(f"--pool: {error}") from None
+
+
+@click.command()
+@directory_option
+@store_option
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, callback=check_host, help="Address to listen on."
+)
+@insecure_option
+@click.option("--port", default=7070, show_default=True, help="gRPC port; 0 takes a free one.")
+@click.option(
+    "--people-port",
+    type=click.IntRange(0, 65535),
+    help="Second gRPC port for people, who need no client certificate there under --tls-dir; 0 takes a free one, default none.",
+)
+@click.option("--exchange-port", default=0, show_default=True, help="ZeroMQ port; 0 takes a free one.")
+@click.option(
+    "--exchange-endpoint",
+    default="",
+    help="tcp://HOST:PORT that workers use for the exchange, if a relay or NAT stands before it.",
+)
+@click.option(
+    "--heartbeat-timeout",
+    "timeout_s",
+    default=10.0,
+    show_default=True,
+    help="Seconds after which a silent worker is expired.",
+)
+@click.option(
+    "--grace",
+    "grace_s",
+    default=25.0,
+    show_default=True,
+    help="Seconds to wait, at SIGTERM, for workers that stop too.",
+)
+@click.option(
+    "--min-free-mb",
+    default=512,
+    show_default=True,
+    help="Admit no new groups while the ledger's disk has less than this free.",
+)
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="File to write the address to, once it listens."
+)
+@click.option(
+    "--bundle-quota-mb",
+    type=click.IntRange(min=1),
+    default=65_536,
+    show_default=True,
+    help="Most MB of files that runs bring with them, all runs together.",
+)
+@click.option(
+    "--pool",
+    "pools",
+    multiple=True,
+    metavar="KEY=VALUE,...",
+    callback=_pools,
+    help="Bounds of a pool that is scaled, such as role=rollout,minWorkers=0,maxWorkers=16; may be given several times.",
+)
+@click.option(
+    "--scaling-period",
+    "scaling_period_s",
+    type=click.FloatRange(min=0.5),
+    default=PERIOD_S,
+    show_default=True,
+    help="Seconds between two decisions on the sizes of pools.",
+)
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Port of /metrics for Prometheus and of /scale for KEDA, on --host; 0 takes a free one, default none.",
+)
+@functions_from_option
+@token_file_option
+def main(
+    directory: Path,
+    store: str,
+    people_port: int | None,
+    min_free_mb: int,
+    bundle_quota_mb: int,
+    metrics_port: int | None,
+    **options: Any,
+) -> None:
+    """The coordinator: runs, members, exchange and ledger."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_tracing("coordinator")
+    set_up_metrics("coordinator", scraped=metrics_port is not None)
+    directory = directory.resolve()
+    try:
+        make_directory(directory)
+        root = store_root(store, directory)
+    except PacelineError as error:
+        raise click.ClickException(str(error)) from None
+    service = CoordinatorService(
+        directory=directory,
+        store=root,
+        people_port=people_port,
+        min_free_bytes=min_free_mb << 20,
+        bundle_quota_bytes=bundle_quota_mb << 20,
+        metrics_port=metrics_port,
+        capacity=Capacity(raise_file_limit(), has_people_port=people_port is not None),
+        **options,
+    )
+    keep_freed_memory()
+    gc.freeze()  # objects of the imports live for ever: scanning them again and again takes tens of milliseconds
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        run_service(service.serve)
+    except (sqlite3.DatabaseError, OSError, ExceptionGroup) as error:
+        if (damage := damage_in(error)) is not None:
+            raise click.ClickException(sentence(directory / LEDGER_NAME, damage)) from None
+        if not is_disk_full(error):
+            raise
+        raise click.ClickException(
+            f"the disk of {directory} is full. Nothing that was acknowledged is lost; the next coordinator "
+            f"begins when {NEEDED_BYTES >> 20} MB are free"
+        ) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,4 @@
-"""The control plane's two services: RunService for people, WorkerService for workers.
-
-The control plane's AccessService: the callers of the workers' own services, by the digests of their tokens.
-
-The rpc `StatusService`: what limits the run that trains, and the sizes of its pools, for people and `paceline up --scale`.
-
-It reads what the coordinator's loop has decided.
-"""
+"""The control plane's services for people and workers: runs, members, what limits the run, callers of the workers' services."""
 
 from __future__ import annotations
 
@@ -27,7 +20,7 @@ from paceline.services.coordinator.lifecycle.coordinator import Coordinator
 from paceline.services.coordinator.members.caller_certificate import check_certificate
 from paceline.services.coordinator.members.introduction import check_hello, check_key
 from paceline.services.coordinator.members.registry import Member
-from paceline.services.coordinator.reporting.run_messages import page, run_message
+from paceline.services.coordinator.records.lists import page, run_message
 from paceline.services.coordinator.scaling.scaler import Sized
 from paceline.v1 import (
     access_pb2,

@@ -1,11 +1,7 @@
-"""Comparison of what ranks and workers sent with the ledger's groups and batches: the second half of `verify`.
+"""Comparison of what ranks and workers sent with the ledger's groups, batches and journals: the second part of `verify`.
 
 Ranks sent receipts, rollout workers sent arrays, reward workers sent rewards and the reference's log-probabilities.
 None of them reads the ledger's sums, so agreement here means that what was trained is what was generated and scored.
-
-The rows of one run that several comparisons of `paceline ledger verify` read.
-
-Comparison of the journals of open groups with their arrays, and of ended lives with the groups; a part of `verify`.
 """
 
 from __future__ import annotations
@@ -22,8 +18,8 @@ from paceline.episodes import TurnArrays
 from paceline.errors import LedgerFault
 from paceline.groups import FloatArray, Group, Version, scores_digest
 from paceline.services.coordinator.exchange.uploads.turn_checks import context_digest, turn_digest
+from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.groups import State
-from paceline.services.coordinator.ledger.integrity.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.spec import RunSpec
 from paceline.wire import CompletionArrays, decode_reference, decode_result, split_rows
@@ -45,14 +41,12 @@ class Record:
     deep: bool
     """True when the contents of every checkpoint are read, not of the newest alone."""
 
-    @property
-    def db(self) -> sqlite3.Connection:
-        """The ledger's connection, in one snapshot."""
-        return self.ledger.db
+    def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+        """Return the rows of a query whose first parameter is the run's id."""
+        return self.ledger.rows(query, (self.run_id, *values))
 
     @property
     def run_id(self) -> str:
-        """The run."""
         return str(self.run["run_id"])
 
     @property
@@ -70,9 +64,7 @@ def receipts(record: Record, report: VerifyReport) -> None:
     of one session, and no group was trained in two steps. A session that died in a step, or is replaying it, has only
     some.
     """
-    rows = record.db.execute(
-        "SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank", (record.run_id,)
-    ).fetchall()
+    rows = record.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
     lives: dict[tuple[int, int], list[sqlite3.Row]] = {}
     for row in rows:
         lives.setdefault((row["step"], row["session"]), []).append(row)
@@ -102,17 +94,14 @@ def receipts(record: Record, report: VerifyReport) -> None:
 
 def payloads(record: Record, report: VerifyReport) -> None:
     """Compare the arrays that are still stored with digest, tokens, age and the rewards' shape on record."""
-    measured = record.db.execute(
+    measured = record.rows(
         "SELECT group_id, state, tokens, sequence_tokens, oldest_step, digest, rewards, functions FROM groups"
-        " WHERE run_id = ? AND class != 'train' AND state = 'scored'",
-        (record.run_id,),
-    ).fetchall()
+        " WHERE run_id = ? AND class != 'train' AND state = 'scored'"
+    )
     groups = {g["group_id"]: g for g in (*record.groups, *measured)}
-    group_ids = {
-        row[0] for row in record.db.execute("SELECT group_id FROM groups WHERE run_id = ?", (record.run_id,))
-    }
+    group_ids = {row[0] for row in record.rows("SELECT group_id FROM groups WHERE run_id = ?")}
     found: set[int] = set()
-    for stored in record.db.execute("SELECT * FROM payloads WHERE run_id = ?", (record.run_id,)):
+    for stored in record.rows("SELECT * FROM payloads WHERE run_id = ?"):
         row, subject = groups.get(stored["group_id"]), f"group {stored['group_id']}"
         if stored["kind"] not in KINDS or stored["group_id"] not in group_ids:
             report.problem(
@@ -170,9 +159,7 @@ def references(record: Record, report: VerifyReport) -> None:
     """Compare the reference's log-probabilities, where the pool serves it, with the tokens of every scored group."""
     serves, groups = record.spec.pool_serves_reference, {g["group_id"]: g for g in record.groups}
     found: set[int] = set()
-    stored_rows = record.db.execute(
-        "SELECT * FROM payloads WHERE run_id = ? AND kind = 'reference'", (record.run_id,)
-    )
+    stored_rows = record.rows("SELECT * FROM payloads WHERE run_id = ? AND kind = 'reference'")
     for stored in stored_rows:
         subject, row = f"group {stored['group_id']}", groups.get(stored["group_id"])
         found.add(stored["group_id"])
@@ -251,12 +238,8 @@ def episodes(record: Record, report: VerifyReport) -> None:
     """Check that each turn is what its arrays are and follows the one before, that a group has the tokens of its journal
     until it has its result, and that the lives of a sample are numbered without a gap.
     """
-    turns = record.db.execute(
-        "SELECT * FROM episodes WHERE run_id = ? ORDER BY group_id, sample, life, turn", (record.run_id,)
-    ).fetchall()
-    ended = record.db.execute(
-        "SELECT * FROM restarts WHERE run_id = ? ORDER BY group_id, sample, life", (record.run_id,)
-    ).fetchall()
+    turns = record.rows("SELECT * FROM episodes WHERE run_id = ? ORDER BY group_id, sample, life, turn")
+    ended = record.rows("SELECT * FROM restarts WHERE run_id = ? ORDER BY group_id, sample, life")
     if not turns and not ended and not record.spec.environment.is_used:
         return
     lives: dict[Life, list[sqlite3.Row]] = {}
@@ -337,9 +320,7 @@ def _journaled_groups(
         group_id = turn["group_id"]
         tokens[group_id] = tokens.get(group_id, 0) + turn["tokens"]
         oldest[group_id] = min(turn["oldest_step"], oldest.get(group_id, turn["oldest_step"]))
-    rows = record.db.execute(
-        "SELECT group_id, state, tokens, oldest_step FROM groups WHERE run_id = ?", (record.run_id,)
-    ).fetchall()
+    rows = record.rows("SELECT group_id, state, tokens, oldest_step FROM groups WHERE run_id = ?")
     known = {row["group_id"] for row in rows}
     for row in rows:
         subject, group_id = f"group {row['group_id']}", row["group_id"]

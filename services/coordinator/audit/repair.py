@@ -16,16 +16,16 @@ from paceline.errors import LedgerFault, NotFound
 from paceline.services.coordinator.audit import side_records
 from paceline.services.coordinator.exchange.batches import damaged_groups
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
-from paceline.services.coordinator.ledger.group_queries import OPEN_SQL
-from paceline.services.coordinator.ledger.integrity.file_check import (
+from paceline.services.coordinator.ledger.file_check import (
     UNREADABLE,
     VerifyReport,
     check_file,
     sentence,
 )
+from paceline.services.coordinator.ledger.group_queries import OPEN_SQL
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
 from paceline.services.coordinator.ledger.segments import DamagedRecord
-from paceline.services.coordinator.sessions.starting_point import mark_damaged
+from paceline.services.coordinator.sessions import mark_damaged
 from paceline.spec.reading import spec_from_ledger
 
 Say = Callable[[str], None]
@@ -71,19 +71,19 @@ def _repair_run(ledger: Ledger, run_id: str, say: Say) -> None:
 def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
     """Admit the groups again whose arrays cannot be read any more, if no session has trained them."""
     ledger = exchange.ledger
-    rows = exchange.ledger.db.execute(
+    rows = ledger.rows(
         "SELECT p.* FROM payloads p JOIN groups g USING (run_id, group_id)"
         f" WHERE p.run_id = ? AND g.state IN {OPEN_SQL} AND p.segment IS NOT NULL",
         (run.run_id,),
-    ).fetchall()
+    )
     for row in rows:
         try:
             ledger.payloads.payload(row).read()
         except DamagedRecord as damaged:
             damaged_groups.handle_damaged(exchange, run, damaged)
-            state = ledger.db.execute(
+            state = ledger.row(
                 "SELECT state FROM groups WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"])
-            ).fetchone()["state"]
+            )["state"]
             say(f"group {row['group_id']}: {damaged}; it is {state} now")
 
 
@@ -92,9 +92,9 @@ def _begin_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
     if not run.spec.environment.is_used:
         return
     ledger = exchange.ledger
-    waiting = ledger.db.execute(
+    waiting = ledger.rows(
         "SELECT group_id FROM groups WHERE run_id = ? AND state IN ('admitted', 'leased')", (run.run_id,)
-    ).fetchall()
+    )
     for (group_id,) in waiting:
         for turn in ledger.episodes.of_group(run.run_id, group_id):
             try:

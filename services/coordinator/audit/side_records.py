@@ -1,7 +1,5 @@
-"""Comparison of the records beside a run's groups: prompts, events, evaluations, deaths, faults, registered models. A part of
+"""Comparison of the records beside a run's groups, and of its checkpoints and export with their manifests: the third part of
 `verify`.
-
-Comparison of a run's checkpoints and exported model with their manifests. A part of `verify`.
 """
 
 from __future__ import annotations
@@ -15,17 +13,16 @@ from paceline.files.storage import Folder
 from paceline.models.evidence import check_evidence, has_passed
 from paceline.models.export_origin import Origin, origin_of
 from paceline.services.coordinator.audit.evidence import Record
-from paceline.services.coordinator.ledger.integrity.file_check import VerifyReport
+from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoint
 
 
 def prompts(record: Record, report: VerifyReport) -> None:
     """Check that every group has its prompt, and that both of its columns can be read."""
-    rows = record.db.execute(
+    rows = record.rows(
         "SELECT p.group_id, prompt_json, columns_json, class FROM prompts p"
-        " LEFT JOIN groups g ON g.run_id = p.run_id AND g.group_id = p.group_id WHERE p.run_id = ?",
-        (record.run_id,),
-    ).fetchall()
+        " LEFT JOIN groups g ON g.run_id = p.run_id AND g.group_id = p.group_id WHERE p.run_id = ?"
+    )
     for row in rows:
         subject = f"group {row['group_id']}"
         for column in ("prompt_json", "columns_json"):
@@ -40,9 +37,7 @@ def prompts(record: Record, report: VerifyReport) -> None:
 
 def events(record: Record, report: VerifyReport) -> None:
     """Check that events are numbered without a gap, and that each can be read."""
-    rows = record.db.execute(
-        "SELECT sequence, kind, json FROM events WHERE run_id = ? ORDER BY sequence", (record.run_id,)
-    ).fetchall()
+    rows = record.rows("SELECT sequence, kind, json FROM events WHERE run_id = ? ORDER BY sequence")
     for expected, row in enumerate(rows, 1):
         subject = f"event {row['sequence']}"
         if row["sequence"] != expected:
@@ -58,9 +53,7 @@ def evaluations(record: Record, report: VerifyReport) -> None:
     """Check that results of evaluations can be read, and that each group that is only measured belongs to an
     evaluation; to one that has ended only as a scored or dropped group.
     """
-    rows = record.db.execute(
-        "SELECT * FROM evaluations WHERE run_id = ? ORDER BY step", (record.run_id,)
-    ).fetchall()
+    rows = record.rows("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step")
     for row in rows:
         subject = f"evaluation of step {row['step']}"
         with report.reading(subject, "its result (table evaluations, column result_json)"):
@@ -68,9 +61,7 @@ def evaluations(record: Record, report: VerifyReport) -> None:
         if row["done"] not in (0, 1) or row["step"] > record.run["next_step"]:
             report.problem(subject, f"the run is at step {record.run['next_step']}, done is {row['done']}")
     done = {f"eval:{row['step']}": bool(row["done"]) for row in rows}
-    classes = record.db.execute(
-        "SELECT DISTINCT class, state FROM groups WHERE run_id = ? AND class != 'train'", (record.run_id,)
-    ).fetchall()
+    classes = record.rows("SELECT DISTINCT class, state FROM groups WHERE run_id = ? AND class != 'train'")
     for kind, state in classes:
         if kind not in done:
             report.problem(f"groups of the class {kind!r}", "there is no such evaluation")
@@ -109,16 +100,15 @@ def models(record: Record, report: VerifyReport) -> None:
 
 def deaths_and_faults(record: Record, report: VerifyReport) -> None:
     """Check that deaths belong to open groups, and faults to sessions that have begun."""
-    rows = record.db.execute(
+    rows = record.rows(
         "SELECT d.group_id, state FROM deaths d LEFT JOIN groups g ON g.run_id = d.run_id AND g.group_id = d.group_id"
-        " WHERE d.run_id = ? AND (state IS NULL OR state IN ('trained', 'dropped'))",
-        (record.run_id,),
-    ).fetchall()
+        " WHERE d.run_id = ? AND (state IS NULL OR state IN ('trained', 'dropped'))"
+    )
     for row in rows:
         report.problem(
             f"group {row['group_id']}", f"workers died with it (table deaths), but it is {row['state']}"
         )
-    for row in record.db.execute("SELECT session FROM session_faults WHERE run_id = ?", (record.run_id,)):
+    for row in record.rows("SELECT session FROM session_faults WHERE run_id = ?"):
         if not 0 < row["session"] <= record.run["session"]:
             report.problem(f"session {row['session']}", "it has a fault on record, but has not begun")
 
@@ -128,9 +118,7 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
     `deep`: of each) also the files of its manifest.
     """
     chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}
-    rows = record.db.execute(
-        "SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session", (record.run_id,)
-    ).fetchall()
+    rows = record.rows("SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session")
     usable = [row for row in rows if not row["removed"] and not row["damaged"]]
     on_disk = 0
     for row in rows:

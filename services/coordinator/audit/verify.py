@@ -3,14 +3,12 @@
 Promise: it does not add up one table. Groups are compared with the durable counters and the cursor, batches with the
 receipts that the ranks sent, digests with the stored arrays, rewards and reference, open groups with their journals, the hash
 chain with the batches and the checkpoints with the chain and their files on disk (`services/coordinator/audit/evidence.py`,
-`journals.py`, `side_records.py` and `side_records.py`). Before all of that it checks the SQLite file itself
-(`services/coordinator/ledger/integrity/file_check.py`). It reads one consistent snapshot and writes nothing, so it may run beside
+`side_records.py`). Before all of that it checks the SQLite file itself
+(`services/coordinator/ledger/file_check.py`). It reads one consistent snapshot and writes nothing, so it may run beside
 the coordinator; whatever damage it meets is a problem in the report, never an exception.
 
-`python -m paceline.services.coordinator.audit.verify LEDGER RUN [--deep]`: `verify` in a process of its own.
-
-The comparison reads every array of a run and takes minutes of a processor, which the coordinator's process needs. It runs at the
-lowest priority and ends with its parent. `verify_apart` starts it.
+It reads every array of a run and takes minutes of a processor, which the coordinator's process needs. So `verify_apart` runs
+`python -m paceline.services.coordinator.audit.verify LEDGER RUN [--deep]`, at the lowest priority and until its parent ends.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ from paceline.services.common.processes.parent_death import STARTER_VARIABLE, di
 from paceline.services.coordinator.audit import evidence, side_records
 from paceline.services.coordinator.audit.evidence import Record
 from paceline.services.coordinator.audit_log.verification import check_end
-from paceline.services.coordinator.ledger.groups import OPEN_STATES
-from paceline.services.coordinator.ledger.integrity.file_check import (
+from paceline.services.coordinator.ledger.file_check import (
     LOST,
     REMEDY,
     VerifyReport,
@@ -41,6 +38,7 @@ from paceline.services.coordinator.ledger.integrity.file_check import (
     lost_runs,
     tolerant,
 )
+from paceline.services.coordinator.ledger.groups import OPEN_STATES
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.batches import batch_digest, extend_chain
 from paceline.spec.reading import spec_from_ledger
@@ -156,7 +154,7 @@ def _slots(record: Record, report: VerifyReport) -> None:
     for slot, number in holders.items():
         if number > 1 or slot >= record.run["next_slot"]:
             report.problem(f"slot {slot}", f"{number} groups hold it, of {record.run['next_slot']} slots")
-    free = record.db.execute("SELECT slot FROM free_slots WHERE run_id = ?", (record.run_id,)).fetchall()
+    free = record.rows("SELECT slot FROM free_slots WHERE run_id = ?")
     slots = sorted([*holders, *(row["slot"] for row in free)])
     if slots != list(range(record.run["next_slot"])):
         odd = sorted(Counter(slots).keys() ^ set(range(record.run["next_slot"]))) or [
@@ -230,10 +228,9 @@ def _batches(record: Record, report: VerifyReport) -> None:
 
 def _replaced(record: Record, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
     """Return the chain's link before a batch: the batches that it has replaced come after the step before it."""
-    rows = record.db.execute(
-        "SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision",
-        (record.run_id, batch["step"]),
-    ).fetchall()
+    rows = record.rows(
+        "SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"]
+    )
     subject = f"step {batch['step']}"
     revisions = [row["revision"] for row in rows]
     report.compare(subject, "its replaced batches are {}, not {}", revisions, list(range(batch["revision"])))

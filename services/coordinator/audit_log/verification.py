@@ -15,8 +15,8 @@ from typing import Any
 
 from paceline.files.names import AUDIT_NAME, CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.services.coordinator.audit_log.files import MAX_FILES, Record, audit_files, end_of, read_line
-from paceline.services.coordinator.ledger.integrity.file_check import VerifyReport
+from paceline.services.coordinator.audit_log.records import MAX_FILES, Record, audit_files, end_of, read_line
+from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 

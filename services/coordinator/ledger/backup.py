@@ -4,9 +4,7 @@ In the copy the texts and arrays of groups and turns are in the SQLite file itse
 and put back. A coordinator that is started on the copy goes on from there, also where newer files are beside it
 (`services/coordinator/ledger/database.py`).
 
-`paceline ledger encrypt`: copy a stopped coordinator's ledger into an encrypted file, which then takes its place.
-
-Promise: at any moment the directory has the whole ledger, in the old form or in the new one. The old file is replaced once the
+`paceline ledger encrypt`: copy a stopped coordinator's ledger into an encrypted file, which then takes its place. At any moment the directory has the whole ledger, in the old form or in the new one. The old file is replaced once the
 new one is complete, checked and on the disk. As in a backup, texts and arrays of groups and turns are in the new file itself, so
 the old segments are removed; new ones are encrypted.
 """
@@ -23,7 +21,7 @@ from paceline.errors import Conflict, LedgerFault, NotFound
 from paceline.files.whole_file import written_whole
 from paceline.services.coordinator.ledger import database
 from paceline.services.coordinator.ledger.connection import lock_ledger
-from paceline.services.coordinator.ledger.integrity.file_check import VerifyReport, check_file, sentence
+from paceline.services.coordinator.ledger.file_check import VerifyReport, check_file, sentence
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segment_cipher import MAGIC
 from paceline.services.coordinator.ledger.segments import PayloadStore
@@ -58,14 +56,19 @@ def back_up(ledger: Ledger, destination: Path) -> int:
 def _copy(ledger: Ledger, partial: Path) -> None:
     with contextlib.closing(database.connect(partial, ledger.key, named=True)) as copy:
         ledger.db.backup(copy)
-        copy.execute("PRAGMA journal_mode = MEMORY")  # a power cut loses only the .partial file
-        copy.execute("PRAGMA synchronous = OFF")
-        take_in_payloads(copy, ledger.payloads)
-        report = VerifyReport()
-        check_file(copy, report)
-        if report.found:
-            raise LedgerFault(f"no copy was made: {sentence(ledger.path, report.problems[0])}")
+        _complete(copy, ledger.payloads, ledger.path, "no copy was made")
         database.mark(copy)
+
+
+def _complete(copy: sqlite3.Connection, store: PayloadStore, path: Path, refusal: str) -> None:
+    """Take the bulk of the ledger at `path` into a copy of its tables, and check it. Raises LedgerFault."""
+    copy.execute("PRAGMA journal_mode = MEMORY")  # a power cut loses only the .partial file
+    copy.execute("PRAGMA synchronous = OFF")
+    take_in_payloads(copy, store)
+    report = VerifyReport()
+    check_file(copy, report)
+    if report.found:
+        raise LedgerFault(f"{refusal}: {sentence(path, report.problems[0])}")
 
 
 def take_in_payloads(copy: sqlite3.Connection, store: PayloadStore) -> None:
@@ -138,21 +141,16 @@ def _export(path: Path, old: StorageKey | None, partial: Path, new: StorageKey) 
         raise Conflict(f"another process reads the ledger {path}; stop it first")
     store = PayloadStore(path, old)
     with contextlib.closing(database.connect(partial, new, named=True)) as copy, contextlib.closing(store):
-        copy.execute("PRAGMA journal_mode = MEMORY")  # a power cut loses only the .partial file
-        copy.execute("PRAGMA synchronous = OFF")
         copy.execute(
             "ATTACH DATABASE ? AS old KEY ?", (str(path), "" if old is None else database.key_text(old))
         )
+        copy.execute("PRAGMA journal_mode = MEMORY")
         copy.execute("SELECT sqlcipher_export('main', 'old')")
         for pragma in PRAGMAS:
             (number,) = copy.execute(f"PRAGMA old.{pragma}").fetchone()
             copy.execute(f"PRAGMA main.{pragma} = {int(number)}")
         copy.execute("DETACH DATABASE old")
-        take_in_payloads(copy, store)
-        report = VerifyReport()
-        check_file(copy, report)
-        if report.found:
-            raise LedgerFault(f"nothing was changed: {sentence(path, report.problems[0])}")
+        _complete(copy, store, path, "nothing was changed")
 
 
 def _remove_segments(path: Path, key: StorageKey) -> None:

@@ -5,15 +5,6 @@ cut; a second process that opens the same file is refused; every opening is a ne
 is over writes nothing more. Only the coordinator's one event loop writes, one transaction at a time. Where the loop
 would wait long for the disk, a thread waits while the loop goes on with the next transaction, and answers are sent
 after the thread's sync (`sync_off_loop`).
-
-Moves the content of SQLite's write-ahead log into the ledger's file beside the transactions, not inside of their
-commits.
-
-SQLite does it by itself in the commit that makes the log 1,000 pages long; under load that is every tenth commit, and
-every request waits for its writes and two more syncs. Here a separate connection does it on a thread, which stops no
-writer. Since writers go on meanwhile the log never gets empty; when it is long, one short pass under the lock empties
-it, so that SQLite writes it from its start again. Only the log's length depends on this: a commit is durable by its own
-sync.
 """
 
 from __future__ import annotations
@@ -34,53 +25,11 @@ from typing import IO, Any, TypeVar
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, LedgerFault, NotFound
 from paceline.files.whole_file import sync_folder, written_whole
-from paceline.services.coordinator.ledger import database
-from paceline.services.coordinator.ledger.integrity import row_checksums
-from paceline.services.coordinator.ledger.integrity.file_check import REMEDY as RESTORE
-from paceline.services.coordinator.ledger.integrity.file_check import check_open_runs, is_damage
+from paceline.services.coordinator.ledger import database, row_checksums
+from paceline.services.coordinator.ledger.file_check import REMEDY as RESTORE
+from paceline.services.coordinator.ledger.file_check import check_open_runs, is_damage
 from paceline.services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 from paceline.services.coordinator.ledger.segments import PayloadStore
-
-PERIOD_S = 0.5
-MAX_PAGES = 8192
-"""Length, in pages of 4 kB, beyond which the log is emptied."""
-
-READERS_S = 0.1
-"""Seconds for which readers of other processes may hold up the emptying; it is tried again."""
-
-
-class WalCheckpointer:
-    """Keeps one ledger's log short; `lock` keeps transactions away while it is emptied."""
-
-    def __init__(self, ledger: LedgerFile, lock: asyncio.Lock):
-        self._lock = lock
-        self._db = database.connect(ledger.path, ledger.key, busy_s=READERS_S, any_thread=True)
-        ledger.db.execute("PRAGMA wal_autocheckpoint = 0")
-
-    async def run(self) -> None:
-        """Run until cancelled."""
-        loop = asyncio.get_running_loop()
-        try:
-            with ThreadPoolExecutor(1, "ledger-log") as thread:
-                while True:
-                    await asyncio.sleep(PERIOD_S)
-                    if await loop.run_in_executor(thread, self.move, "PASSIVE") > MAX_PAGES:
-                        async with self._lock:
-                            await loop.run_in_executor(thread, self.move, "RESTART")
-        finally:
-            self._db.close()
-
-    def move(self, how: str) -> int:
-        """Make a pass; return the number of pages in the log. An error of the disk is left to the next transaction,
-        which meets it too.
-        """
-        try:
-            _, pages, _ = self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
-        except sqlite3.OperationalError as error:
-            log.warning("the ledger's log stays as long as it is: %s", error)
-            return 0
-        return int(pages)
-
 
 ValueT = TypeVar("ValueT")
 MAX_CACHED = 256
@@ -90,10 +39,17 @@ REMEDY = "make room, or repair the disk, then start the coordinator again"
 SQLITE_LOCKS_FROM = 0x40000000
 """The first byte that SQLite locks (its PENDING_BYTE)."""
 
+LOG_PERIOD_S = 0.5
+MAX_LOG_PAGES = 8192
+"""Length, in pages of 4 kB, beyond which the log is emptied."""
+
+LOG_READERS_S = 0.1
+"""Seconds for which readers of other processes may hold up the emptying; it is tried again."""
+
 log = logging.getLogger(__name__)
 
 
-class LedgerFile:
+class LedgerFile(database.Queries):
     """One file, open for its one writer or for a reader beside it."""
 
     def __init__(self, path: Path, *, read_only: bool = False):
@@ -218,6 +174,16 @@ class LedgerFile:
             self._invalidate_all()
             raise
         self.db.execute("RELEASE part")
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Run the body, which only reads, on one state of the file."""
+        self.db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK")
 
     def cached(self, key: str, read: Callable[[], ValueT]) -> ValueT:
         """Return the cached value of `key`, else the result of `read`; `invalidate` removes it."""
@@ -394,3 +360,43 @@ def lock_ledger(path: Path) -> list[IO[bytes]]:
             f"another coordinator has the ledger {path} open; stop it, or give this one another --directory"
         ) from None
     return [beside, ledger]
+
+
+class WalCheckpointer:
+    """Moves the content of the write-ahead log into the ledger's file beside the transactions; `lock` keeps them away while the
+    log is emptied.
+
+    SQLite would do it in the commit that makes the log 1,000 pages long; under load that is every tenth commit, and every
+    request waits for its writes and two more syncs. Here a separate connection does it on a thread, which stops no writer. Since
+    writers go on meanwhile the log never gets empty; when it is long, one short pass under the lock lets SQLite write it from
+    its start again. Only the log's length depends on this: a commit is durable by its own sync.
+    """
+
+    def __init__(self, ledger: LedgerFile, lock: asyncio.Lock):
+        self._lock = lock
+        self._db = database.connect(ledger.path, ledger.key, busy_s=LOG_READERS_S, any_thread=True)
+        ledger.db.execute("PRAGMA wal_autocheckpoint = 0")
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            with ThreadPoolExecutor(1, "ledger-log") as thread:
+                while True:
+                    await asyncio.sleep(LOG_PERIOD_S)
+                    if await loop.run_in_executor(thread, self.move, "PASSIVE") > MAX_LOG_PAGES:
+                        async with self._lock:
+                            await loop.run_in_executor(thread, self.move, "RESTART")
+        finally:
+            self._db.close()
+
+    def move(self, how: str) -> int:
+        """Make a pass; return the number of pages in the log. An error of the disk is left to the next transaction,
+        which meets it too.
+        """
+        try:
+            _, pages, _ = self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
+        except sqlite3.OperationalError as error:
+            log.warning("the ledger's log stays as long as it is: %s", error)
+            return 0
+        return int(pages)

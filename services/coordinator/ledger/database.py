@@ -7,8 +7,6 @@ without a key and a plain file with one are refused (`check_key`).
 An encrypted file begins with 16 bytes that SQLCipher calls its salt: 8 bytes of magic, and the name of the key
 (`paceline/encryption/storage_key.py`). So it shows which key it needs, wherever it is moved.
 
-A backup that was put back: the files beside it that belong to another ledger are set aside.
-
 `paceline ledger backup` marks its copies in SQLite's header. The first coordinator that opens a marked file moves what
 an earlier ledger left beside it (its log, which SQLite would write into this file, and its segments, which this ledger
 would take for unused) into a folder `<ledger>.set-aside-N`, and removes the mark. Nothing is deleted.
@@ -44,9 +42,10 @@ class Queries:
         """Return all rows of a query."""
         return self.db.execute(query, values).fetchall()
 
-    def row(self, query: str, values: Sequence[object] = ()) -> Any:
+    def row(self, query: str, values: Sequence[object] = ()) -> sqlite3.Row | None:
         """Return the first row of a query; None without one."""
-        return self.db.execute(query, values).fetchone()
+        row: sqlite3.Row | None = self.db.execute(query, values).fetchone()
+        return row
 
     def value(self, query: str, values: Sequence[object] = ()) -> Any:
         """Return the first column of the first row of a query; None without a row."""

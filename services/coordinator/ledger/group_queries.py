@@ -154,25 +154,6 @@ class GroupQueries(Queries):
         )
         return {row["id"]: row["n"] for row in rows}
 
-    def lease_holders(self) -> list[str]:
-        """Return the members that hold leases, over all runs."""
-        rows = self.rows("SELECT DISTINCT member_id AS id FROM groups WHERE state = 'leased'")
-        return [row["id"] for row in rows]
-
-    def pinned_members(self) -> list[str]:
-        """Return the members that are pinned for a pending evaluation, over all runs."""
-        rows = self.rows(
-            "SELECT DISTINCT member_id AS id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL"
-        )
-        return [row["id"] for row in rows]
-
-    def task_holders(self) -> list[str]:
-        """Return the members that hold score tasks, over all runs."""
-        rows = self.rows(
-            "SELECT DISTINCT scorer_id AS id FROM groups WHERE state = 'generated' AND scorer_id IS NOT NULL"
-        )
-        return [row["id"] for row in rows]
-
     # Groups by state
 
     def open_of_class(self, run_id: str, kind: str) -> list[sqlite3.Row]:

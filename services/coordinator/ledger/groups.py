@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.errors import Conflict
+from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.database import Queries
-from paceline.services.coordinator.ledger.integrity import row_checksums
 
 INSERTED_AT_ONCE = 64
 """Groups whose prompts are one parameter of a statement."""

@@ -22,8 +22,8 @@ from paceline.services.coordinator.ledger.groups import Groups
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Location, Payload
 from paceline.services.coordinator.ledger.tables.audit_heads import AuditHeads
 from paceline.services.coordinator.ledger.tables.batches import Batches, Receipts, SessionFaults
+from paceline.services.coordinator.ledger.tables.beside_groups import Deaths, FreeSlots
 from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoints
-from paceline.services.coordinator.ledger.tables.deaths import Deaths, FreeSlots
 from paceline.services.coordinator.ledger.tables.episodes import Episodes
 from paceline.services.coordinator.ledger.tables.evaluations import Evaluations
 from paceline.services.coordinator.ledger.tables.models import RegisteredModels
@@ -66,11 +66,7 @@ class Ledger(LedgerFile):
         self.episodes = Episodes(self.db)
         self.audit_heads = AuditHeads(self.db)
         self.models = RegisteredModels(self.db, self.path.parent)
-
-    @property
-    def deaths(self) -> Deaths:
-        """Crashes of workers, by the groups that they held."""
-        return Deaths(self)
+        self.deaths = Deaths(self)
 
     # Runs
 
@@ -79,10 +75,10 @@ class Ledger(LedgerFile):
         return self.cached(f"run {run_id}", lambda: self._run(run_id))
 
     def _run(self, run_id: str) -> sqlite3.Row:
-        row: sqlite3.Row | None = self.row("SELECT * FROM runs WHERE run_id = ?", (run_id,))
+        row = self.row("SELECT * FROM runs WHERE run_id = ?", (run_id,))
         if row is None:
             newest = [
-                r["run_id"] for r in self.db.execute("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")
+                r["run_id"] for r in self.rows("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")
             ]
             raise NotFound(f"no run {run_id!r}; the newest are: {', '.join(newest) or 'none'}")
         return row
@@ -106,12 +102,12 @@ class Ledger(LedgerFile):
 
     def num_runs(self) -> int:
         """Return the number of runs that were ever submitted."""
-        return int(self.row("SELECT COUNT(*) AS n FROM runs")["n"])
+        return int(self.value("SELECT COUNT(*) FROM runs"))
 
     def active_run(self) -> sqlite3.Row | None:
         """Return the run that trains, else the one that is paused, if any."""
-        return self._first(
-            "SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY state DESC, sequence"
+        return self.row(
+            "SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY state DESC, sequence LIMIT 1"
         )
 
     def due_run(self, passed_over: Collection[str] = ()) -> sqlite3.Row | None:
@@ -134,19 +130,14 @@ class Ledger(LedgerFile):
         return next(iter(self.queue()), None)
 
     def priority(self, run_id: str) -> int:
-        """Return the priority of a run."""
-        row = self._first_of(f"SELECT {PRIORITY} FROM runs WHERE run_id = ?", run_id)
-        return int(row["priority"]) if row is not None else 0
+        return int(self.value(f"SELECT {PRIORITY} FROM runs WHERE run_id = ?", (run_id,)) or 0)
 
     def submitter(self, run_id: str) -> str:
         """Return the name of the caller that submitted a run, a fact of its first event; empty where it is not on record.
         Raises NotFound."""
         self.run(run_id)
-        row = self._first_of(
-            "SELECT json_extract(json, '$.submitter') AS fact FROM events WHERE run_id = ? AND sequence = 1",
-            run_id,
-        )
-        return str(row["fact"] or "") if row is not None else ""
+        query = "SELECT json_extract(json, '$.submitter') FROM events WHERE run_id = ? AND sequence = 1"
+        return str(self.value(query, (run_id,)) or "")
 
     def add_run(
         self,
@@ -199,20 +190,15 @@ class Ledger(LedgerFile):
 
     def session_holder(self, run_id: str) -> str:
         """Return the learner that has the newest session; empty when it is not on record."""
-        row = self._first_of(
-            "SELECT json FROM events WHERE run_id = ? AND kind = 'session' ORDER BY sequence DESC", run_id
-        )
-        return str(json.loads(row["json"]).get("member_id", "")) if row is not None else ""
+        return str(self._newest_event(run_id, "session").get("member_id", ""))
 
     def newest_of_member(self, run_id: str, member_id: str) -> str:
         """Return what a run's newest event about a member says (`joined`, `left: …`); empty when there is none."""
-        row = self._first_of(
+        query = (
             "SELECT json FROM events WHERE run_id = ? AND kind = 'member' AND json_extract(json, '$.member_id') = ?"
-            " ORDER BY sequence DESC",
-            run_id,
-            member_id,
+            " ORDER BY sequence DESC LIMIT 1"
         )
-        return str(json.loads(row["json"]).get("what", "")) if row is not None else ""
+        return str(json.loads(self.value(query, (run_id, member_id)) or "{}").get("what", ""))
 
     # Counters and events
 
@@ -230,10 +216,6 @@ class Ledger(LedgerFile):
             if counted == run_id:
                 counters[name] = counters.get(name, 0) + amount
         return counters
-
-    def last_event(self, run_id: str) -> int:
-        """Return the sequence number of the newest event of a run; 0 without any."""
-        return int(self.value("SELECT MAX(sequence) FROM events WHERE run_id = ?", (run_id,)) or 0)
 
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
         """Append to the run's events, which Watch streams. A kind in MAX_EVENTS has a most: the last one says so, and further
@@ -255,8 +237,7 @@ class Ledger(LedgerFile):
 
     def last_sequence(self, run_id: str) -> int:
         """Return the sequence number of a run's newest event; 0 without one."""
-        query = "SELECT MAX(sequence) AS newest FROM events WHERE run_id = ?"
-        return int(self.row(query, (run_id,))["newest"] or 0)
+        return int(self.value("SELECT MAX(sequence) FROM events WHERE run_id = ?", (run_id,)) or 0)
 
     def events(self, run_id: str, after: int, limit: int = 1000) -> list[sqlite3.Row]:
         """Return the events after a sequence number, oldest first."""
@@ -284,17 +265,16 @@ class Ledger(LedgerFile):
 
     def is_retried(self, run_id: str) -> bool:
         """Return whether a paused run goes on by itself when the reason of the pause is over."""
-        row = self._first(
-            "SELECT json FROM events WHERE run_id = ? AND kind = 'state' ORDER BY sequence DESC", run_id
-        )
-        return row is not None and bool(json.loads(row["json"]).get("retried"))
+        return bool(self._newest_event(run_id, "state").get("retried"))
 
     def drop_reason_of_pause(self, run_id: str) -> str:
         """Return the reason of the dropped groups that have paused a run; empty where others have, or nothing."""
-        row = self._first_of(
-            "SELECT json FROM events WHERE run_id = ? AND kind = 'state' ORDER BY sequence DESC", run_id
-        )
-        return str(json.loads(row["json"]).get("drop_reason", "")) if row is not None else ""
+        return str(self._newest_event(run_id, "state").get("drop_reason", ""))
+
+    def _newest_event(self, run_id: str, kind: str) -> dict[str, Any]:
+        """Return the content of the newest event of a kind; empty without one."""
+        query = "SELECT json FROM events WHERE run_id = ? AND kind = ? ORDER BY sequence DESC LIMIT 1"
+        return dict(json.loads(self.value(query, (run_id, kind)) or "{}"))
 
     def data_fingerprint(self, run_id: str) -> str:
         """Return the fingerprint of the data set that the run was last started or resumed with; empty where it is not on
@@ -324,12 +304,12 @@ class Ledger(LedgerFile):
 
     def _newest_fact(self, run_id: str, name: str) -> str:
         """Return a fact of the newest event of the run's state that has it; empty where none has."""
-        row = self._first_of(
-            f"SELECT json_extract(json, '$.{name}') AS fact FROM events WHERE run_id = ? AND kind = 'state'"
-            f" AND json_extract(json, '$.{name}') IS NOT NULL ORDER BY sequence DESC",
-            run_id,
+        fact = self.value(
+            f"SELECT json_extract(json, '$.{name}') FROM events WHERE run_id = ? AND kind = 'state'"
+            f" AND json_extract(json, '$.{name}') IS NOT NULL ORDER BY sequence DESC LIMIT 1",
+            (run_id,),
         )
-        return str(row["fact"]) if row is not None else ""
+        return "" if fact is None else str(fact)
 
     # Payloads
 
@@ -471,17 +451,10 @@ class Ledger(LedgerFile):
         """Return the members that hold leases, score tasks or a pending evaluation, by the record; `lease_role` is the role
         of those that hold leases.
         """
-        queries = self.group_queries
-        by_role = (
-            (lease_role, queries.lease_holders()),
-            (ROLE_ROLLOUT, queries.pinned_members()),
-            (ROLE_REWARD, queries.task_holders()),
-        )
-        roles = {member_id: role for role, members in by_role for member_id in members}
+        queries = {
+            "SELECT DISTINCT member_id FROM groups WHERE state = 'leased'": lease_role,
+            "SELECT DISTINCT member_id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL": ROLE_ROLLOUT,
+            "SELECT DISTINCT scorer_id FROM groups WHERE state = 'generated' AND scorer_id IS NOT NULL": ROLE_REWARD,
+        }
+        roles = {member_id: role for query, role in queries.items() for (member_id,) in self.rows(query)}
         return list(roles.items())
-
-    def _first(self, query: str, *values: object) -> sqlite3.Row | None:
-        return self.row(query + " LIMIT 1", values)
-
-    def _first_of(self, query: str, run_id: str, *others: str) -> sqlite3.Row | None:
-        return self.row(query + " LIMIT 1", (run_id, *others))

@@ -3,14 +3,12 @@
 Promises: a record whose location `append` has returned is on the disk, with its length and its file's name, so a
 transaction may refer to it. A record never changes and never moves; every read from the disk checks its CRC-32. A
 segment is only ever written by the process that began it, so bytes that a power cut tore off its end are behind every
-record in use. `segment_writer.py` writes it. With a storage key the parts of records are sealed (`segment_cipher.py`).
+record in use. With a storage key the parts of records are sealed (`segment_cipher.py`).
 
 The newest records are in memory as well. One thread appends, any thread reads. A segment that is removed stays readable
 for every holder of a frame of it.
 
-Appends to a segment past the page cache (O_DIRECT), where the file system supports it.
-
-Appended bytes are synced at once and mostly read never or once, so the cache does nothing for them, and its pages can
+Appends go past the page cache (O_DIRECT), where the file system supports it. Appended bytes are synced at once and mostly read never or once, so the cache does nothing for them, and its pages can
 cost several times as much processor time as the write itself (docs/decisions/2026-11-21-direct-writes.md). Such a write
 begins and ends at a block: each append fills its last block with zeros, which nothing refers to.
 """

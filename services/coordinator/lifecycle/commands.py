@@ -1,10 +1,8 @@
 """Commands of a person on runs: cancel, pause, resume, drop groups, checkpoint; and on workers: drain.
 
-The files that a person may have corrected while a run was paused, and that are therefore read anew at `resume`: data sets, the
-chat template, reward functions. Changes are events of the run.
-
-A run with a bundle gets the corrected files with a new one. Of a run without, digests of the functions' files are taken where
-they are on this machine; the coordinator never runs them.
+Files that a person may have corrected while a run was paused are read anew at `resume`: data sets, the chat template, reward
+functions. Changes are events of the run. A run with a bundle gets the corrected files with a new one. Of a run without, digests of
+the functions' files are taken where they are on this machine; the coordinator never runs them.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from paceline.services.coordinator.lifecycle.run_states import RunStates, set_st
 from paceline.services.coordinator.lifecycle.worker_faults import Faults
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
-from paceline.services.coordinator.sessions import starting_point
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run
 from paceline.v1 import worker_pb2
@@ -90,7 +87,7 @@ class Commands:
                 set_state(self._ledger, run_id, "running" if goes_on else "queued", **facts)
                 self._ledger.update_run(run_id, dropped_in_a_row=0)
                 session_faults.reset(self._exchange, run_id)
-                starting_point.clear_marks(self._ledger, run_id)  # a person may have put them back
+                self._ledger.checkpoints.clear_damage(run_id)  # a person may have put them back
             self._delays.passed_over.discard(run_id)
             self._delays.start_again_s = 0.0
             if self._delays.retried == run_id:

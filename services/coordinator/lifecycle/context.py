@@ -1,7 +1,4 @@
-"""Parts of the coordinator that everything which changes a run's state needs.
-
-News of the active run for `Watch` calls: a signal that there are events, and warnings as events.
-"""
+"""What everything that changes a run's state needs, and news of the active run for `Watch` calls."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.access.caller import Caller
 from paceline.services.common.access.insecure import insecurity
-from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
@@ -45,8 +45,8 @@ from paceline.services.coordinator.lifecycle.worker_faults import Faults
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.pool.pool import Pool
 from paceline.services.coordinator.reporting.gauge_history import GaugeHistory
+from paceline.services.coordinator.reporting.otel import StateMeters
 from paceline.services.coordinator.reporting.run_log import RunLog
-from paceline.services.coordinator.reporting.state_otel import StateMeters
 from paceline.services.coordinator.reporting.watchdog import Watchdog
 from paceline.services.coordinator.scaling.policy import PoolConfig
 from paceline.services.coordinator.scaling.scaler import PERIOD_S, Scaler

@@ -1,11 +1,5 @@
-"""The data sets of a run: opened when it is submitted, to check them, and again when it starts.
-
-Data sets that are opened for submitted runs: once for each submission, however often its client asks.
-
-An opening goes on when its client has given up waiting, because a thread cannot be ended and the client is about to ask
-again; the next call gets its outcome.
-
-The bundles of runs: checked at submission, unpacked for the coordinator's own reading of data, kept while a run has them.
+"""The data sets of a run, opened when it is submitted, to check them, and again when it starts; and its bundle, which is checked at
+submission, unpacked for the coordinator's own reading of data, and kept while a run has it.
 
 The newest event of a run's state that names a bundle says which one the run has. A run without one is as before there were
 bundles: its spec's paths are those of this machine.
@@ -29,7 +23,7 @@ from paceline.data.exchanges import exchange_of
 from paceline.data.prompts import PromptSource, open_prompts
 from paceline.errors import Busy, DataError, InvalidInput, NotFound, SpecError, Unreadable
 from paceline.files import function_files
-from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.text_limits import MAX_TEXT_BYTES, one_line
 from paceline.spec import RunSpec

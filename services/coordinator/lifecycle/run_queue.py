@@ -1,10 +1,8 @@
 """The queue of runs: a submitted spec is checked, its data sets are opened once, then the run is queued in the ledger.
 
-Models that a spec names as `run:ID`: another run's export, which is looked for when the run is submitted.
-
-`run:ID` is the final export of that run, else its newest export by step; `run:ID/NAME` is the export of that name. The stored
-spec has the folder or URL, so that workers, later sessions and replays read the same files. A reward model may be named so
-too, and as `run:ID/newest`: the folder of the exports, in which its process finds the newest one whenever it looks.
+A model that it names as `run:ID` is the final export of that run, else its newest export by step; `run:ID/NAME` is the export of
+that name. The stored spec has the folder or URL, so that workers, later sessions and replays read the same files. A reward model
+may be named so too, and as `run:ID/newest`: the folder of the exports, in which its process finds the newest one whenever it looks.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import contextlib
 import logging
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -334,9 +332,7 @@ def _places(reference: Reference) -> Iterator[str]:
         yield f"{reference.exports}/{name}"
 
 
-def with_locations(
-    spec: RunSpec, found: list[Reference], locate: Callable[[Reference], str] = located
-) -> RunSpec:
+def with_locations(spec: RunSpec, found: list[Reference]) -> RunSpec:
     """Return the spec with folders and URLs in place of references. Raises SpecError."""
     if not found:
         return spec
@@ -346,5 +342,5 @@ def with_locations(
         node: Any = tree
         for section in sections:
             node = node[int(section)] if isinstance(node, list) else node[section]
-        node[key] = locate(reference)
+        node[key] = located(reference)
     return parse_spec(tree)

@@ -1,11 +1,8 @@
 """The start of a run: the active run after a restart, else the queued run that is due, becomes the exchange's run.
 
 A run that cannot be started now is retried after a growing pause. A run whose spec this version cannot read lets other runs go
-first. A run fails here only by the fault of its data, and only before its first step.
-
-Recovery of the ledger's runs after a restart, before anyone may connect.
-
-Nothing here keeps a run from going on: a summary that a kill prevented is written if its rows can be read.
+first. A run fails here only by the fault of its data, and only before its first step. After a restart nothing keeps a run from going
+on: a summary that a kill prevented is written if its rows can be read.
 """
 
 from __future__ import annotations

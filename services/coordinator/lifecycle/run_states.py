@@ -88,13 +88,10 @@ class RunStates:
 
     async def fail(self, run_id: str, message: str) -> None:
         """Fail a run that cannot go on with its spec. Its open groups stay open for `resume`; the next run may start."""
-        await self._leave(run_id, "failed", message)
+        await self.end(run_id, "failed", message)
 
     async def end(self, run_id: str, state: str, message: str) -> None:
         """End a run in `state`, for good; the workers become idle and the next run may start."""
-        await self._leave(run_id, state, message)
-
-    async def _leave(self, run_id: str, state: str, message: str) -> None:
         async with self._context.lock:
             before = self._ledger.run(run_id)["state"]
             if before not in ("queued", *ACTIVE_STATES) and (before, state) != ("failed", "cancelled"):

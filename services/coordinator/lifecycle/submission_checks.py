@@ -1,11 +1,6 @@
-"""Checks of a submitted spec against its data and files, for faults that every group of the run would have: they are
-found before anything starts. A check that needs a file which is not on this machine passes.
-
-Checks of a submitted run's environment against its data set and its files, for faults that every episode would have. A check
-that needs a file which is not on this machine passes; user code is parsed, not run.
-
-What a user's Python file defines, and which arguments that needs. Files are parsed, not run; nothing is known of a definition
-with decorators, which may change it.
+"""Checks of a submitted spec against its data and files, for faults that every group or episode of the run would have: they are
+found before anything starts. A check that needs a file which is not on this machine passes; user code is parsed, not run, and
+nothing is known of a definition with decorators, which may change it.
 """
 
 from __future__ import annotations
@@ -156,7 +151,7 @@ def _columns_of(reward: RewardFunctionSection) -> list[str]:
 def _required(path: Path, name: str) -> list[str]:
     """Return the arguments without a default of a function in a file, besides those that every function gets."""
     module = parsed(path)
-    found = None if module is None else definition(module.body, name)
+    found = None if module is None else definition_of(module.body, name)
     if found is None or isinstance(found, ast.ClassDef):
         return []
     return [argument for argument in required(found) if argument not in SUPPLIED]
@@ -339,14 +334,14 @@ def _defined(key: str, code: str, kind: str) -> Definition | None:
         nearest = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise InvalidInput(f"{key}: {path} has no {kind} {name!r}{hint}")
-    return definition(module.body, name)
+    return definition_of(module.body, name)
 
 
 def _check_reset(key: str, definition: Definition | None, field: str, columns: Collection[str]) -> None:
     """Raises DataError for a `reset` that needs a column which the data set does not have."""
     if not isinstance(definition, ast.ClassDef):
         return
-    reset = definition(definition.body, "reset")
+    reset = definition_of(definition.body, "reset")
     if reset is None or isinstance(reset, ast.ClassDef):
         return
     missing = [name for name in required(reset)[1:] if name not in columns]
@@ -384,7 +379,7 @@ def names_of(module: ast.Module) -> set[str] | None:
     return None if "*" in names else names
 
 
-def definition(body: Iterable[ast.stmt], name: str) -> Definition | None:
+def definition_of(body: Iterable[ast.stmt], name: str) -> Definition | None:
     """Return the function or class that `name` stands for at the end of a module or class; None where something else may have
     bound the name since, and for one with decorators."""
     found: Definition | None = None

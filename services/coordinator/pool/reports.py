@@ -14,6 +14,7 @@ from paceline.errors import InvalidInput
 from paceline.files.names import EXPORT
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.coordinator import sessions
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.ledger.folders import stored
@@ -23,7 +24,6 @@ from paceline.services.coordinator.pool.assignments import Assignments
 from paceline.services.coordinator.pool.authority import Authority, cut_texts
 from paceline.services.coordinator.pool.run_events import RunEvents
 from paceline.services.coordinator.reporting.token_files import TokenFiles
-from paceline.services.coordinator.sessions import retention, starting_point
 from paceline.services.coordinator.text_limits import finite_gauges, one_line, seconds
 from paceline.v1 import common_pb2, worker_pb2
 
@@ -172,7 +172,7 @@ class Reports:
         run = self._exchange.active
         if run is None or report.run_id != run.run_id:
             return
-        refusal = starting_point.refusal(self._ledger, run, report)
+        refusal = sessions.refusal(self._ledger, run, report)
         if refusal:
             message = f"a checkpoint of session {report.session} is not registered: {refusal}"
             await self._runs.warn([message])
@@ -183,8 +183,8 @@ class Reports:
                 if self._ledger.checkpoints.add(report):
                     content = {"step": report.step, "path": report.path, "seconds": report.seconds}
                     self._ledger.add_event(report.run_id, "checkpoint", content)
-                retention.mark_surplus_removed(self._ledger, run.run_id, run.spec.checkpointing)
-            kept = retention.kept_paths(self._ledger, report.run_id)
+                sessions.mark_surplus_removed(self._ledger, run.run_id, run.spec.checkpointing)
+            kept = sessions.kept_paths(self._ledger, report.run_id)
         directive = worker_pb2.KeepCheckpoints(run_id=report.run_id, paths=kept)
         member.direct(worker_pb2.ConnectResponse(keep_checkpoints=directive))
         await self._runs.tell_watchers()

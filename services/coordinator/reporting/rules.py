@@ -1,9 +1,7 @@
-"""Rules on a run's metrics: which of them a step breaks. Pure.
+"""Rules on a run's metrics: which of them a step breaks; and explanations of steps that trained nothing or are out of scale. Pure.
 
 A rule warns at the step at which its condition has held for as many steps as it says, and again only after a step at which it did not
 hold. A step without the metric changes nothing.
-
-Explanations of steps whose rewards trained nothing, and of steps with an absurd advantage or gradient. Pure.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The policy computes a need instead of following a queue, so a cold start cannot make it swing: workers that are starting count
 as present, and nothing that is measured while they start asks for more of them.
-Where several pools do the same work, each has a share of the demand (`shares.py`).
+Where several pools do the same work, each has a share of the demand (`scaler.py`).
 
     demand   groups/s that the learner trains while it does not wait: B / (time of a step without its wait)
     rate     groups/s of one worker whose room is full: groups completed / (seconds x workers x occupied share of their room)
@@ -12,8 +12,6 @@ A pool grows as soon as the need exceeds it, by the factor MAX_GROWTH at most. I
 SHRINK_BELOW of it for `hold_s`, which is at least twice the cold start. Without a run it goes to its least size after `idle_s`.
 
 Promise: with a load that does not change, the size settles; after a change it moves in one direction until it has settled.
-
-Pools that are sized: a name, a role, the workers that belong to it, its bounds and its cost, as `--pool` says. Pure.
 """
 
 from __future__ import annotations

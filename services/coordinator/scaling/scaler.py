@@ -1,20 +1,16 @@
 """The sizes of the pools of one coordinator: it measures, decides once in a period, and says what it decided and why.
 
 Every role has a pool of all its workers, so that `paceline status` can name the bottleneck whether anything scales or not.
-`--pool` gives bounds, and divides a role into several pools that share its demand (`shares.py`). One owner: the coordinator's
+`--pool` gives bounds, and divides a role into several pools that share its demand (`shares`). One owner: the coordinator's
 loop calls `check`, and everything else reads.
 
 Promise: nobody is told to shrink a pool because the coordinator does not know. After a restart `desired` raises Unavailable until
 the workers had time to come back, and a pool that nobody has scaled yet has the size that it has. Who asks for a size changes
 nothing else.
 
-Division of one role's demand between its pools: the cheapest work first. Pure.
-
-Rollout workers on several kinds of GPUs are several pools of one role. Each group costs what a worker costs by the groups that it
+A role's demand is divided with the cheapest work first. Rollout workers on several kinds of GPUs are several pools of one role. Each group costs what a worker costs by the groups that it
 completes. The pool with the cheapest groups serves the demand up to its largest size, the next one what is left. A pool that
 has workers keeps its place unless another one is cheaper by MARGIN, so that measured rates cannot make two pools swap.
-
-What limits a run, in words: which pool, by how much, what to change, and what it would bring. Pure.
 """
 
 from __future__ import annotations
@@ -250,7 +246,7 @@ class PoolFacts(NamedTuple):
 
 
 def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
-    """Return one to three sentences. `wait_fraction` is the share of the learner's time in which it waits for its batch."""
+    """Return what limits a run and what to change, in one to three sentences. `wait_fraction` is the share of the learner's time in which it waits for its batch."""
     known = {name: facts for name, facts in pools.items() if facts.state.is_known and facts.state.share}
     empty = [name for name, facts in pools.items() if facts.state.share and not facts.workers]
     if empty:

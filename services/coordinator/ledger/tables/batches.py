@@ -1,15 +1,7 @@
-"""Fixed batches, and those that were fixed anew: the tables `batches` and `replaced_batches`.
+"""Fixed batches, those that were fixed anew, the ranks' receipts of them and the ends of sessions; digest, chain and split of a batch.
 
-Digests that name a batch and everything that was trained before it. The coordinator, `ledger verify` and every rank
-compute them from their own records.
-
-The split of a batch over the ranks, the same for every rank that asks: computed once, then cached.
-
-Split of a batch over the learner's ranks, so that every rank gets about the same number of tokens. Pure.
-
-Receipts, by which each rank reports the part of a batch that it trained: the table `receipts`.
-
-Steps that learner sessions have in hand, and those at which sessions ended by a fault: the table `session_faults`.
+Digest and chain name a batch and everything that was trained before it: the coordinator, `ledger verify` and every rank compute
+them from their own records. The split over the ranks is the same for every rank that asks.
 """
 
 from __future__ import annotations

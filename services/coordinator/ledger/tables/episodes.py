@@ -12,8 +12,8 @@ import sqlite3
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.database import Queries
-from paceline.services.coordinator.ledger.integrity import row_checksums
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Location
 
 LEFT_OUT = "left_out"

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.services.cli.main import main
-from paceline.services.coordinator.audit_log.files import Entry
 from paceline.services.coordinator.audit_log.log import AuditLog
+from paceline.services.coordinator.audit_log.records import Entry
 from paceline.services.coordinator.ledger.ledger import Ledger
 
 

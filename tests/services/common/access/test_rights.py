@@ -29,7 +29,7 @@ from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
 from paceline.services.coordinator.main import CoordinatorService
 from paceline.services.coordinator.members.registry import Members
-from paceline.services.coordinator.records_servicer import RecordsServicer
+from paceline.services.coordinator.records.servicer import RecordsServicer
 from paceline.services.coordinator.servicers import AccessServicer
 from paceline.services.learner.servicer import LearnerServicer
 from paceline.services.reward.main import RewardServicer

@@ -19,8 +19,8 @@ from paceline.files.names import EXPORT_MANIFEST
 from paceline.services.coordinator.audit import side_records
 from paceline.services.coordinator.audit.evidence import Record
 from paceline.services.coordinator.audit.verify import COMPARISONS, verify
-from paceline.services.coordinator.ledger.integrity import row_checksums
-from paceline.services.coordinator.ledger.integrity.file_check import VerifyReport
+from paceline.services.coordinator.ledger import row_checksums
+from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
 
 

@@ -8,8 +8,8 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from paceline.services.coordinator.reporting import state_otel
-from paceline.services.coordinator.reporting.state_otel import StepMeters
+from paceline.services.coordinator.reporting import otel as state_otel
+from paceline.services.coordinator.reporting.otel import StepMeters
 
 
 def values(reader: InMemoryMetricReader) -> dict[str, float]:

@@ -1,11 +1,6 @@
 """Check of the ledger's SQLite file itself, whatever its rows mean: pages, tables, and the checksum of every row
-(`services/coordinator/ledger/integrity/row_checksums.py`).
-
-The report of `paceline ledger verify`, which goes on after records that cannot be read.
-
-Reports the ledger's SQLite file as damaged where an error is only a consequence of that.
-
-Runs of which only other tables have rows: their specs are nowhere else in the ledger.
+(`services/coordinator/ledger/row_checksums.py`); the report of `paceline ledger verify`, which goes on after records that cannot
+be read; and messages that name damage where an error is only a consequence of it.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.errors import Conflict, InvalidInput, LedgerFault, PacelineError, WireError
-from paceline.services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.schema import SCHEMA
 
 UNREADABLE = (

@@ -11,7 +11,7 @@ import pytest
 from exchange_drivers import Learner, MakeWorld, Reward, Rollout, fill
 from ledger_files import opened
 
-from paceline.services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.ledger import Ledger
 
 ROW = ("text", "größer", b"\x00\xff", 0, 1, -7, 1 << 40, 2.5, None, "")

@@ -10,24 +10,15 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from paceline.errors import Unavailable
 from paceline.records import Records
-from paceline.services.coordinator.audit.reading import (
-    event_pages,
-    gauge_points,
-    group_life,
-    lists,
-    log_tails,
-    metric_series,
-    sample_pages,
-)
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.records import events, files, lists, sample_pages
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run
 from paceline.v1 import records_pb2 as pb
@@ -37,7 +28,13 @@ INSTRUCTIONS = 20_000
 """Instructions of SQLite between two looks at the clock."""
 
 SPECS = 16
+RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
+
+
+def _limited(call: Callable[[Ledger, RequestT], ResponseT]) -> Callable[[RecordsReader, RequestT], ResponseT]:
+    """Return the method that answers a request by `call`, within the reader's limit of time."""
+    return lambda reader, request: reader.limited(lambda: call(reader.ledger, request))
 
 
 class RecordsReader:
@@ -60,19 +57,17 @@ class RecordsReader:
         """Close the ledger."""
         self.ledger.close()
 
-    def GetMetrics(self, request: pb.GetMetricsRequest) -> pb.GetMetricsResponse:
-        """Return a page of points."""
-        return self._limited(lambda: metric_series.get_metrics(self.ledger, request))
-
-    def ListEvents(self, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
-        """Return a page of events."""
-        return self._limited(lambda: event_pages.list_events(self.ledger, request))
+    GetMetrics = _limited(events.get_metrics)
+    ListEvents = _limited(events.list_events)
+    GetGroupLife = _limited(lists.get_group_life)
+    GetBooks = _limited(lists.get_books)
+    ListBatches = _limited(lists.list_batches)
+    ListCheckpoints = _limited(lists.list_checkpoints)
 
     def ListSamples(self, request: pb.ListSamplesRequest) -> pb.ListSamplesResponse:
-        """Return a page of samples."""
         spec = self._spec(request.run_id)
         try:
-            return self._limited(
+            return self.limited(
                 lambda: sample_pages.list_samples(
                     self.ledger, request, spec, is_bounded=self._limit_s < math.inf
                 )
@@ -81,49 +76,27 @@ class RecordsReader:
             self.ledger.payloads.close()  # an open segment that is removed would keep its space
 
     def ListAttempts(self, request: pb.ListAttemptsRequest) -> pb.ListAttemptsResponse:
-        """Return a page of the rewards of scored groups."""
         spec = self._spec(request.run_id)
-        return self._limited(lambda: group_life.list_attempts(self.ledger, request, spec))
-
-    def GetGroupLife(self, request: pb.GetGroupLifeRequest) -> pb.GetGroupLifeResponse:
-        """Return the life of a group."""
-        return self._limited(lambda: group_life.get_group_life(self.ledger, request))
-
-    def GetBooks(self, request: pb.GetBooksRequest) -> pb.GetBooksResponse:
-        """Return the token accounting of a run."""
-        return self._limited(lambda: lists.get_books(self.ledger, request))
-
-    def ListBatches(self, request: pb.ListBatchesRequest) -> pb.ListBatchesResponse:
-        """Return a page of batches."""
-        return self._limited(lambda: lists.list_batches(self.ledger, request))
-
-    def ListCheckpoints(self, request: pb.ListCheckpointsRequest) -> pb.ListCheckpointsResponse:
-        """Return the checkpoints of a run."""
-        return self._limited(lambda: lists.list_checkpoints(self.ledger, request))
+        return self.limited(lambda: lists.list_attempts(self.ledger, request, spec))
 
     def GetSpec(self, request: pb.GetSpecRequest) -> pb.GetSpecResponse:
-        """Return the spec of a run."""
         return lists.get_spec(self._spec(request.run_id))
 
     def CompareSpecs(self, request: pb.CompareSpecsRequest) -> pb.CompareSpecsResponse:
-        """Return the difference of two specs."""
         return lists.compare_specs(self._spec(request.run_id), self._spec(request.other_run_id))
 
     def ReadLog(self, request: pb.ReadLogRequest) -> pb.ReadLogResponse:
-        """Return the end of a service's log."""
-        return log_tails.read_log(self.ledger.path.parent, request)
+        return files.read_log(self.ledger.path.parent, request)
 
     def ListGauges(self, request: pb.ListGaugesRequest) -> pb.ListGaugesResponse:
         """Return no member: the ledger has none."""
         return pb.ListGaugesResponse()
 
     def GetGaugeHistory(self, request: pb.GetGaugeHistoryRequest) -> pb.GetGaugeHistoryResponse:
-        """Return points of pools or members."""
-        return gauge_points.get_gauge_history(self.ledger.path.parent, request)
+        return files.get_gauge_history(self.ledger.path.parent, request)
 
     def GetTokenStatistics(self, request: pb.GetTokenStatisticsRequest) -> pb.GetTokenStatisticsResponse:
-        """Return what the learner computed of tokens."""
-        return metric_series.get_token_statistics(self.ledger, request)
+        return events.get_token_statistics(self.ledger, request)
 
     def VerifyRun(self, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
         """Compare all records of a run, in this thread and without a limit of time."""
@@ -138,12 +111,12 @@ class RecordsReader:
             self._specs[key] = spec_of_run(*key)[0]
         return self._specs[key]
 
-    def _limited(self, call: Callable[[], ResponseT]) -> ResponseT:
+    def limited(self, call: Callable[[], ResponseT]) -> ResponseT:
         """Return what `call` returns, in one snapshot of the ledger. Raises Unavailable where it takes too long."""
         deadline_s = time.monotonic() + self._limit_s
         self.ledger.db.set_progress_handler(lambda: int(time.monotonic() > deadline_s), INSTRUCTIONS)
         try:
-            with self._snapshot():
+            with self.ledger.snapshot():
                 return call()
         except sqlite3.OperationalError as error:
             if time.monotonic() <= deadline_s:
@@ -153,15 +126,6 @@ class RecordsReader:
             ) from None
         finally:
             self.ledger.db.set_progress_handler(None, 0)
-
-    @contextmanager
-    def _snapshot(self) -> Iterator[None]:
-        self.ledger.db.execute("BEGIN")
-        try:
-            yield
-        finally:
-            if self.ledger.db.in_transaction:
-                self.ledger.db.execute("ROLLBACK")
 
 
 def records_in(ledger: Ledger) -> Records:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from control_plane import Plane, Worker, learner
 
-from paceline.services.coordinator.sessions.starting_point import kept_paths, mark_surplus_removed
+from paceline.services.coordinator.sessions import kept_paths, mark_surplus_removed
 from paceline.v1 import run_pb2, worker_pb2
 
 STEPS = 3

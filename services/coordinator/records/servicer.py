@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
 from paceline.errors import Busy
 from paceline.services.common.serving.grpc_server import with_status
-from paceline.services.coordinator.audit.reading.reader import RecordsReader
 from paceline.services.coordinator.audit.verify import verify_apart
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.records.reader import RecordsReader
 from paceline.v1 import records_pb2 as pb
 from paceline.v1 import records_pb2_grpc
 
@@ -31,7 +30,16 @@ VERIFY_AGAIN_S = 10.0
 """Seconds after which a client may ask again while a run's records are compared."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
-ResponseT = TypeVar("ResponseT")
+
+
+def _read(method: str) -> Any:
+    """Return the method of the servicer that answers by that of the reader."""
+
+    async def call(self: RecordsServicer, request: Any, context: Context) -> Any:
+        return await self.answer(method, request)
+
+    call.__name__ = method
+    return with_status(call)
 
 
 class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
@@ -57,57 +65,19 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
             self._reader.close()
             self._reader = None
 
-    @with_status
-    async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> pb.GetMetricsResponse:
-        return await self._read(lambda reader: reader.GetMetrics(request))
-
-    @with_status
-    async def ListEvents(self, request: pb.ListEventsRequest, context: Context) -> pb.ListEventsResponse:
-        return await self._read(lambda reader: reader.ListEvents(request))
-
-    @with_status
-    async def ListSamples(self, request: pb.ListSamplesRequest, context: Context) -> pb.ListSamplesResponse:
-        return await self._read(lambda reader: reader.ListSamples(request))
-
-    @with_status
-    async def ListAttempts(
-        self, request: pb.ListAttemptsRequest, context: Context
-    ) -> pb.ListAttemptsResponse:
-        return await self._read(lambda reader: reader.ListAttempts(request))
-
-    @with_status
-    async def GetGroupLife(
-        self, request: pb.GetGroupLifeRequest, context: Context
-    ) -> pb.GetGroupLifeResponse:
-        return await self._read(lambda reader: reader.GetGroupLife(request))
-
-    @with_status
-    async def GetBooks(self, request: pb.GetBooksRequest, context: Context) -> pb.GetBooksResponse:
-        return await self._read(lambda reader: reader.GetBooks(request))
-
-    @with_status
-    async def ListBatches(self, request: pb.ListBatchesRequest, context: Context) -> pb.ListBatchesResponse:
-        return await self._read(lambda reader: reader.ListBatches(request))
-
-    @with_status
-    async def ListCheckpoints(
-        self, request: pb.ListCheckpointsRequest, context: Context
-    ) -> pb.ListCheckpointsResponse:
-        return await self._read(lambda reader: reader.ListCheckpoints(request))
-
-    @with_status
-    async def GetSpec(self, request: pb.GetSpecRequest, context: Context) -> pb.GetSpecResponse:
-        return await self._read(lambda reader: reader.GetSpec(request))
-
-    @with_status
-    async def CompareSpecs(
-        self, request: pb.CompareSpecsRequest, context: Context
-    ) -> pb.CompareSpecsResponse:
-        return await self._read(lambda reader: reader.CompareSpecs(request))
-
-    @with_status
-    async def ReadLog(self, request: pb.ReadLogRequest, context: Context) -> pb.ReadLogResponse:
-        return await self._read(lambda reader: reader.ReadLog(request))
+    GetMetrics = _read("GetMetrics")
+    ListEvents = _read("ListEvents")
+    ListSamples = _read("ListSamples")
+    ListAttempts = _read("ListAttempts")
+    GetGroupLife = _read("GetGroupLife")
+    GetBooks = _read("GetBooks")
+    ListBatches = _read("ListBatches")
+    ListCheckpoints = _read("ListCheckpoints")
+    GetSpec = _read("GetSpec")
+    CompareSpecs = _read("CompareSpecs")
+    ReadLog = _read("ReadLog")
+    GetGaugeHistory = _read("GetGaugeHistory")
+    GetTokenStatistics = _read("GetTokenStatistics")
 
     @with_status
     async def ListGauges(self, request: pb.ListGaugesRequest, context: Context) -> pb.ListGaugesResponse:
@@ -115,18 +85,6 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
         return pb.ListGaugesResponse(
             members=[_gauges(member, held.get(member.member_id, 0), now_s) for member in self._members.all()]
         )
-
-    @with_status
-    async def GetGaugeHistory(
-        self, request: pb.GetGaugeHistoryRequest, context: Context
-    ) -> pb.GetGaugeHistoryResponse:
-        return await self._read(lambda reader: reader.GetGaugeHistory(request))
-
-    @with_status
-    async def GetTokenStatistics(
-        self, request: pb.GetTokenStatisticsRequest, context: Context
-    ) -> pb.GetTokenStatisticsResponse:
-        return await self._read(lambda reader: reader.GetTokenStatistics(request))
 
     @with_status
     async def VerifyRun(self, request: pb.VerifyRunRequest, context: Context) -> pb.VerifyRunResponse:
@@ -141,20 +99,22 @@ class RecordsServicer(records_pb2_grpc.RecordsServiceServicer):
         finally:
             self._is_verifying = False
 
-    async def _read(self, call: Callable[[RecordsReader], ResponseT]) -> ResponseT:
+    async def answer(self, method: str, request: Any) -> Any:
         """Return the reader's answer. Raises Busy when too many requests wait."""
         if self._waiting >= MAX_WAITING:
             raise Busy(f"{self._waiting} requests for records wait; try again")
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, call)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._answer, method, request
+            )
         finally:
             self._waiting -= 1
 
-    def _answer(self, call: Callable[[RecordsReader], ResponseT]) -> ResponseT:
+    def _answer(self, method: str, request: Any) -> Any:
         if self._reader is None:
             self._reader = RecordsReader.opened(self._path)
-        return call(self._reader)
+        return getattr(self._reader, method)(request)
 
 
 def _gauges(member: Member, held: int, now_s: float) -> pb.MemberGauges:

@@ -7,8 +7,8 @@ from exchange_drivers import COMMITTED, MakeWorld, Reward, Rollout
 
 from paceline.errors import NotFound
 from paceline.records import Records
-from paceline.services.coordinator.audit.reading import lists
-from paceline.services.coordinator.audit.reading.reader import RecordsReader
+from paceline.services.coordinator.records import lists
+from paceline.services.coordinator.records.reader import RecordsReader
 from paceline.v1 import records_pb2 as pb
 
 

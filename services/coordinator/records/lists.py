@@ -1,32 +1,31 @@
-"""RecordsService: books, batches and checkpoints of a run.
+"""Answers about runs, specs, books, batches, checkpoints and groups, from the ledger's rows.
 
-RecordsService.GetSpec and CompareSpecs: the values of resolved specs, what differs from the defaults and from another run.
-
-RecordsService.GetGroupLife: what happened to a group, from the columns and tables that keep it.
-
-RecordsService.ListAttempts: pages of the rewards of scored groups with their prompts.
-
-Groups that were dropped because all their completions were alike are included, so the pages say how hard a prompt is.
+Groups that were dropped because all their completions were alike are among the attempts, so the pages say how hard a prompt is.
+Messages about runs parse no YAML; a row that cannot be read becomes a message that says so, and does not hide the other runs.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import yaml
 
-from paceline.errors import NotFound
+from paceline.errors import InvalidInput, NotFound
+from paceline.rate_limited_log import RateLimitedLog
 from paceline.rewards import totals
-from paceline.services.coordinator.audit.reading import page_tokens
 from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.records import page_tokens
 from paceline.spec import RunSpec
 from paceline.spec.keys import dotted, keys
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import records_pb2 as pb
+from paceline.v1 import run_pb2
 
 BATCHES = 1000
 CHECKPOINTS = 1000
@@ -40,11 +39,7 @@ def get_books(ledger: Ledger, request: pb.GetBooksRequest) -> pb.GetBooksRespons
         name.removeprefix("dropped:"): tokens for name, tokens in books.items() if name.startswith("dropped:")
     }
     return pb.GetBooksResponse(
-        generated=books["generated"],
-        trained=books["trained"],
-        dropped=books["dropped"],
-        live=books["live"],
-        wasted=books["wasted"],
+        **{name: books[name] for name in ("generated", "trained", "dropped", "live", "wasted")},
         dropped_by_reason=reasons,
         groups=ledger.groups_by_state(request.run_id),
         failures=ledger.failures(request.run_id),
@@ -61,22 +56,15 @@ def list_batches(ledger: Ledger, request: pb.ListBatchesRequest) -> pb.ListBatch
     else:
         bound = key[0] if key else min(request.from_step, page_tokens.LARGEST) - 1
         order = "step > ? ORDER BY step"
-    rows = ledger.db.execute(
+    rows = ledger.rows(
         "SELECT step, digest, chain, trained, revision, (SELECT COUNT(*) FROM groups INDEXED BY step_groups"
         " WHERE groups.run_id = batches.run_id AND groups.step = batches.step AND groups.step IS NOT NULL) AS num_groups"
         f" FROM batches WHERE run_id = ? AND {order} LIMIT ?",
         (request.run_id, bound, size + 1),
-    ).fetchall()
+    )
     response = pb.ListBatchesResponse()
     for row in rows[:size]:
-        response.batches.add(
-            step=row["step"],
-            digest=row["digest"],
-            chain=row["chain"],
-            trained=bool(row["trained"]),
-            revision=row["revision"],
-            num_groups=row["num_groups"],
-        )
+        response.batches.add(**dict(row))
     if len(rows) > size:
         response.next_page_token = page_tokens.write(rows[size - 1]["step"])
     return response
@@ -86,14 +74,7 @@ def list_checkpoints(ledger: Ledger, request: pb.ListCheckpointsRequest) -> pb.L
     """Return the checkpoints of a run. Raises NotFound."""
     response = pb.ListCheckpointsResponse(export_path=ledger.export_path(request.run_id))
     for checkpoint in ledger.checkpoints.kept(request.run_id)[-CHECKPOINTS:]:
-        response.checkpoints.add(
-            session=checkpoint.session,
-            step=checkpoint.step,
-            path=checkpoint.path,
-            sha256=checkpoint.sha256,
-            chain=checkpoint.chain,
-            damaged=checkpoint.damaged,
-        )
+        response.checkpoints.add(**checkpoint._asdict())
     return response
 
 
@@ -230,11 +211,11 @@ def _add_batches(ledger: Ledger, run_id: str, row: sqlite3.Row, life: pb.GetGrou
     if row["step"] is None:
         return
     step, group_id = row["step"], row["group_id"]
-    replaced = ledger.db.execute(
+    replaced = ledger.rows(
         "SELECT revision, group_ids, dropped_ids, reason FROM replaced_batches WHERE run_id = ? AND step = ?"
         " ORDER BY revision LIMIT ?",
         (run_id, step, MAX_HOLDERS),
-    ).fetchall()
+    )
     for batch in replaced:
         if group_id in json.loads(batch["group_ids"]):
             what = "removed" if group_id in json.loads(batch["dropped_ids"]) else "batched"
@@ -244,10 +225,10 @@ def _add_batches(ledger: Ledger, run_id: str, row: sqlite3.Row, life: pb.GetGrou
     if row["state"] in BATCHED:
         life.hops.add(what="batched", detail=f"step {step}, place {row['rank_order']}")
     receipts = (
-        ledger.db.execute(
+        ledger.rows(
             "SELECT session, rank, group_ids FROM receipts WHERE run_id = ? AND step = ? ORDER BY session, rank LIMIT ?",
             (run_id, step, 1000),
-        ).fetchall()
+        )
         if row["state"] == "trained"
         else []
     )
@@ -292,3 +273,56 @@ def list_attempts(ledger: Ledger, request: pb.ListAttemptsRequest, spec: RunSpec
         )
         characters += len(prompt_json)
     return response
+
+
+PAGE_SIZE = 100
+seldom = RateLimitedLog(logging.getLogger(__name__))
+
+
+def run_message(ledger: Ledger, row: sqlite3.Row, queue: Sequence[str] | None = None) -> run_pb2.Run:
+    """Return the message of a run's row, with its token accounting; `queue` has the ids of the runs that wait, in their order."""
+    run_id = row["run_id"]
+    if queue is None:
+        queue = [waiting["run_id"] for waiting in ledger.queue()]
+    return run_pb2.Run(
+        run_id=run_id,
+        state=run_pb2.RunState.Value(f"RUN_STATE_{row['state'].upper()}"),
+        message=row["message"],
+        step=row["next_step"],
+        max_num_steps=row["max_num_steps"],
+        directory=str(ledger.run_directory(run_id)),
+        groups=ledger.groups_by_state(run_id),
+        tokens=ledger.token_books(run_id),
+        age_s=max(0.0, time.time() - row["submitted_s"]),
+        warnings=json.loads(row["warnings_json"]),
+        priority=ledger.priority(run_id),
+        queue_place=queue.index(run_id) + 1 if run_id in queue else 0,
+    )
+
+
+def page(ledger: Ledger, request: run_pb2.ListRequest) -> run_pb2.ListResponse:
+    """Return a page of runs, oldest first. Raises InvalidInput for an invalid page token."""
+    if not request.page_token.isascii() or not (request.page_token or "0").isdigit():
+        raise InvalidInput(
+            f"page_token {request.page_token[:40]!r} is none; send `next_page_token` of the answer before"
+        )
+    after = min(int((request.page_token or "0")[:19]), 1 << 62)
+    size = min(request.page_size or PAGE_SIZE, PAGE_SIZE)
+    rows = ledger.runs_after(after, size + 1)
+    queue = [waiting["run_id"] for waiting in ledger.queue()]
+    response = run_pb2.ListResponse(runs=[_tolerant_message(ledger, row, queue) for row in rows[:size]])
+    if len(rows) > size:
+        response.next_page_token = str(rows[size - 1]["sequence"])
+    return response
+
+
+def _tolerant_message(ledger: Ledger, row: sqlite3.Row, queue: Sequence[str]) -> run_pb2.Run:
+    try:
+        return run_message(ledger, row, queue)
+    except Exception as error:  # a damaged row may raise anything, and concerns this run alone
+        run_id = str(row["run_id"])
+        seldom.warning(run_id, "the record of run %s cannot be read", run_id, error=error)
+        return run_pb2.Run(
+            run_id=run_id,
+            message=f"its record cannot be read ({type(error).__name__}); see `paceline ledger verify`",
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.sessions.starting_point import (
+from paceline.services.coordinator.sessions import (
     Candidate,
     choose,
     kept_paths,

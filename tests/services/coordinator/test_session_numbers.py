@@ -10,7 +10,7 @@ from control_plane import Plane, learner, rollout
 from paceline.services.coordinator.ledger.backup import back_up
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.pool.assignments import MAX_LATER_SESSIONS
-from paceline.services.coordinator.sessions.starting_point import (
+from paceline.services.coordinator.sessions import (
     MOST_LOST,
     OnDisk,
     SessionNumbers,

@@ -1,11 +1,7 @@
-"""RecordsService.GetMetrics: metrics of a run by step, averaged down to a number of points.
+"""RecordsService.GetMetrics: metrics of a run by step, averaged down to a number of points; and pages of its events.
 
 SQLite reads and averages the events' JSON, so the interpreter is free for the exchange meanwhile. A call reads a bounded
 number of events; its page ends at the end of a point, so that points are the same whatever the pages are.
-
-RecordsService.GetTokenStatistics: what the learner computed of the tokens of a step's groups.
-
-RecordsService.ListEvents: pages of a run's events.
 """
 
 from __future__ import annotations
@@ -17,8 +13,8 @@ from fnmatch import fnmatchcase
 from google.protobuf.message import DecodeError
 
 from paceline.errors import InvalidInput
-from paceline.services.coordinator.audit.reading import page_tokens
 from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.records import page_tokens
 from paceline.services.coordinator.reporting.token_files import MAX_REPORT_BYTES, path_of
 from paceline.v1 import records_pb2 as pb
 from paceline.v1 import worker_pb2
@@ -112,7 +108,7 @@ def _rows(
     first, (width, last) = min(request.from_step, page_tokens.LARGEST), scale
     values = "".join(f", json_extract(json, ?{index + 8}) AS v{index}" for index in range(len(names)))
     sums = "".join(f", AVG(v{index}), MIN(v{index}), MAX(v{index})" for index in range(len(names)))
-    return ledger.db.execute(
+    return ledger.rows(
         "WITH part AS MATERIALIZED (SELECT sequence, json_extract(json, '$.step') AS step,"
         f" json_extract(json, '$.time') AS time{values} FROM events"
         " WHERE run_id = ?1 AND sequence > ?2 AND sequence <= ?3 AND kind = ?4)"
@@ -127,7 +123,7 @@ def _rows(
             min(last, page_tokens.LARGEST),
             *(f'$."{n}"' for n in names),
         ),
-    ).fetchall()
+    )
 
 
 def _number(value: object) -> float:
@@ -203,17 +199,17 @@ def _add_steps(ledger: Ledger, run_id: str, response: pb.ListEventsResponse) -> 
     """Say of each event at which step it happened."""
     step = 0
     if response.events:
-        row = ledger.db.execute(
+        row = ledger.row(
             "SELECT json_extract(json, '$.step') FROM events WHERE run_id = ? AND sequence < ? AND kind = 'step'"
             " ORDER BY sequence DESC LIMIT 1",
             (run_id, response.events[0].sequence),
-        ).fetchone()
+        )
         step = int(row[0]) + 1 if row is not None and row[0] is not None else 0
-        rows = ledger.db.execute(
+        rows = ledger.rows(
             "SELECT sequence, json_extract(json, '$.step') FROM events WHERE run_id = ? AND sequence BETWEEN ? AND ?"
             " AND kind = 'step' ORDER BY sequence",
             (run_id, response.events[0].sequence, response.events[-1].sequence),
-        ).fetchall()
+        )
         steps = iter([(row[0], int(row[1] or 0)) for row in rows])
         upcoming = next(steps, None)
         for event in response.events:

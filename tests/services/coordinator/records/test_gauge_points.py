@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import InvalidInput
 from paceline.records import Records
-from paceline.services.coordinator.audit.reading.gauge_points import get_gauge_history
+from paceline.services.coordinator.records.files import get_gauge_history
 from paceline.v1 import records_pb2 as pb
 
 BEGIN = 1_700_000_000.0

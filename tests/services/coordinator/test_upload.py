@@ -9,7 +9,7 @@ import pytest
 
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Conflict, InvalidInput
-from paceline.services.coordinator.blobs.store import CHUNK_BYTES, BlobStore
+from paceline.services.coordinator.blobs import CHUNK_BYTES, BlobStore
 from paceline.services.coordinator.bundle_servicer import Upload
 
 DATA = b"0123456789"

@@ -1,20 +1,14 @@
-"""State of the coordinator as OpenTelemetry gauges: members, runs, the age of the newest step, the disk.
+"""What the coordinator gives a collector by OpenTelemetry: its own state, trained steps, and costs of published versions.
 
-They are what alerts need between two steps, and are named `paceline.coordinator.<metric>`. `observe` takes a snapshot in the
-event loop every few seconds; a collector's thread reads the last snapshot alone, so it touches neither ledger nor members. A
-gauge of a run exists only while the run is active.
+`StateMeters`: gauges `paceline.coordinator.<metric>`, which alerts need between two steps. `observe` takes a snapshot in the event
+loop every few seconds; a collector's thread reads the last snapshot alone, so it touches neither ledger nor members. A gauge of a
+run exists only while the run is active.
 
-Costs of each published version as OpenTelemetry metrics: the numbers of metrics.jsonl's `weights` lines, for a
-collector.
+`WeightMeters`: `paceline.weights.*`, the numbers of metrics.jsonl's `weights` lines. Seconds and bytes are histograms with one
+value for each version (that of the slowest member); epoch, version and members are gauges with the newest value.
 
-Instruments are named `paceline.weights.*`. Seconds and bytes are histograms with one value for each version (that of
-the slowest member); epoch, version and members are gauges with the newest value. All carry the attribute
-`paceline.run`.
-
-Metrics of trained steps and evaluations as OpenTelemetry gauges, for a collector: the numbers of metrics.jsonl.
-
-A gauge is named `paceline.train.<metric>` or `paceline.eval.<metric>` and has the value of the newest step; it carries the
-attribute `paceline.run`. `paceline.train.step` and `paceline.eval.step` say which step that is.
+`StepMeters`: gauges `paceline.train.<metric>` and `paceline.eval.<metric>`, the numbers of metrics.jsonl of the newest step, which
+`paceline.train.step` and `paceline.eval.step` name. The last two carry the attribute `paceline.run`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Workers that crashed while they held a group: the table `deaths`.
-
-Slots of dropped groups, which the next admitted groups inherit: the table `free_slots`.
-"""
+"""Tables beside `groups`: crashes of workers that held a group, and slots of dropped groups, which the next admitted ones inherit."""
 
 from __future__ import annotations
 

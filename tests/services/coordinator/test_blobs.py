@@ -12,7 +12,7 @@ from paceline.bundle.manifest import BundledFile, Manifest
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.errors import Busy, Conflict, InvalidInput, NotFound
-from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.bundle_servicer import Upload
 
 

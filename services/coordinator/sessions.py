@@ -1,18 +1,13 @@
-"""The checkpoint that a session begins from, and the check of reports on new ones.
+"""Sessions of the learner: their numbers, the checkpoints that they begin from, and which checkpoints are kept.
 
-The promise: a checkpoint that cannot be loaded ends no run. It is marked in the ledger with the reason, its files stay,
-and the next session begins from the next older one, in the end from step 0. A person who resumes the run clears the
-marks.
+A checkpoint that cannot be loaded ends no run. It is marked in the ledger with the reason, its files stay, and the next session
+begins from the next older one, in the end from step 0. A person who resumes the run clears the marks.
 
-Unused session numbers: unknown to the ledger, to every folder of a checkpoint and to every live worker.
+Versions and checkpoints are named by session and step. After a backup was put back the ledger knows less than the disk and the
+workers do, and a number given twice would be one name for two sets of weights: so a new one is unknown to all of them.
 
-A version of the weights and a checkpoint are named by session and step. After a backup was put back the ledger knows
-less than the disk and the workers do, and a number given twice would be one name for two sets of weights.
-
-The choice of checkpoints to keep: the newest, or the newest and the best by a metric.
-
-The ledger deletes its rows first, then the learner deletes the files: if a process dies in between, a restart never
-gets a checkpoint that is gone.
+Of checkpoints the newest are kept, or the newest and the best by a metric. The ledger deletes its rows first, then the learner deletes
+the files: if a process dies in between, a restart never gets a checkpoint that is gone.
 """
 
 from __future__ import annotations
@@ -51,16 +46,14 @@ def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
     gone."""
     newest = ledger.checkpoints.newest(run.run_id)
     start = Start() if newest is None else Start(newest.step, newest.path, newest.sha256, newest.chain)
-    gone = None if run.spec.logger.keep_samples else _first_step_without_samples(ledger, run, start.step)
+    if run.spec.logger.keep_samples:
+        return start
+    end = ledger.run(run.run_id)["next_step"]
+    gone = ledger.group_queries.first_step_without_payloads(run.run_id, start.step, end)
     if gone is None:
         return start
-    damaged = [
-        checkpoint for checkpoint in reversed(ledger.checkpoints.kept(run.run_id)) if checkpoint.damaged
-    ]
-    reasons = (
-        "; ".join(f"{checkpoint.path}: {checkpoint.damaged}" for checkpoint in damaged)
-        or "none is registered"
-    )
+    damaged = [each for each in reversed(ledger.checkpoints.kept(run.run_id)) if each.damaged]
+    reasons = "; ".join(f"{each.path}: {each.damaged}" for each in damaged) or "none is registered"
     raise NotFound(
         f"no checkpoint can be loaded from which training could go on ({reasons}), and the samples of step {gone} were "
         f"not kept (logger.keep_samples is false). Put a checkpoint back, then `paceline resume {run.run_id}`"
@@ -73,11 +66,6 @@ def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
     marked = [checkpoint for checkpoint in ledger.checkpoints.kept(run_id) if checkpoint.path == path]
     ledger.checkpoints.mark_damaged(run_id, marked, reason)
     return bool(marked)
-
-
-def clear_marks(ledger: Ledger, run_id: str) -> None:
-    """Clear all marks, so that every checkpoint may be tried again. Inside a transaction."""
-    ledger.checkpoints.clear_damage(run_id)
 
 
 def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
@@ -106,12 +94,6 @@ def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport)
     if run is None or session is None or session < report.session or path != str(folder_of(ledger, run)):
         return None
     return session
-
-
-def _first_step_without_samples(ledger: Ledger, run: ActiveRun, start: int) -> int | None:
-    """Return the first step from `start` that was trained and whose groups are not kept any more."""
-    end = ledger.run(run.run_id)["next_step"]
-    return ledger.group_queries.first_step_without_payloads(run.run_id, start, end)
 
 
 NAME = re.compile(r"(\d{1,18})-(\d{1,18})")

@@ -13,9 +13,9 @@ from trained_ledger import COMPLETION_LENGTHS, RUN_ID, Writer
 
 from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.records import Records
-from paceline.services.coordinator.audit.reading import metric_series
-from paceline.services.coordinator.audit.reading.reader import RecordsReader
 from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.records import events as event_pages
+from paceline.services.coordinator.records.reader import RecordsReader
 from paceline.v1 import records_pb2 as pb
 
 STEPS = 50
@@ -84,9 +84,9 @@ def test_points_do_not_depend_on_the_pages(
     steps: RecordsReader, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     whole = records(steps).series("sums-1", ["*"], max_points=10)
-    monkeypatch.setattr(metric_series, "EVENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(event_pages, "EVENTS_AT_ONCE", at_once)
     assert records(steps).series("sums-1", ["*"], max_points=10) == whole
-    monkeypatch.setattr(metric_series, "READ_AT_ONCE", at_once)
+    monkeypatch.setattr(event_pages, "READ_AT_ONCE", at_once)
     assert [event.sequence for event in records(steps).events("sums-1")] == list(range(1, 61))
 
 
@@ -131,20 +131,19 @@ def test_wrong_requests_are_explained(
         steps.GetMetrics(request_)
 
 
-def test_a_call_that_takes_too_long_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_takes_too_long_ends(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     Ledger(path).close()
     reader = RecordsReader(Ledger(path, read_only=True), limit_s=0.0)
 
-    def forever(ledger: Ledger, request: pb.GetBooksRequest) -> pb.GetBooksResponse:
+    def forever(ledger: Ledger) -> None:
         ledger.db.execute(
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT MAX(i) FROM n"
         ).fetchone()
         raise AssertionError("it has no end")
 
-    monkeypatch.setattr("paceline.services.coordinator.audit.reading.lists.get_books", forever)
     with pytest.raises(Unavailable, match="ask for fewer steps"):
-        reader.GetBooks(pb.GetBooksRequest(run_id="sums-1"))
+        reader.limited(lambda: forever(reader.ledger))
     reader.close()
 
 

@@ -13,8 +13,8 @@ from control_plane import Plane, Worker, refusal
 
 from paceline.client import Client
 from paceline.errors import NotFound
-from paceline.services.coordinator import records_servicer
-from paceline.services.coordinator.audit.reading.reader import RecordsReader
+from paceline.services.coordinator.records import servicer as records_servicer
+from paceline.services.coordinator.records.reader import RecordsReader
 from paceline.v1 import common_pb2, run_pb2, worker_pb2
 from paceline.v1 import records_pb2 as pb
 

@@ -1,10 +1,7 @@
-"""RecordsService.GetGaugeHistory: readings of the members, averaged down to a number of points.
+"""Answers from files beside the ledger: readings of the members, averaged down to a number of points, and the services' logs.
 
-The files are bounded where they are written, and so is the work of a call.
-
-RecordsService.ReadLog: the services' logs beside the ledger, which `paceline up` keeps there.
-
-A request names a log as the list does, never a path, so no other file can be read.
+The files are bounded where they are written, and so is the work of a call. A request names a log as the list does, never a path,
+so no other file can be read.
 """
 
 from __future__ import annotations

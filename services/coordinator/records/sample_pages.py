@@ -2,8 +2,6 @@
 
 A call reads a bounded number of groups, in the order of an index, and decodes a bounded number of bytes: a rare text takes
 many calls, and none of them takes long.
-
-Filters of ListSamples that concern single completions. Pure.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from paceline.array_frames import Buffer
 from paceline.errors import InvalidInput, NotFound, WireError
 from paceline.rewards import group_totals
 from paceline.services.common.worker.logged_extra import EXTRA_NAME, read_extra
-from paceline.services.coordinator.audit.episode_samples import ended_lives, episodes
-from paceline.services.coordinator.audit.reading import page_tokens
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import DamagedRecord
+from paceline.services.coordinator.records import page_tokens
+from paceline.services.coordinator.records.episode_samples import ended_lives, episodes
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.v1 import records_pb2 as pb
 from paceline.wire import decode_result, decode_rewards
@@ -83,7 +81,7 @@ def _rows(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[list[sqlite3.
             f"{columns} {prompts} WHERE run_id = ? AND group_id = ?",
             (request.run_id, min(request.group_id, page_tokens.LARGEST)),
         )
-        found = ledger.db.execute(query, values).fetchall()
+        found = ledger.rows(query, values)
         if not found:
             raise NotFound(f"run {request.run_id} has no group {request.group_id}")
         return found, False
@@ -105,7 +103,7 @@ def _rows(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[list[sqlite3.
         )
         bounds = (min(first, page_tokens.LARGEST), min(last, page_tokens.LARGEST))
         values = (request.run_id, *bounds, *key, size + 1)
-    found = ledger.db.execute(query, values).fetchall()
+    found = ledger.rows(query, values)
     if not found and _is_evaluation(request) and not (request.state or request.page_token):
         raise _not_kept(ledger, request)
     return found[:size], len(found) > size
@@ -136,12 +134,12 @@ def _class_and_state(ledger: Ledger, request: pb.ListSamplesRequest) -> tuple[st
 
 def _not_kept(ledger: Ledger, request: pb.ListSamplesRequest) -> NotFound:
     """Return why an evaluation has no samples."""
-    kept = ledger.db.execute(
+    kept = ledger.rows(
         "SELECT pinned_step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL AND EXISTS (SELECT 1"
         " FROM groups WHERE groups.run_id = evaluations.run_id AND class = 'eval:' || evaluations.step AND state = 'scored')"
         " ORDER BY step",
         (request.run_id,),
-    ).fetchall()
+    )
     versions = ", ".join(str(version) for (version,) in kept[-MAX_VERSIONS:]) or "none"
     return NotFound(
         f"the samples of version {_evaluation(ledger, request)['pinned_step']} were not kept (logger.keep_evaluations); kept are "
@@ -150,11 +148,11 @@ def _not_kept(ledger: Ledger, request: pb.ListSamplesRequest) -> NotFound:
 
 
 def _evaluation(ledger: Ledger, request: pb.ListSamplesRequest) -> sqlite3.Row:
-    known = ledger.db.execute(
+    known = ledger.rows(
         "SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL"
         " ORDER BY step",
         (request.run_id,),
-    ).fetchall()
+    )
     is_any = not request.HasField("evaluated_version")
     wanted: list[sqlite3.Row] = [
         row for row in known if is_any or row["pinned_step"] == request.evaluated_version

@@ -1,14 +1,12 @@
-"""The files of the audit log: `NUMBER.jsonl` in the folder `audit` of the coordinator's directory.
+"""Records of the audit log, and its files: `NUMBER.jsonl` in the folder `audit` of the coordinator's directory.
+
+A line is JSON with the fields in the order of `Entry`, and ends with `"hash"`: the SHA-256 of the line without that field, which
+names the hash before. So a changed, removed, added or moved record breaks the chain at its place.
 
 Promises: a record is with the operating system when `append` returns, so the death of the process loses none; the caller syncs
 it to the disk. Files are only appended to. A file that has MAX_FILE_BYTES is followed by the next one, whose first record continues the
 chain; beyond MAX_FILES the oldest is deleted, and the table `audit_heads` keeps the hash with which it ended. A line that a power
 cut left unfinished is cut off when the log is opened.
-
-One record of the audit log, and the chain: the hash of a record is over its line, which names the hash before.
-
-A line is JSON with the fields in the order of `Entry`, and ends with `"hash"`: the SHA-256 of the line without that field. So a
-changed, removed, added or moved record breaks the chain at its place. Pure functions.
 """
 
 from __future__ import annotations
