@@ -256,7 +256,6 @@ open; Python's default would scan the newest objects after every 700 new ones.""
 def _pools(
     _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[PoolConfig, ...]:
-    """Callback of --pool."""
     try:
         return read_pools(texts)
     except InvalidInput as error:

@@ -130,7 +130,6 @@ class SessionNumbers:
         return True
 
     def next(self, run_id: str, newest: int) -> int:
-        """Return the number of the next session."""
         return max(newest, self._heard.get(run_id, 0)) + 1
 
 

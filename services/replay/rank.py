@@ -64,7 +64,7 @@ def replay(
     examples: ExampleSource | None = None
     if not spec.samples:
         bundles = RunBundles(ledger, BlobStore(ledger.path.parent / BLOBS_NAME))
-        with bundles.opened(spec, bundles.of_run(run_id), "data") as local:
+        with bundles.opened(spec, ledger.bundle(run_id), "data") as local:
             examples = ExampleSource(local, load_tokenizer(spec.policy), trainer.objective)
         trainer.reference.prepare(examples, rank)
 

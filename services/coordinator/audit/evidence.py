@@ -62,8 +62,7 @@ STATES_WITH_RESULT = ("generated", "scored", "batched")
 def receipts(record: Record, report: VerifyReport) -> None:
     """Compare receipts with batches: every session's receipts fit the batch, every trained step has those of all ranks
     of one session, and no group was trained in two steps. A session that died in a step, or is replaying it, has only
-    some.
-    """
+    some."""
     rows = record.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
     lives: dict[tuple[int, int], list[sqlite3.Row]] = {}
     for row in rows:
@@ -143,8 +142,7 @@ def _compare_arrays(
 
 def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
     """Return header and arrays of a row of the table `payloads`, after a comparison with their checksums wherever they
-    are, as in a backup within the row. Raises LedgerFault.
-    """
+    are, as in a backup within the row. Raises LedgerFault."""
     content = ledger.payloads.payload(stored).read()
     for part, name in zip(content, ("header", "arrays"), strict=True):
         expected = stored[f"{name}_crc"]
@@ -194,8 +192,7 @@ def _compare_with_batch(
     record: Record, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
 ) -> None:
     """Compare the receipts of one session with the groups of the step's batch: all of them, each once, by their
-    digests.
-    """
+    digests."""
     groups = record.of_step.get(step, [])
     digests = {g["group_id"]: g["digest"] for g in groups}
     tokens = {g["group_id"]: g["tokens"] for g in groups}
@@ -236,8 +233,7 @@ WAITING = (State.ADMITTED, State.LEASED)
 
 def episodes(record: Record, report: VerifyReport) -> None:
     """Check that each turn is what its arrays are and follows the one before, that a group has the tokens of its journal
-    until it has its result, and that the lives of a sample are numbered without a gap.
-    """
+    until it has its result, and that the lives of a sample are numbered without a gap."""
     turns = record.rows("SELECT * FROM episodes WHERE run_id = ? ORDER BY group_id, sample, life, turn")
     ended = record.rows("SELECT * FROM restarts WHERE run_id = ? ORDER BY group_id, sample, life")
     if not turns and not ended and not record.spec.environment.is_used:

@@ -81,9 +81,8 @@ def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
             ledger.payloads.payload(row).read()
         except DamagedRecord as damaged:
             damaged_groups.handle_damaged(exchange, run, damaged)
-            state = ledger.row(
-                "SELECT state FROM groups WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"])
-            )["state"]
+            query = "SELECT state FROM groups WHERE run_id = ? AND group_id = ?"
+            state = ledger.value(query, (run.run_id, row["group_id"]))
             say(f"group {row['group_id']}: {damaged}; it is {state} now")
 
 

@@ -51,8 +51,7 @@ def events(record: Record, report: VerifyReport) -> None:
 
 def evaluations(record: Record, report: VerifyReport) -> None:
     """Check that results of evaluations can be read, and that each group that is only measured belongs to an
-    evaluation; to one that has ended only as a scored or dropped group.
-    """
+    evaluation; to one that has ended only as a scored or dropped group."""
     rows = record.rows("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step")
     for row in rows:
         subject = f"evaluation of step {row['step']}"
@@ -71,8 +70,7 @@ def evaluations(record: Record, report: VerifyReport) -> None:
 
 def models(record: Record, report: VerifyReport) -> None:
     """Compare the registered models of the run with its batches and its spec, and check that a promoted one has passed its gates
-    or has a reason on record.
-    """
+    or has a reason on record."""
     chains = {batch["step"] + 1: batch["chain"] for batch in record.batches}
     spec_sha256 = hashlib.sha256(record.run["spec_yaml"].encode()).hexdigest()
     found = record.ledger.models.of_run(record.run_id)
@@ -115,8 +113,7 @@ def deaths_and_faults(record: Record, report: VerifyReport) -> None:
 
 def checkpoints(record: Record, report: VerifyReport) -> None:
     """Compare checkpoints with the chain, and their manifests with those that were registered; of the newest one (with
-    `deep`: of each) also the files of its manifest.
-    """
+    `deep`: of each) also the files of its manifest."""
     chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}
     rows = record.rows("SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session")
     usable = [row for row in rows if not row["removed"] and not row["damaged"]]
@@ -142,8 +139,7 @@ def checkpoints(record: Record, report: VerifyReport) -> None:
 
 def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoint, contents: bool) -> bool:
     """Compare a checkpoint's folder with the manifest that was registered, and with the manifest's files; return
-    whether a manifest is there.
-    """
+    whether a manifest is there."""
     folder = Folder(checkpoint.path)
     if not folder.exists():
         report.problem(

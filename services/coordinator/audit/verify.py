@@ -116,8 +116,7 @@ def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Reco
 
 def _groups(record: Record, report: VerifyReport) -> None:
     """Check that no group is lost: ids without gaps, every admitted one on record, as many in each end state as were
-    counted.
-    """
+    counted."""
     groups, counters = record.groups, record.counters
     admitted = counters.get("groups:ever_admitted", 0)
     report.compare("groups", "{} are on record, {} were admitted", len(groups), admitted)

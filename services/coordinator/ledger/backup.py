@@ -60,10 +60,15 @@ def _copy(ledger: Ledger, partial: Path) -> None:
         database.mark(copy)
 
 
+def _write_unsafely(copy: sqlite3.Connection) -> None:
+    """Write without syncs: a power cut loses only the .partial file."""
+    copy.execute("PRAGMA journal_mode = MEMORY")
+    copy.execute("PRAGMA synchronous = OFF")
+
+
 def _complete(copy: sqlite3.Connection, store: PayloadStore, path: Path, refusal: str) -> None:
     """Take the bulk of the ledger at `path` into a copy of its tables, and check it. Raises LedgerFault."""
-    copy.execute("PRAGMA journal_mode = MEMORY")  # a power cut loses only the .partial file
-    copy.execute("PRAGMA synchronous = OFF")
+    _write_unsafely(copy)
     take_in_payloads(copy, store)
     report = VerifyReport()
     check_file(copy, report)
@@ -141,10 +146,10 @@ def _export(path: Path, old: StorageKey | None, partial: Path, new: StorageKey) 
         raise Conflict(f"another process reads the ledger {path}; stop it first")
     store = PayloadStore(path, old)
     with contextlib.closing(database.connect(partial, new, named=True)) as copy, contextlib.closing(store):
+        _write_unsafely(copy)  # before the old file is attached, which it must not change
         copy.execute(
             "ATTACH DATABASE ? AS old KEY ?", (str(path), "" if old is None else database.key_text(old))
         )
-        copy.execute("PRAGMA journal_mode = MEMORY")
         copy.execute("SELECT sqlcipher_export('main', 'old')")
         for pragma in PRAGMAS:
             (number,) = copy.execute(f"PRAGMA old.{pragma}").fetchone()

@@ -224,8 +224,7 @@ class LedgerFile(database.Queries):
 
     def _write_counters(self) -> None:
         """Add the transaction's amounts. Seals are computed here, because a trigger for each counter would take the
-        interpreter from the other threads.
-        """
+        interpreter from the other threads."""
         rows: list[dict[str, Any]] = [
             {"run_id": run_id, "name": name, "value": self.written_counters(run_id).get(name, 0) + amount}
             for (run_id, name), amount in self._uncounted.items()
@@ -300,8 +299,7 @@ class LedgerFile(database.Queries):
 
     def _copy_before_upgrade(self, version: int) -> None:
         """Copy the tables as they are, beside the ledger: an older Paceline can go on from the copy (the segments are
-        the same).
-        """
+        the same)."""
         path = self.path.with_name(f"{self.path.name}.format-{version}")
         with (
             written_whole(path, durable=True) as partial,
@@ -392,8 +390,7 @@ class WalCheckpointer:
 
     def move(self, how: str) -> int:
         """Make a pass; return the number of pages in the log. An error of the disk is left to the next transaction,
-        which meets it too.
-        """
+        which meets it too."""
         try:
             _, pages, _ = self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
         except sqlite3.OperationalError as error:

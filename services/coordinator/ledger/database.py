@@ -39,7 +39,6 @@ class Queries:
         self.db = db
 
     def rows(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
-        """Return all rows of a query."""
         return self.db.execute(query, values).fetchall()
 
     def row(self, query: str, values: Sequence[object] = ()) -> sqlite3.Row | None:
@@ -158,14 +157,12 @@ NOT_ITS_OWN = ("-wal", "-shm", "-journal", "-segments")
 
 
 def mark(copy: sqlite3.Connection) -> None:
-    """Mark a copy as a backup."""
     copy.execute(f"PRAGMA application_id = {MARK}")
 
 
 def is_backup(ledger: Path, key: StorageKey | None = None) -> bool:
     """Return whether this file is a backup that no coordinator has opened yet. Reads past SQLite, which would open the
-    log.
-    """
+    log."""
     if not ledger.is_file():
         return False
     if key is not None:
@@ -192,8 +189,7 @@ def set_aside(ledger: Path) -> Path | None:
 
 def take_mark_away(db: sqlite3.Connection) -> None:
     """Remove the mark, before the first transaction and while the file has no log yet: it must never be taken for a
-    backup again.
-    """
+    backup again."""
     db.execute("PRAGMA application_id = 0")
 
 

@@ -94,7 +94,26 @@ class DamagedRow(NamedTuple):
 def check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
     """Report every problem that SQLite finds, and every row that is not as it was written. Reads the whole file."""
     with tolerant(db):
-        _check_file(db, report)
+        with report.reading("the SQLite file"):
+            for (line,) in db.execute("PRAGMA integrity_check(20)").fetchall():
+                if line != "ok":
+                    report.problem("the SQLite file", f"{line}; {REMEDY}")
+        with report.reading("the SQLite file", "its list of tables"):
+            _compare_schema(db, report)
+        report.facts["sealed_rows"] = sum(_check_rows(db, report, name) for name in row_checksums.tables())
+
+
+def _check_rows(db: sqlite3.Connection, report: VerifyReport, name: str) -> int:
+    """Report the rows of a table that are not as they were written; return the number of rows with a checksum."""
+    with report.reading(f"table {name}"):
+        if name not in row_checksums.SEALED:
+            for _ in db.execute(f"SELECT * FROM {name} NOT INDEXED"):
+                pass  # every row is read; in a backup the table has the bulk of all groups
+            return 0
+        for damaged in damaged_rows(db, name):
+            report.problem(damaged.name, f"it does not give the checksum beside it; {REMEDY}")
+        return int(db.execute(f"SELECT COUNT(*) FROM {name} WHERE seal IS NOT NULL").fetchone()[0])
+    return 0
 
 
 @contextlib.contextmanager
@@ -109,31 +128,6 @@ def tolerant(db: sqlite3.Connection) -> Iterator[None]:
 
 def _decoded(content: bytes) -> str:
     return content.decode(errors="surrogateescape")
-
-
-def _check_file(db: sqlite3.Connection, report: VerifyReport) -> None:
-    check_pages(db, report)
-    with report.reading("the SQLite file", "its list of tables"):
-        _compare_schema(db, report)
-    sealed = 0
-    for name in row_checksums.tables():
-        with report.reading(f"table {name}"):
-            if name not in row_checksums.SEALED:
-                for _ in db.execute(f"SELECT * FROM {name} NOT INDEXED"):
-                    pass  # every row is read; in a backup the table has the bulk of all groups
-                continue
-            for damaged in damaged_rows(db, name):
-                report.problem(damaged.name, f"it does not give the checksum beside it; {REMEDY}")
-            sealed += db.execute(f"SELECT COUNT(*) FROM {name} WHERE seal IS NOT NULL").fetchone()[0]
-    report.facts["sealed_rows"] = sealed
-
-
-def check_pages(db: sqlite3.Connection, report: VerifyReport) -> None:
-    """Report every problem that SQLite's own check finds."""
-    with report.reading("the SQLite file"):
-        for (line,) in db.execute("PRAGMA integrity_check(20)").fetchall():
-            if line != "ok":
-                report.problem("the SQLite file", f"{line}; {REMEDY}")
 
 
 def damaged_rows(db: sqlite3.Connection, name: str) -> Iterator[DamagedRow]:
@@ -203,8 +197,7 @@ def sentence(path: Path, detail: object) -> str:
 
 def check_open_runs(db: sqlite3.Connection, path: Path) -> None:
     """Raises Conflict when the row of a run that is not over is not as it was written, because its spec would be
-    obeyed.
-    """
+    obeyed."""
     with tolerant(db):
         for damaged in damaged_rows(db, "runs"):
             if damaged.values["state"] not in ("succeeded", "failed", "cancelled"):

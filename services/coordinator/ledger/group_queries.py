@@ -18,6 +18,8 @@ BATCH_COLUMNS = (
 """Columns that batches need. Not all columns, because thousands of rows are read at a time."""
 
 OPEN_SQL = str(tuple(state.value for state in OPEN_STATES))
+OF_CLASS = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+TO_TRAIN = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
 
 
 class GroupQueries(Queries):
@@ -118,7 +120,6 @@ class GroupQueries(Queries):
         )
 
     def leased_by_member(self, run_id: str, member_ids: Collection[str]) -> dict[str, set[int]]:
-        """Return the ids of the groups that are leased to each of the members."""
         leased: dict[str, set[int]] = {member_id: set() for member_id in member_ids}
         for member_id, group_id in self.db.execute(
             "SELECT member_id, group_id FROM groups INDEXED BY held_groups WHERE run_id = ? AND state = 'leased'"
@@ -154,127 +155,83 @@ class GroupQueries(Queries):
         )
         return {row["id"]: row["n"] for row in rows}
 
-    # Groups by state
+    # Groups of a class
 
     def open_of_class(self, run_id: str, kind: str) -> list[sqlite3.Row]:
-        """Return the open groups of a class."""
-        return self.rows(
-            "SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
-            f" AND state IN {OPEN_SQL}",
-            (run_id, kind),
-        )
+        return self.rows(f"SELECT * {OF_CLASS} AND state IN {OPEN_SQL}", (run_id, kind))
 
     def of_class(self, run_id: str, kind: str) -> list[sqlite3.Row]:
         """Return id, state, rewards and tokens of every group of a class."""
-        return self.rows(
-            "SELECT group_id, state, rewards, tokens FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?",
-            (run_id, kind),
-        )
+        return self.rows(f"SELECT group_id, state, rewards, tokens {OF_CLASS}", (run_id, kind))
 
     def has_ungenerated(self, run_id: str, kind: str) -> bool:
         """Return whether a group of an evaluation waits for a worker, or is with one."""
-        return (
-            self.row(
-                "SELECT 1 FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
-                " AND state IN ('admitted', 'leased') LIMIT 1",
-                (run_id, kind),
-            )
-            is not None
-        )
+        query = f"SELECT 1 {OF_CLASS} AND state IN ('admitted', 'leased') LIMIT 1"
+        return self.row(query, (run_id, kind)) is not None
 
     def is_evaluated(self, run_id: str, kind: str) -> bool:
         """Return whether every group of an evaluation is scored or dropped."""
-        return (
-            self.row(
-                "SELECT 1 FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
-                " AND state IN ('admitted', 'leased', 'generated') LIMIT 1",
-                (run_id, kind),
-            )
-            is None
-        )
+        query = f"SELECT 1 {OF_CLASS} AND state IN ('admitted', 'leased', 'generated') LIMIT 1"
+        return self.row(query, (run_id, kind)) is None
+
+    # Groups to train, by state
 
     def num_waiting(self, run_id: str, start: int, end: int) -> int:
-        """Return the number of groups to train in slots [start, end) that are open and in no batch yet."""
-        return int(
-            self.value(
-                "SELECT COUNT(*) FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
-                " AND state IN ('admitted', 'leased', 'generated', 'scored') AND slot >= ? AND slot < ?",
-                (run_id, start, end),
-            )
-        )
+        """Return the number of groups in slots [start, end) that are open and in no batch yet."""
+        states = "state IN ('admitted', 'leased', 'generated', 'scored')"
+        query = f"SELECT COUNT(*) {TO_TRAIN} AND {states} AND slot >= ? AND slot < ?"
+        return int(self.value(query, (run_id, start, end)))
 
     def in_progress(self, run_id: str) -> list[sqlite3.Row]:
-        """Return the groups to train between lease and scores: oldest version that the tokens can have, state and holder."""
+        """Return the groups between lease and scores: oldest version that the tokens can have, state and holder."""
         return self.rows(
-            "SELECT COALESCE(oldest_step, lease_step) AS oldest, state, member_id FROM groups INDEXED BY groups_by_state"
-            " WHERE run_id = ? AND class = 'train' AND state IN ('leased', 'generated')",
+            f"SELECT COALESCE(oldest_step, lease_step) AS oldest, state, member_id {TO_TRAIN}"
+            " AND state IN ('leased', 'generated')",
             (run_id,),
         )
 
     def num_scored(self, run_id: str) -> int:
         """Return the number of groups that could make a batch."""
-        return int(
-            self.value(
-                "SELECT COUNT(*) FROM groups INDEXED BY groups_by_state"
-                " WHERE run_id = ? AND class = 'train' AND state = 'scored'",
-                (run_id,),
-            )
-        )
+        return int(self.value(f"SELECT COUNT(*) {TO_TRAIN} AND state = 'scored'", (run_id,)))
 
     def scored(self, run_id: str) -> list[sqlite3.Row]:
         """Return the groups that could make a batch, in the order of their slots."""
-        return self.rows(
-            f"SELECT {BATCH_COLUMNS} FROM groups INDEXED BY groups_by_state"
-            " WHERE run_id = ? AND class = 'train' AND state = 'scored' ORDER BY slot, group_id",
-            (run_id,),
-        )
+        query = f"SELECT {BATCH_COLUMNS} {TO_TRAIN} AND state = 'scored' ORDER BY slot, group_id"
+        return self.rows(query, (run_id,))
 
     def scored_in(self, run_id: str, start: int, end: int) -> list[sqlite3.Row]:
         """Return the scored groups of slots [start, end) in their order."""
-        return self.rows(
-            f"SELECT {BATCH_COLUMNS} FROM groups INDEXED BY groups_by_state"
-            " WHERE run_id = ? AND class = 'train' AND state = 'scored' AND slot >= ? AND slot < ? ORDER BY slot",
-            (run_id, start, end),
+        query = (
+            f"SELECT {BATCH_COLUMNS} {TO_TRAIN} AND state = 'scored' AND slot >= ? AND slot < ? ORDER BY slot"
         )
+        return self.rows(query, (run_id, start, end))
 
     def first_under_way(self, run_id: str, reason: str) -> int | None:
-        """Return the first group to train that is being scored, for the reason `reward_failed`, or else that is being
-        generated; None without one."""
+        """Return the first group that is being scored, for the reason `reward_failed`, or else that is being generated; None
+        without one."""
         under_way = "state = 'leased'"
         if reason == "reward_failed":
             under_way = "state = 'generated' AND scorer_id IS NOT NULL"
-        row = self.row(
-            "SELECT MIN(group_id) AS first FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
-            f" AND {under_way}",
-            (run_id,),
-        )
-        first: int | None = row["first"]
+        first: int | None = self.value(f"SELECT MIN(group_id) {TO_TRAIN} AND {under_way}", (run_id,))
         return first
 
     def num_open(self, run_id: str) -> dict[str, int]:
-        """Return the number of groups to train in each open state."""
-        rows = self.db.execute(
-            "SELECT state, COUNT(*) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
-            f" AND state IN {OPEN_SQL} GROUP BY state",
-            (run_id,),
-        )
-        return {state.value: 0 for state in OPEN_STATES} | {row["state"]: row["n"] for row in rows}
+        """Return the number of groups in each open state."""
+        query = f"SELECT state, COUNT(*) AS n {TO_TRAIN} AND state IN {OPEN_SQL} GROUP BY state"
+        return {state.value: 0 for state in OPEN_STATES} | {
+            row["state"]: row["n"] for row in self.rows(query, (run_id,))
+        }
 
     def open_tokens(self, run_id: str) -> int:
-        """Return the committed tokens of groups to train that have not ended."""
+        """Return the committed tokens of groups that have not ended."""
         return int(
-            self.value(
-                "SELECT COALESCE(SUM(tokens), 0) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
-                f" AND state IN {OPEN_SQL}",
-                (run_id,),
-            )
+            self.value(f"SELECT COALESCE(SUM(tokens), 0) {TO_TRAIN} AND state IN {OPEN_SQL}", (run_id,))
         )
 
     def completions_per_group(self, run_id: str) -> int:
         """Return the completions of a trained group; every group of a run has equally many. 0: none is trained."""
-        row = self.row(
-            "SELECT LENGTH(rewards) / 4 / json_array_length(functions) AS n FROM groups INDEXED BY step_groups"
-            " WHERE run_id = ? AND step >= 0 LIMIT 1",
-            (run_id,),
+        query = (
+            "SELECT LENGTH(rewards) / 4 / json_array_length(functions) FROM groups INDEXED BY step_groups"
+            " WHERE run_id = ? AND step >= 0 LIMIT 1"
         )
-        return int(row["n"]) if row else 0
+        return int(self.value(query, (run_id,)) or 0)

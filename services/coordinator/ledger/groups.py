@@ -92,8 +92,7 @@ class Groups(Queries):
 
     def admit(self, run_id: str, group_class: str, groups: Iterable[tuple[int, int, object, object]]) -> None:
         """Insert new groups of a class: id, slot, prompt and columns of each. One statement inserts many of them, because
-        between two statements another thread may take the interpreter.
-        """
+        between two statements another thread may take the interpreter."""
         rows: list[dict[str, object]] = []
         num_chars = 0
         for group_id, slot, prompt, columns in groups:
@@ -127,6 +126,15 @@ class Groups(Queries):
             " FROM json_each(?)",
             (as_json,),
         )
+
+    def _move(self, run_id: str, group_id: int, *states: State, **columns: object) -> None:
+        """Set columns of a group. Raises Conflict unless it is in one of the states, as the exchange has read it."""
+        changed = self.db.execute(
+            f"UPDATE groups SET {', '.join(f'{name} = ?' for name in columns)} WHERE run_id = ? AND group_id = ?"
+            f" AND state IN ({', '.join('?' * len(states))})",
+            (*columns.values(), run_id, group_id, *states),
+        )
+        _check(changed, [group_id], *states)
 
     # Leases: admitted → leased, and back
 
@@ -190,16 +198,11 @@ class Groups(Queries):
 
     def clear_holder(self, run_id: str, group_id: int) -> None:
         """Remove the last holder's name from an admitted group, so that it cannot have it again by `restore_leases`."""
-        changed = self.db.execute(
-            "UPDATE groups SET member_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'admitted'",
-            (run_id, group_id),
-        )
-        _check(changed, [group_id], State.ADMITTED)
+        self._move(run_id, group_id, State.ADMITTED, member_id=None)
 
     def set_prefix_step(self, run_id: str, group_id: int, oldest_step: int | None) -> None:
         """Set the oldest version among the tokens of the prefix that a worker returned; None: there is no prefix. A group that
-        has its result keeps the version of that.
-        """
+        has its result keeps the version of that."""
         self.db.execute(
             "UPDATE groups SET oldest_step = ? WHERE run_id = ? AND group_id = ? AND state IN ('admitted', 'leased')",
             (oldest_step, run_id, group_id),
@@ -207,30 +210,16 @@ class Groups(Queries):
 
     def set_journal(self, run_id: str, group_id: int, tokens: int, oldest_step: int | None) -> None:
         """Set what the journal of an open group with an environment has: its tokens, and the oldest version among them."""
-        changed = self.db.execute(
-            "UPDATE groups SET tokens = ?, oldest_step = ? WHERE run_id = ? AND group_id = ?"
-            " AND state IN ('admitted', 'leased')",
-            (tokens, oldest_step, run_id, group_id),
-        )
-        _check(changed, [group_id], State.ADMITTED, State.LEASED)
+        self._move(run_id, group_id, State.ADMITTED, State.LEASED, tokens=tokens, oldest_step=oldest_step)
 
     def readmit(self, run_id: str, group_id: int) -> None:
         """Return an admitted or leased group to `admitted`, without a holder."""
-        changed = self.db.execute(
-            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND group_id = ?"
-            " AND state IN ('admitted', 'leased')",
-            (run_id, group_id),
-        )
-        _check(changed, [group_id], State.ADMITTED, State.LEASED)
+        self._move(run_id, group_id, State.ADMITTED, State.LEASED, state=State.ADMITTED, member_id=None)
 
     def fail_generation(self, run_id: str, group_id: int, failures: int) -> None:
         """Return a leased group to `admitted` after an attempt that failed because of the group's data."""
-        changed = self.db.execute(
-            "UPDATE groups SET state = 'admitted', member_id = NULL, generation_failures = ?"
-            " WHERE run_id = ? AND group_id = ? AND state = 'leased'",
-            (failures, run_id, group_id),
-        )
-        _check(changed, [group_id], State.LEASED)
+        back = {"state": State.ADMITTED, "member_id": None, "generation_failures": failures}
+        self._move(run_id, group_id, State.LEASED, **back)
 
     def clear_failures(self, run_id: str) -> None:
         """Set the failed attempts of open groups to none, because a person has removed the cause."""
@@ -244,23 +233,17 @@ class Groups(Queries):
 
     def commit(self, run_id: str, group_id: int, generated: Generated) -> None:
         """Record the result of an attempt at a group that waits for one."""
-        changed = self.db.execute(
-            "UPDATE groups SET state = 'generated', member_id = NULL, tokens = ?, sequence_tokens = ?, oldest_step = ?,"
-            " digest = ? WHERE run_id = ? AND group_id = ? AND state IN ('admitted', 'leased')",
-            (*generated, run_id, group_id),
-        )
-        _check(changed, [group_id], State.ADMITTED, State.LEASED)
+        result = {"state": State.GENERATED, "member_id": None, **generated._asdict()}
+        self._move(run_id, group_id, State.ADMITTED, State.LEASED, **result)
 
     def generate_again(self, run_id: str, group_id: int) -> None:
         """Return a generated or scored group to `admitted`, as before its generation. A batched one must
         return to `scored` first (`unbatch`)."""
-        changed = self.db.execute(
-            "UPDATE groups SET state = 'admitted', member_id = NULL, scorer_id = NULL, tokens = 0, sequence_tokens = 0,"
-            " oldest_step = NULL, digest = NULL, rewards = NULL, functions = NULL, reward = NULL, scores_digest = ''"
-            " WHERE run_id = ? AND group_id = ? AND state IN ('generated', 'scored')",
-            (run_id, group_id),
+        empty = dict.fromkeys(
+            ("member_id", "scorer_id", "oldest_step", "digest", "rewards", "functions", "reward")
         )
-        _check(changed, [group_id], State.GENERATED, State.SCORED)
+        numbers = {"tokens": 0, "sequence_tokens": 0, "scores_digest": ""}
+        self._move(run_id, group_id, State.GENERATED, State.SCORED, state=State.ADMITTED, **empty, **numbers)
 
     def restart_evaluation(self, run_id: str, group_class: str, member_id: str) -> list[int]:
         """Admit all groups of an evaluation again but the dropped ones and those leased to the member. Return their ids."""
@@ -276,12 +259,8 @@ class Groups(Queries):
 
     def assign_scorer(self, run_id: str, group_id: int, member_id: str, attempt: int, scorers: str) -> None:
         """Give a generated group to a reward worker; `scorers` names everyone who ever had it."""
-        changed = self.db.execute(
-            "UPDATE groups SET scorer_id = ?, score_attempt = ?, scorers = ? WHERE run_id = ? AND group_id = ?"
-            " AND state = 'generated'",
-            (member_id, attempt, scorers, run_id, group_id),
-        )
-        _check(changed, [group_id], State.GENERATED)
+        task = {"scorer_id": member_id, "score_attempt": attempt, "scorers": scorers}
+        self._move(run_id, group_id, State.GENERATED, **task)
 
     def end_task(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
         """End the task of this attempt of the member."""
@@ -308,23 +287,13 @@ class Groups(Queries):
 
     def fail_scoring(self, run_id: str, group_id: int, failures: int) -> None:
         """Revoke a task whose reward function failed."""
-        changed = self.db.execute(
-            "UPDATE groups SET scorer_id = NULL, score_failures = ? WHERE run_id = ? AND group_id = ?"
-            " AND state = 'generated'",
-            (failures, run_id, group_id),
-        )
-        _check(changed, [group_id], State.GENERATED)
+        self._move(run_id, group_id, State.GENERATED, scorer_id=None, score_failures=failures)
 
     # Scores and batches: generated → scored → batched → trained
 
     def score(self, run_id: str, group_id: int, scored: Scored) -> None:
         """Record the scores of a generated group."""
-        changed = self.db.execute(
-            "UPDATE groups SET state = 'scored', scorer_id = NULL, rewards = ?, scores_digest = ?, functions = ?, reward = ?"
-            " WHERE run_id = ? AND group_id = ? AND state = 'generated'",
-            (*scored, run_id, group_id),
-        )
-        _check(changed, [group_id], State.GENERATED)
+        self._move(run_id, group_id, State.GENERATED, state=State.SCORED, scorer_id=None, **scored._asdict())
 
     def batch(self, run_id: str, step: int, group_ids: Sequence[int]) -> None:
         """Make scored groups the batch of a step, in this order."""
@@ -346,19 +315,19 @@ class Groups(Queries):
 
     def train(self, run_id: str, step: int) -> tuple[int, int]:
         """End the groups of a step as trained. Return their number and their tokens."""
-        totals = self.row(
-            "SELECT COUNT(*) AS n, SUM(tokens) AS tokens FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ?",
+        ((number, tokens),) = self.rows(
+            "SELECT COUNT(*), SUM(tokens) FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ?",
             (run_id, step),
         )
-        sealed = row_checksums.assignment("groups", state="'trained'")
+        sealed = row_checksums.assignment(state="'trained'")
         changed = self.db.execute(
             f"UPDATE groups INDEXED BY step_groups SET state = 'trained', {sealed} WHERE run_id = ? AND step = ?"
             " AND state = 'batched'",
             (run_id, step),
         )
-        if changed.rowcount != totals["n"]:
-            raise Conflict(f"of the {totals['n']} groups of step {step} {changed.rowcount} are batched")
-        return totals["n"], totals["tokens"]
+        if changed.rowcount != number:
+            raise Conflict(f"of the {number} groups of step {step} {changed.rowcount} are batched")
+        return number, tokens
 
     # End without training
 
@@ -367,7 +336,7 @@ class Groups(Queries):
         becomes = {"state": "'dropped'", "reason": "?1", "member_id": "NULL", "scorer_id": "NULL"}
         changed = self.db.execute(
             f"UPDATE groups SET {', '.join(f'{name} = {value}' for name, value in becomes.items())},"
-            f" {row_checksums.assignment('groups', **becomes)} WHERE run_id = ?2 AND group_id = ?3"
+            f" {row_checksums.assignment(**becomes)} WHERE run_id = ?2 AND group_id = ?3"
             " AND state IN ('admitted', 'leased', 'generated', 'scored', 'batched')",
             (reason, run_id, group_id),
         )
@@ -375,23 +344,13 @@ class Groups(Queries):
 
     def remove(self, run_id: str, group_class: str) -> list[sqlite3.Row]:
         """Delete the groups of an evaluation with their prompts and payloads, in as many statements for thousands of groups as
-        for one. Return (segment, start) of the payloads.
-        """
-        removed = self.rows(
-            "DELETE FROM payloads WHERE run_id = ? AND group_id IN"
-            " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)"
-            " RETURNING segment, start",
-            (run_id, run_id, group_class),
-        )
-        self.db.execute(
-            "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
-            " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)",
-            (run_id, run_id, group_class),
-        )
-        self.db.execute(
-            "DELETE FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?",
-            (run_id, group_class),
-        )
+        for one. Return (segment, start) of the payloads."""
+        of_class = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+        of_groups = f"WHERE run_id = ? AND group_id IN (SELECT group_id {of_class})"
+        values = (run_id, run_id, group_class)
+        removed = self.rows(f"DELETE FROM payloads {of_groups} RETURNING segment, start", values)
+        self.db.execute(f"DELETE FROM prompts {of_groups}", values)
+        self.db.execute(f"DELETE {of_class}", (run_id, group_class))
         return removed
 
 

@@ -210,7 +210,6 @@ class Ledger(LedgerFile):
         self._uncounted[key] = self._uncounted.get(key, 0) + amount
 
     def counters(self, run_id: str) -> dict[str, int]:
-        """Return all counters of a run."""
         counters = dict(self.written_counters(run_id))
         for (counted, name), amount in self._uncounted.items():
             if counted == run_id:
@@ -317,8 +316,7 @@ class Ledger(LedgerFile):
         self, run_id: str, group_id: int, kind: str = "result", *, last: bool = False
     ) -> Payload | None:
         """Return a group's texts and arrays, or the `prefix` that an earlier attempt left, if they are kept. After the
-        `last` call they are read from the disk.
-        """
+        `last` call they are read from the disk."""
         row = self.row(
             "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
         )
@@ -347,12 +345,11 @@ class Ledger(LedgerFile):
 
     def mean_result_bytes(self, run_id: str) -> float:
         """Return the mean size of a group's result on the disk, of the newest that are kept; 0 without any."""
-        row = self.row(
-            "SELECT AVG(COALESCE(header_size, LENGTH(header)) + COALESCE(arrays_size, LENGTH(arrays))) AS size FROM"
-            " (SELECT * FROM payloads WHERE run_id = ? AND kind = 'result' ORDER BY group_id DESC LIMIT ?)",
-            (run_id, RECENT_RESULTS),
+        query = (
+            "SELECT AVG(COALESCE(header_size, LENGTH(header)) + COALESCE(arrays_size, LENGTH(arrays))) FROM"
+            " (SELECT * FROM payloads WHERE run_id = ? AND kind = 'result' ORDER BY group_id DESC LIMIT ?)"
         )
-        return float(row["size"] or 0.0)
+        return float(self.value(query, (run_id, RECENT_RESULTS)) or 0.0)
 
     def remove_payloads(self, run_id: str, group_id: int) -> None:
         """Remove all payloads of a group, the turns of its journal included."""
@@ -383,8 +380,7 @@ class Ledger(LedgerFile):
 
     def note_removed_records(self, removed: Iterable[sqlite3.Row]) -> None:
         """Evict removed records from memory and mark their segments as candidates for removal; `removed` are (segment,
-        start) of rows that are gone from the tables `payloads` and `episodes`.
-        """
+        start) of rows that are gone from the tables `payloads` and `episodes`."""
         for segment, start in list(removed):
             if segment is not None:
                 self.payloads.evict(segment, start)
@@ -392,8 +388,7 @@ class Ledger(LedgerFile):
 
     def remove_unused_segments(self) -> Future[None] | None:
         """Remove segments that no payload refers to any more. A thread waits until the commit that made them unused is
-        on the disk. A bounded number is checked at each call.
-        """
+        on the disk. A bounded number is checked at each call."""
         unused = [number for number in self.payloads.removal_candidates() if not self._is_used(number)]
         return self.payloads.remove(unused, after=self.sync) if unused else None
 
@@ -418,8 +413,7 @@ class Ledger(LedgerFile):
 
     def token_books(self, run_id: str) -> dict[str, int]:
         """Return the token accounting: generated = trained + dropped + live; `wasted` are tokens that no commit took;
-        drops also by reason.
-        """
+        drops also by reason."""
         counters = self.counters(run_id)
         books = {
             name.removeprefix("tokens:"): n for name, n in counters.items() if name.startswith("tokens:")
@@ -433,12 +427,6 @@ class Ledger(LedgerFile):
         counters = self.counters(run_id).items()
         return {name.removeprefix("failures:"): n for name, n in counters if name.startswith("failures:")}
 
-    def open_groups(self, run_id: str) -> int:
-        """Return the number of groups that are admitted and neither trained nor dropped, from durable counters."""
-        counters = self.counters(run_id)
-        dropped = sum(n for name, n in counters.items() if name.startswith("groups:dropped:"))
-        return counters.get("groups:ever_admitted", 0) - counters.get("groups:trained", 0) - dropped
-
     def trained_samples(self, run_id: str) -> int:
         """Return the number of completions in trained groups (for a supervised run: 0)."""
         return self.counters(run_id).get("groups:trained", 0) * self.group_queries.completions_per_group(
@@ -449,8 +437,7 @@ class Ledger(LedgerFile):
 
     def holders(self, lease_role: Role.ValueType = ROLE_ROLLOUT) -> list[tuple[str, Role.ValueType]]:
         """Return the members that hold leases, score tasks or a pending evaluation, by the record; `lease_role` is the role
-        of those that hold leases.
-        """
+        of those that hold leases."""
         queries = {
             "SELECT DISTINCT member_id FROM groups WHERE state = 'leased'": lease_role,
             "SELECT DISTINCT member_id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL": ROLE_ROLLOUT,

@@ -71,8 +71,7 @@ def tables() -> dict[str, Table]:
 
 def checksum(*values: object) -> int:
     """Return the checksum of a row's values in the order of its columns. Text is escaped to ASCII, the same by every
-    version of Python.
-    """
+    version of Python."""
     return crc32(ascii(values).encode())
 
 
@@ -81,13 +80,11 @@ def of(name: str, row: Mapping[str, object]) -> int:
     return checksum(*(row[column] for column in tables()[name].columns))
 
 
-def assignment(name: str, **changed: str) -> str:
-    """Return the assignment of `seal` for an UPDATE of a table without trigger; `changed` are the expressions that
-    columns are set to.
-    """
-    return (
-        f"seal = row_checksum({', '.join(changed.get(column, column) for column in tables()[name].columns)})"
-    )
+def assignment(**changed: str) -> str:
+    """Return the assignment of `seal` for an UPDATE of `groups`, which has no trigger; `changed` are the expressions that columns
+    are set to."""
+    columns = tables()["groups"].columns
+    return f"seal = row_checksum({', '.join(changed.get(column, column) for column in columns)})"
 
 
 def install(db: sqlite3.Connection) -> None:
@@ -97,8 +94,7 @@ def install(db: sqlite3.Connection) -> None:
 
 def keep(db: sqlite3.Connection) -> None:
     """Add triggers that seal each row that the connection inserts or updates, in the tables whose rows are always
-    sealed.
-    """
+    sealed."""
     for name in (name for name, condition in SEALED.items() if not condition):
         table = tables()[name]
         of_key = " AND ".join(f"{column} = NEW.{column}" for column in table.key)

@@ -22,9 +22,8 @@ from paceline.services.coordinator.exchange.batches import dropping, session_fau
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
-from paceline.services.coordinator.lifecycle.context import RunContext
 from paceline.services.coordinator.lifecycle.run_data import Openings, RunBundles, changed_data_warnings
-from paceline.services.coordinator.lifecycle.run_states import RunStates, set_state
+from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates, set_state
 from paceline.services.coordinator.lifecycle.worker_faults import Faults
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
@@ -68,8 +67,7 @@ class Commands:
             with self._ledger.transaction():
                 set_state(self._ledger, run_id, "paused")
             self._delays.retried = ""
-        self._context.server.wake("lease", "batch")
-        await self._context.watchers.notify()
+        await self._context.watchers.notify("lease", "batch")
 
     async def resume(self, run_id: str, bundle: str = "") -> None:
         """Go on with a run that is paused, or queue a run that has failed. Files whose faults paused the run are read anew,
@@ -99,13 +97,11 @@ class Commands:
             await (
                 self._assignments.assign_all()
             )  # before work is given out, so that changed functions are loaded first
-        self._context.server.wake("lease", "task", "batch")
-        await self._context.watchers.notify()
+        await self._context.watchers.notify("lease", "task", "batch")
 
     def checkpoint(self, run_id: str) -> tuple[int, str]:
         """Order a checkpoint of the run that trains; return its newest event's number, and the path of a checkpoint that is
-        there already, in place of an order. Raises NotFound; Conflict when no learner has the run now.
-        """
+        there already, in place of an order. Raises NotFound; Conflict when no learner has the run now."""
         row, sequence = self._ledger.run(run_id), self._ledger.last_sequence(run_id)
         newest = self._ledger.checkpoints.newest(run_id)
         if newest is not None and newest.step == row["next_step"]:
@@ -137,8 +133,7 @@ class Commands:
 
     async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
         """Take groups out of the batch that is fixed and not trained; the learner then begins a new session. Raises NotFound,
-        Conflict, InvalidInput.
-        """
+        Conflict, InvalidInput."""
         async with self._context.lock:
             row, run = self._ledger.run(run_id), self._exchange.active
             if row["state"] != "paused" or run is None or run.run_id != run_id:
@@ -150,8 +145,7 @@ class Commands:
                 notices = self._exchange.take_notices()
                 self._context.run_log.write_down(notices)
         self._assignments.end_session()
-        self._context.server.wake("lease", "batch")
-        await self._context.watchers.notify()
+        await self._context.watchers.notify("lease", "batch")
 
 
 MAX_NAMED = 5
@@ -167,7 +161,7 @@ class Resumption:
 
     async def changes(self, run_id: str, bundle: str) -> list[str]:
         """Check a run's new bundle, and return the places of the files that it changes. Raises NotFound, InvalidInput."""
-        before = self._bundles.of_run(run_id)
+        before = self._ledger.bundle(run_id)
         if not bundle or bundle == before:
             return []
         spec, _ = await asyncio.to_thread(spec_of_run, run_id, self._ledger.run(run_id)["spec_yaml"])
@@ -189,7 +183,7 @@ class Resumption:
         has_other_data = any(path.startswith("data/") for path in changes)
         if not has_other_data and not self._ledger.drop_reason_of_pause(run_id):
             return None
-        bundle = bundle or self._bundles.of_run(run_id)
+        bundle = bundle or self._ledger.bundle(run_id)
         data = await self._openings.open(run_id + bundle, partial(self._bundles.open_data, run.spec, bundle))
         return replace(run, prompts=data.prompts, validation=data.validation)
 
@@ -197,8 +191,7 @@ class Resumption:
         self, run_id: str, run: ActiveRun | None, bundle: str = "", changes: Sequence[str] = ()
     ) -> dict[str, str]:
         """Take what was read, forget the failures before, and record what has changed; return the facts for the event of
-        the run's state. Inside a transaction.
-        """
+        the run's state. Inside a transaction."""
         if changes:
             self._ledger.add_event(
                 run_id, "warning", {"message": self._changed_bundle(run_id, bundle, changes)}
@@ -211,7 +204,7 @@ class Resumption:
         self._ledger.episodes.clear_failures(run_id)
         admitted = self._ledger.counters(run_id).get("groups:ever_admitted", 0)
         self._exchange.clear_failures(first_group=admitted)
-        in_bundle = bool(bundle or self._bundles.of_run(run_id))
+        in_bundle = bool(bundle or self._ledger.bundle(run_id))
         facts = new_bundle | ({} if in_bundle else {"functions": function_digests(active.spec)})
         warnings = (
             []
@@ -230,7 +223,7 @@ class Resumption:
 
     def _changed_bundle(self, run_id: str, bundle: str, changes: Sequence[str]) -> str:
         named = ", ".join(changes[:MAX_NAMED]) + (", …" if len(changes) > MAX_NAMED else "")
-        before = self._bundles.of_run(run_id)
+        before = self._ledger.bundle(run_id)
         return (
             f"the run goes on with bundle {bundle} in place of {before}: {len(changes)} of its files differ ({named}); further "
             "groups are generated and scored with these"
@@ -260,8 +253,8 @@ def changed_function_warnings(before: str, now: str) -> list[str]:
     ]
 
 
-def started_facts(run: ActiveRun, bundles: RunBundles) -> dict[str, str]:
-    """Return the facts for the event that a run starts: what its data are, and its functions unless a bundle names them."""
+def started_facts(run: ActiveRun, bundle: str) -> dict[str, str]:
+    """Return the facts for the event that a run starts: what its data are, and its functions unless a `bundle` names them."""
     fingerprint = run.prompts.fingerprint if run.prompts is not None else ""
-    functions = {} if bundles.of_run(run.run_id) else {"functions": function_digests(run.spec)}
+    functions = {} if bundle else {"functions": function_digests(run.spec)}
     return {"data": fingerprint} | functions

@@ -128,10 +128,6 @@ class RunBundles:
         self._ledger, self._blobs, self._functions_from = ledger, blobs, functions_from
         self._tidied_up_s = time.monotonic()
 
-    def of_run(self, run_id: str) -> str:
-        """Return the digest of a run's bundle; empty for a run without one."""
-        return self._ledger.bundle(run_id)
-
     def check(self, spec: RunSpec, bundle: str) -> None:
         """Check that the functions may be used and that the whole bundle is here. Raises SpecError, InvalidInput."""
         allowed = () if bundle else self._functions_from

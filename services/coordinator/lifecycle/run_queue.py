@@ -30,8 +30,8 @@ from paceline.services.common.access.caller import Caller, current_caller
 from paceline.services.coordinator.exchange.uploads.group_checks import refuse_large_groups
 from paceline.services.coordinator.ledger.database import free_name
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.lifecycle.context import Watchers
 from paceline.services.coordinator.lifecycle.run_data import Openings, RunBundles, RunData
+from paceline.services.coordinator.lifecycle.run_states import Watchers
 from paceline.services.coordinator.lifecycle.submission_checks import check_network, checked_data
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS, parse_spec, spec_of_run, spec_to_yaml, submitted_spec

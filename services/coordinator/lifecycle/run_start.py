@@ -21,9 +21,8 @@ from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
 from paceline.services.coordinator.lifecycle.commands import started_facts
-from paceline.services.coordinator.lifecycle.context import RunContext
 from paceline.services.coordinator.lifecycle.run_data import RunBundles, changed_data_warnings
-from paceline.services.coordinator.lifecycle.run_states import RunStates, set_state
+from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates, set_state
 from paceline.services.coordinator.lifecycle.worker_faults import RETRIED, Faults
 from paceline.services.coordinator.pool.pool import Pool
 from paceline.spec.reading import spec_of_run, spec_to_yaml
@@ -96,7 +95,7 @@ class RunStarter:
             await self._pass_over(row, error)
             return
         try:
-            data = await asyncio.to_thread(self._bundles.open_data, spec, self._bundles.of_run(run_id))
+            data = await asyncio.to_thread(self._bundles.open_data, spec, self._ledger.bundle(run_id))
             directory = self._ledger.run_directory(run_id)
             self._context.run_log.open(run_id, directory, tensorboard=spec.logger.tensorboard)
         except (PacelineError, OSError) as error:
@@ -120,7 +119,12 @@ class RunStarter:
                 if row["state"] == "queued" or (
                     row["state"] == "paused" and self._ledger.is_retried(run.run_id)
                 ):
-                    set_state(self._ledger, run.run_id, "running", **started_facts(run, self._bundles))
+                    set_state(
+                        self._ledger,
+                        run.run_id,
+                        "running",
+                        **started_facts(run, self._ledger.bundle(run.run_id)),
+                    )
                 self._delays.retried = ""
                 for warning in warnings:
                     self._ledger.add_event(run.run_id, "warning", {"message": warning})

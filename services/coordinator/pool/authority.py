@@ -16,7 +16,7 @@ from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
 from paceline.services.coordinator.members.registry import WARNINGS_KEPT, Member
 from paceline.services.coordinator.pool.assignments import Assignments
-from paceline.services.coordinator.reporting.token_files import fault_of
+from paceline.services.coordinator.reporting.member_files import fault_of
 from paceline.services.coordinator.text_limits import cut
 from paceline.v1 import common_pb2, worker_pb2
 

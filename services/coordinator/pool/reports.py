@@ -23,7 +23,7 @@ from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
 from paceline.services.coordinator.pool.authority import Authority, cut_texts
 from paceline.services.coordinator.pool.run_events import RunEvents
-from paceline.services.coordinator.reporting.token_files import TokenFiles
+from paceline.services.coordinator.reporting.member_files import TokenFiles
 from paceline.services.coordinator.text_limits import finite_gauges, one_line, seconds
 from paceline.v1 import common_pb2, worker_pb2
 

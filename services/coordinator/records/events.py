@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from paceline.errors import InvalidInput
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.records import page_tokens
-from paceline.services.coordinator.reporting.token_files import MAX_REPORT_BYTES, path_of
+from paceline.services.coordinator.reporting.member_files import MAX_REPORT_BYTES, path_of
 from paceline.v1 import records_pb2 as pb
 from paceline.v1 import worker_pb2
 

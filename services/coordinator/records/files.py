@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidInput, NotFound
-from paceline.services.coordinator.reporting.gauge_history import FOLDER, PERIOD_S, files_of
+from paceline.services.coordinator.reporting.member_files import FOLDER, PERIOD_S, files_of
 from paceline.v1 import records_pb2 as pb
 
 MAX_POINTS, USUAL_POINTS = 2000, 300

@@ -82,7 +82,6 @@ Location = tuple[str | int, ...]
 
 
 def get_spec(spec: RunSpec) -> pb.GetSpecResponse:
-    """Return a spec with its values by key."""
     response, known = pb.GetSpecResponse(spec_yaml=spec_to_yaml(spec)), keys()
     for location, value in values(spec):
         key = known.get(dotted(location))

@@ -54,7 +54,6 @@ class RecordsReader:
         return cls(Ledger(path, read_only=True))
 
     def close(self) -> None:
-        """Close the ledger."""
         self.ledger.close()
 
     GetMetrics = _limited(events.get_metrics)

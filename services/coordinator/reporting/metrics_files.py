@@ -102,7 +102,6 @@ class MetricsFiles:
         self._extra.write(line.encode())
 
     def close(self) -> None:
-        """Flush and close the files."""
         self._lines.close()
         if self._extra is not None:
             self._extra.close()

@@ -6,10 +6,10 @@ hold. A step without the metric changes nothing.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from paceline.spec import RunSpec
@@ -58,7 +58,7 @@ class Rules:
         known = {name: value for name, value in metrics.items() if value is not None and value == value}
         broken = []
         for rule in self._rules:
-            names = [rule.metric] if "*" not in rule.metric else _fitting(rule.metric, known)
+            names = [rule.metric] if "*" not in rule.metric else fnmatch.filter(known, rule.metric)
             for name in names:
                 value = known.get(name)
                 if rule.of_change and value is not None:
@@ -68,7 +68,7 @@ class Rules:
         self._before |= {
             name: value
             for name, value in known.items()
-            if any(rule.of_change and fnmatchcase(name, rule.metric) for rule in self._rules)
+            if any(rule.of_change and fnmatch.fnmatchcase(name, rule.metric) for rule in self._rules)
         }
         return broken
 
@@ -87,14 +87,8 @@ class Rules:
 
 
 def rules_of(logger: LoggerSection) -> list[Rule]:
-    """Return the rules of a run."""
     own = [parsed_rule(text) for text in logger.rules]
     return own + [rule for rule in DEFAULT_RULES if logger.default_rules and rule not in own]
-
-
-def _fitting(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that fit a pattern."""
-    return [name for name in names if fnmatchcase(name, pattern)]
 
 
 LARGEST_ADVANTAGE = 1e3

@@ -88,7 +88,6 @@ class RunLog:
         self._learner, self._weights, self._versions, self._rules = {}, {}, WeightRecords(), None
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
-        """Close the files, with a summary if the run has ended."""
         if self._recorder is not None:
             self._write_versions(self._versions.close())
             if summary is not None:
@@ -250,7 +249,6 @@ class RunLog:
                 self._ledger.add_event(run.run_id, "warning", {"message": message})
 
     def _apply_rules(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
-        """Warn of rules that this step breaks."""
         if self._rules is None:
             self._rules = Rules(rules_of(run.spec.logger))
             self._rules.replay(self._ledger.step_metrics(run.run_id, step, self._rules.reach))

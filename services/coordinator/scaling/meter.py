@@ -55,7 +55,6 @@ class Period:
     """Role of the workers that hold leases and submit groups."""
 
     def of_pool(self, pool: PoolConfig) -> dict[str, Worker]:
-        """Return the workers of a pool by name."""
         return {name: worker for name, worker in self.workers.items() if pool.has(worker.role, name)}
 
 

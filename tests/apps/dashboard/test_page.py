@@ -15,7 +15,7 @@ import pytest
 from trained_ledger import RUN_ID, Writer
 
 from paceline.client import Client, RunState
-from paceline.services.coordinator.reporting.token_files import path_of
+from paceline.services.coordinator.reporting.member_files import path_of
 from paceline.services.local.cluster import LocalCluster
 from paceline.services.local.page_link import start_page
 from paceline.spec import ClusterSection

@@ -6,11 +6,11 @@ them from their own records. The split over the ranks is the same for every rank
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import heapq
 import json
 import sqlite3
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -47,26 +47,20 @@ class Batches(Queries):
         )
 
     def mark_trained(self, run_id: str, step: int) -> None:
-        """Record that all ranks have trained the batch."""
         self.db.execute("UPDATE batches SET trained = 1 WHERE run_id = ? AND step = ?", (run_id, step))
 
     def replace(
         self, batch: sqlite3.Row, group_ids: Sequence[int], dropped_ids: Collection[int], reason: str
     ) -> None:
         """Move a batch to the replaced ones. `group_ids` are in its order, `dropped_ids` those that the next one lacks."""
-        key = (batch["run_id"], batch["step"])
+        key, of_groups = (
+            (batch["run_id"], batch["step"]),
+            (json.dumps(group_ids), json.dumps(sorted(dropped_ids))),
+        )
         self.db.execute(
             "INSERT INTO replaced_batches (run_id, step, revision, digest, chain, group_ids, dropped_ids, reason)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *key,
-                batch["revision"],
-                batch["digest"],
-                batch["chain"],
-                json.dumps(group_ids),
-                json.dumps(sorted(dropped_ids)),
-                reason,
-            ),
+            (*key, batch["revision"], batch["digest"], batch["chain"], *of_groups, reason),
         )
         self.db.execute("DELETE FROM batches WHERE run_id = ? AND step = ?", key)
 
@@ -80,8 +74,7 @@ class Batches(Queries):
 
 def batch_digest(groups: Sequence[sqlite3.Row]) -> str:
     """Return SHA-256 over a batch's groups in their order: id, digest and digest of the scores of each. `groups` are rows of
-    the table `groups`.
-    """
+    the table `groups`."""
     content = [[group["group_id"], group["digest"], group["scores_digest"]] for group in groups]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -108,25 +101,16 @@ def split_batch(db: sqlite3.Connection, run_id: str, step: int, world_size: int)
 
 class Splits:
     """Cache of the newest splits. The key is a link of the chain, which names one batch for good, whatever is fixed
-    anew or rolled back.
-    """
+    anew or rolled back."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
-        self.db = db
-        self._splits: OrderedDict[tuple[str, int], Split] = OrderedDict()
+        self._batches = Batches(db)
+        self._split = functools.lru_cache(MAX_SPLITS)(lambda chain, *of_step: split_batch(db, *of_step))
 
     def get(self, run_id: str, step: int, world_size: int) -> Split:
         """Return `split_batch` from the cache."""
-        batch = Batches(self.db).get(run_id, step)
-        if batch is None:
-            return []
-        key = (str(batch["chain"]), world_size)
-        if key not in self._splits:
-            self._splits[key] = split_batch(self.db, run_id, step, world_size)
-            if len(self._splits) > MAX_SPLITS:
-                self._splits.popitem(last=False)
-        self._splits.move_to_end(key)
-        return self._splits[key]
+        batch = self._batches.get(run_id, step)
+        return [] if batch is None else self._split(batch["chain"], run_id, step, world_size)
 
 
 def balance(tokens: list[int], world_size: int) -> list[list[int]]:
@@ -191,7 +175,6 @@ class Receipts(Queries):
         return any(self.row(query, (run_id, session, step)) for session in sessions)
 
     def remove(self, run_id: str, sessions: Iterable[int], step: int) -> None:
-        """Remove the receipts of these sessions for the step."""
         self.db.executemany(
             "DELETE FROM receipts WHERE run_id = ? AND session = ? AND step = ?",
             [(run_id, session, step) for session in sessions],
@@ -251,7 +234,6 @@ class SessionFaults(Queries):
         return [SessionFault(*row[:4]) for row in rows]
 
     def remove_step(self, run_id: str, step: int) -> None:
-        """Remove all rows of a step that is trained."""
         self.db.execute("DELETE FROM session_faults WHERE run_id = ? AND step = ?", (run_id, step))
 
     def remove_in_hand(self, run_id: str, session: int) -> None:
@@ -262,5 +244,4 @@ class SessionFaults(Queries):
         )
 
     def remove_run(self, run_id: str) -> None:
-        """Remove all rows of a run."""
         self.db.execute("DELETE FROM session_faults WHERE run_id = ?", (run_id,))

@@ -34,12 +34,10 @@ class Deaths:
         self._ledger.invalidate(KEY)
 
     def remove_group(self, run_id: str, group_id: int) -> None:
-        """Remove the deaths that are recorded for a group."""
         self._ledger.db.execute("DELETE FROM deaths WHERE run_id = ? AND group_id = ?", (run_id, group_id))
         self._ledger.invalidate(KEY)
 
     def remove_run(self, run_id: str) -> None:
-        """Remove the deaths of a run that has ended."""
         self._ledger.db.execute("DELETE FROM deaths WHERE run_id = ?", (run_id,))
         self._ledger.invalidate(KEY)
 
@@ -76,5 +74,4 @@ class FreeSlots(Queries):
         self.db.execute("INSERT OR IGNORE INTO free_slots VALUES (?, ?)", (run_id, slot))
 
     def remove(self, run_id: str, slot: int) -> None:
-        """Take a free slot."""
         self.db.execute("DELETE FROM free_slots WHERE run_id = ? AND slot = ?", (run_id, slot))

@@ -100,7 +100,6 @@ class Checkpoints(Queries):
         )
 
     def clear_damage(self, run_id: str) -> None:
-        """Remove the marks of all damaged checkpoints of a run."""
         self.db.execute("UPDATE checkpoints SET damaged = '' WHERE run_id = ? AND damaged != ''", (run_id,))
 
     def from_row(self, row: sqlite3.Row) -> Checkpoint:

@@ -87,7 +87,6 @@ class Episodes(Queries):
     # Turns
 
     def last_turn(self, run_id: str, group_id: int, sample: int, life: int) -> sqlite3.Row | None:
-        """Return the newest turn of a life."""
         return self.row(
             f"SELECT * FROM episodes WHERE {OF_SAMPLE} ORDER BY turn DESC LIMIT 1",
             (run_id, group_id, sample, life),
@@ -118,11 +117,8 @@ class Episodes(Queries):
 
     def total(self, run_id: str, group_id: int) -> Total:
         """Return the tokens of a group's turns and the oldest version among them."""
-        row = self.row(
-            "SELECT COALESCE(SUM(tokens), 0), MIN(oldest_step) FROM episodes WHERE run_id = ? AND group_id = ?",
-            (run_id, group_id),
-        )
-        return Total(int(row[0]), row[1])
+        query = "SELECT COALESCE(SUM(tokens), 0), MIN(oldest_step) FROM episodes WHERE run_id = ? AND group_id = ?"
+        return Total(*self.rows(query, (run_id, group_id))[0])
 
     def damaged(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:
         """Return the turn whose bytes a damaged record holds."""
@@ -142,13 +138,7 @@ class Episodes(Queries):
     # Lives
 
     def lives(self, run_id: str, group_id: int, sample: int) -> Lives:
-        """Return the lives of a sample."""
-        row = self.row(
-            "SELECT COALESCE(MAX(life), 0) + 1, COALESCE(SUM(counts), 0), COALESCE(MAX(given_up), 0) FROM restarts"
-            " WHERE run_id = ? AND group_id = ? AND sample = ?",
-            (run_id, group_id, sample),
-        )
-        return Lives(int(row[0]), int(row[1]), bool(row[2]))
+        return self.lives_of_group(run_id, group_id).get(sample, Lives(1, 0, False))
 
     def lives_of_group(self, run_id: str, group_id: int) -> dict[int, Lives]:
         """Return the lives of each sample of a group that has an ended one."""

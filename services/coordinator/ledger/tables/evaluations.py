@@ -32,13 +32,11 @@ class Evaluations(Queries):
     # Pending ones
 
     def first_pending(self, run_id: str) -> sqlite3.Row | None:
-        """Return the first evaluation that is not done."""
         return self.row(
             "SELECT * FROM evaluations WHERE run_id = ? AND done = 0 ORDER BY step LIMIT 1", (run_id,)
         )
 
     def pending_steps(self, run_id: str) -> list[int]:
-        """Return the steps of the evaluations that are not done."""
         rows = self.rows("SELECT step FROM evaluations WHERE run_id = ? AND done = 0", (run_id,))
         return [row["step"] for row in rows]
 

@@ -90,12 +90,10 @@ class RegisteredModels(Queries):
         return [self.from_row(row) for row in rows]
 
     def of_run(self, run_id: str) -> list[ModelVersion]:
-        """Return the versions that a run has trained."""
         rows = self.rows("SELECT * FROM models WHERE run_id = ? ORDER BY name, version", (run_id,))
         return [self.from_row(row) for row in rows]
 
     def set_stage(self, name: str, version: int, stage: str) -> None:
-        """Set the stage of a version."""
         self.db.execute("UPDATE models SET stage = ? WHERE name = ? AND version = ?", (stage, name, version))
 
     # Aliases

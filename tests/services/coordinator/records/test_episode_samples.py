@@ -5,7 +5,7 @@ from __future__ import annotations
 from episode_groups import episode_group, episode_texts
 
 from paceline.services.cli.render import sample_text
-from paceline.services.coordinator.records.episode_samples import episodes
+from paceline.services.coordinator.records.sample_pages import episodes
 from paceline.wire import encode_result
 
 

@@ -1,9 +1,11 @@
-"""Readings of all members every five seconds, in files beside the ledger: who worked, waited, took weights or was away.
+"""What members report and the ledger does not keep, in files beside it: readings of their gauges every five seconds, which say who
+worked, waited, took weights or was away; and what the learner computed of single tokens, a protobuf message for each step.
 
-Promise: the files take 32 MB at most, the oldest go first, and a disk that is slow or full holds nothing up: a thread writes, and a
-reading that comes while it still writes is left out. Nothing is written while there is no member.
+Promise: the files of either kind (of tokens: of a run) take 32 MB at most, the oldest go first, and a disk that is slow or full
+holds nothing up: a thread writes, and what comes while it still writes is left out.
 
-A line is a JSON object: `time` in seconds since 1970 and `members` by id, each with its pool and its gauges.
+A line of readings is a JSON object: `time` in seconds since 1970 and `members` by id, each with its pool and its gauges. Nothing is
+written while there is no member.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import logging
 import time
 from pathlib import Path
 
+from paceline.files.whole_file import write_whole
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.coordinator.members.registry import Member, Members
-from paceline.v1 import common_pb2
+from paceline.v1 import common_pb2, worker_pb2
 
 PERIOD_S = 5.0
 FOLDER = "gauges"
@@ -95,3 +98,54 @@ def shares(member: Member, paused_s: float, elapsed_s: float) -> dict[str, float
 def files_of(folder: Path) -> list[Path]:
     """Return the files of readings, oldest first."""
     return sorted(folder.glob("gauges-*.jsonl"))
+
+
+TOKEN_FOLDER = "token_stats"
+MAX_TOKEN_BYTES = 32 << 20
+MAX_REPORT_BYTES = 2 << 20
+MAX_COMPLETIONS = 4096
+
+
+class TokenFiles:
+    """The files of one coordinator's runs."""
+
+    def __init__(self, directory: Path):
+        self._folder = directory / TOKEN_FOLDER
+        self._writing: asyncio.Future[None] | None = None
+        """The last report's, which the loop's end waits for."""
+
+    def keep(self, report: worker_pb2.TokenStatistics) -> None:
+        """Write a report in a thread."""
+        if not report.completions or (self._writing is not None and not self._writing.done()):
+            return
+        data = report.SerializeToString()
+        path = path_of(self._folder.parent, report.run_id, report.step)
+        self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, path, data)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, data)
+            total = 0
+            for each in sorted(path.parent.glob("*.bin"), reverse=True):
+                total += each.stat().st_size
+                if total > MAX_TOKEN_BYTES:
+                    each.unlink(missing_ok=True)
+        except OSError as error:
+            seldom.warning(
+                "token statistics", "token statistics cannot be written into %s: %s", path.parent, error
+            )
+
+
+def path_of(directory: Path, run_id: str, step: int) -> Path:
+    """Return the file of a step; `directory` is the ledger's."""
+    return directory / TOKEN_FOLDER / run_id / f"{step:020d}.bin"
+
+
+def fault_of(report: worker_pb2.TokenStatistics) -> str:
+    """Return why a report is not kept; empty if it is."""
+    if len(report.completions) > MAX_COMPLETIONS or report.ByteSize() > MAX_REPORT_BYTES:
+        return f"it has {len(report.completions)} completions and {report.ByteSize()} bytes"
+    if any(len(each.logprobs) != len(each.entropies) for each in report.completions):
+        return "a completion has more log-probabilities than entropies, or fewer"
+    return ""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.services.coordinator.members.registry import Member, Members
-from paceline.services.coordinator.reporting import gauge_history as module
-from paceline.services.coordinator.reporting.gauge_history import GaugeHistory, files_of, shares
+from paceline.services.coordinator.reporting import member_files as module
+from paceline.services.coordinator.reporting.member_files import GaugeHistory, files_of, shares
 from paceline.v1 import common_pb2
 
 
