@@ -320,12 +320,7 @@ def _read(model: pb.RegisteredModel, run_id: str, caller: str) -> ModelVersion:
         raise InvalidInput(f"model.path has {len(model.path)} characters, must have 1 to {MAX_PATH}")
     return ModelVersion(
         **{field: getattr(model, field) for field in COPIED}
-        | {
-            "run_id": run_id,
-            "stage": REGISTERED,
-            "registered_by": caller,
-            "registered_s": 0.0,
-        },
+        | {"run_id": run_id, "stage": REGISTERED, "registered_by": caller, "registered_s": 0.0},
         session=model.policy.session,
         step=model.policy.step,
         evaluations=_read_documents("evaluations_json", model.evaluations_json),

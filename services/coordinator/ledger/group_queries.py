@@ -33,17 +33,14 @@ class GroupQueries(Queries):
 
     def prompt(self, run_id: str, group_id: int) -> str | None:
         """Return the prompt of a group as JSON, if there is a group of that number."""
-        row = self.row(
-            "SELECT prompt_json FROM prompts WHERE run_id = ? AND group_id = ?", (run_id, group_id)
-        )
-        return None if row is None else str(row[0])
+        query = "SELECT prompt_json FROM prompts WHERE run_id = ? AND group_id = ?"
+        prompt: str | None = self.value(query, (run_id, group_id))
+        return prompt
 
     def columns(self, run_id: str, group_id: int) -> str:
         """Return the data set's other columns of a group as a JSON object."""
-        row = self.row(
-            "SELECT columns_json FROM prompts WHERE run_id = ? AND group_id = ?", (run_id, group_id)
-        )
-        return "{}" if row is None else str(row[0])
+        query = "SELECT columns_json FROM prompts WHERE run_id = ? AND group_id = ?"
+        return str(self.value(query, (run_id, group_id)) or "{}")
 
     def column_values(self, run_id: str, group_ids: Collection[int], name: str) -> dict[int, object]:
         """Return the value of one of the data set's columns by group; None where a group has none."""

@@ -66,7 +66,11 @@ class Ledger(LedgerFile):
         self.episodes = Episodes(self.db)
         self.audit_heads = AuditHeads(self.db)
         self.models = RegisteredModels(self.db, self.path.parent)
-        self.deaths = Deaths(self)
+
+    @property
+    def deaths(self) -> Deaths:
+        """Crashes of workers, by the groups that they held. No attribute, because a circle of references would keep the files open."""
+        return Deaths(self)
 
     # Runs
 

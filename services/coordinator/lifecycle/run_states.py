@@ -44,14 +44,9 @@ class Watchers:
             return
         async with self._lock:
             with self._ledger.transaction():
-                self._run_log.write_down(
-                    [
-                        Notice(
-                            "warning", {"message": message} | ({"stalled": True} if message in stalls else {})
-                        )
-                        for message in messages
-                    ]
-                )
+                stalled = {message: {"stalled": True} for message in stalls}
+                contents = [{"message": message} | stalled.get(message, {}) for message in messages]
+                self._run_log.write_down([Notice("warning", content) for content in contents])
         await self.notify("lease")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.coordinator.reporting import token_files as module
+from paceline.services.coordinator.reporting import member_files as module
 from paceline.services.coordinator.reporting.member_files import TokenFiles, fault_of, path_of
 from paceline.v1 import worker_pb2
 
