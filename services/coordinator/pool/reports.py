@@ -17,7 +17,7 @@ from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.coordinator import sessions
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.ledger.folders import stored
+from paceline.services.coordinator.ledger.tables.checkpoints import stored
 from paceline.services.coordinator.members.introduction import checked_host
 from paceline.services.coordinator.members.registry import Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments

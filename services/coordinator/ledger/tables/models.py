@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.services.coordinator.ledger.database import Queries
-from paceline.services.coordinator.ledger.folders import resolved, stored
+from paceline.services.coordinator.ledger.tables.checkpoints import resolved, stored
 
 MAX_CHANGES = 1000
 """Changes of a model that are read; the newest ones."""
