@@ -19,7 +19,7 @@ import numpy as np
 from paceline.learner.batch.packing import pack, pack_evenly
 from paceline.models.shape import shape_of
 from paceline.models.work import training_flops
-from paceline.services.coordinator.ledger.batch_split import balance
+from paceline.services.coordinator.ledger.tables.batches import balance
 
 MEDIAN, LONGEST, BATCHES = 8_000, 65_536, 20
 SHAPE = shape_of(

@@ -1,7 +1,4 @@
-"""The control plane's BundleService: clients send the files that runs need, workers fetch them.
-
-`Upload`: takes the parts of a client's stream of files into the store, one file after the other.
-"""
+"""The control plane's BundleService: clients send the files that runs need, one after the other, and workers fetch them."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import grpc
 from paceline.bundle.manifest import MAX_FILES
 from paceline.errors import Conflict, InvalidInput, Unavailable
 from paceline.services.common.serving.grpc_server import with_status, with_stream_status
-from paceline.services.coordinator.blobs.store import CHUNK_BYTES, BlobStore
+from paceline.services.coordinator.blobs import CHUNK_BYTES, BlobStore
 from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 
 PART_WAIT_S = 60.0
@@ -108,7 +105,7 @@ class Upload:
         if len(data) > CHUNK_BYTES:
             raise InvalidInput(f"a part has {len(data)} bytes, not {CHUNK_BYTES} at most")
         if sha256 != self._sha256:
-            self._check_ended()
+            self.finish()
             if self._store.has(sha256):  # another client has sent it since this one asked
                 return
             self._begin(sha256, size, offset)
@@ -125,16 +122,8 @@ class Upload:
             try:
                 self._store.complete(sha256, size)
             finally:
-                self._release()
+                self.close()
             self.num_blobs += 1
-
-    def finish(self) -> None:
-        """Check that the last file is complete. Raises Conflict."""
-        self._check_ended()
-
-    def close(self) -> None:
-        """Keep what has come of an incomplete file, from where a later stream goes on."""
-        self._release()
 
     def _begin(self, sha256: str, size: int, offset: int) -> None:
         self._store.begin(sha256, size, offset)
@@ -142,16 +131,18 @@ class Upload:
         try:
             self._file = self._store.open_partial(sha256)
         except BaseException:
-            self._release()
+            self.close()
             raise
 
-    def _check_ended(self) -> None:
+    def finish(self) -> None:
+        """Check that the last file is complete. Raises Conflict."""
         if self._file is not None:
             raise Conflict(
                 f"the file {self._sha256[:12]}… ended at byte {self._position} of {self._size}; ask again which are missing"
             )
 
-    def _release(self) -> None:
+    def close(self) -> None:
+        """Keep what has come of an incomplete file, from where a later stream goes on."""
         if self._sha256:
             with contextlib.suppress(
                 OSError

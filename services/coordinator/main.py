@@ -1,19 +1,34 @@
-"""`paceline serve coordinator` (also `paceline-coordinator`): parse the options, serve, explain errors."""
+"""`paceline serve coordinator` (also `paceline-coordinator`): parse the options, open the ledger, wire the servers, serve until it is
+stopped, end in order, explain errors.
+
+At the stop the coordinator first waits for workers that stop too, then ends all calls, then its loops; the ledger is closed last.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import gc
 import logging
+import shutil
 import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
+from paceline.calls.token import TOKEN_NAME, make_token, token_path
 from paceline.errors import InvalidInput, PacelineError
-from paceline.files.names import LEDGER_NAME
+from paceline.files.names import BLOBS_NAME, LEDGER_NAME
 from paceline.files.store_root import store_root
 from paceline.host.freed_memory import keep_freed_memory
+from paceline.services.common.access.callers import TokenCallers
 from paceline.services.common.access.insecure import check_host, insecure_option
+from paceline.services.common.access.token_guard import TokenGuard
+from paceline.services.common.access.token_table import FILE_NAME as TOKENS_NAME
 from paceline.services.common.directory import make_directory
 from paceline.services.common.options import (
     directory_option,
@@ -22,13 +37,216 @@ from paceline.services.common.options import (
     token_file_option,
 )
 from paceline.services.common.processes.file_limit import Capacity, raise_file_limit
-from paceline.services.common.serving.grpc_server import run_service
-from paceline.services.coordinator.disk_space import NEEDED_BYTES, is_disk_full
-from paceline.services.coordinator.ledger.integrity.file_damage import damage_in, sentence
-from paceline.services.coordinator.scaling.pools import PoolConfig, read_pools
+from paceline.services.common.processes.ready_file import announce
+from paceline.services.common.serving.grpc_server import STOP_GRACE_S, GrpcServer, run_service
+from paceline.services.common.serving.scrape import metrics_endpoint
+from paceline.services.common.serving.zmq_keepalive import in_brackets
+from paceline.services.coordinator.audit_log.log import AuditLog
+from paceline.services.coordinator.blobs import BlobStore
+from paceline.services.coordinator.bundle_servicer import BundleServicer
+from paceline.services.coordinator.ledger.connection import WalCheckpointer
+from paceline.services.coordinator.ledger.file_check import damage_in, sentence
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.lifecycle.coordinator import Coordinator
+from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.model_servicer import ModelServicer
+from paceline.services.coordinator.records.servicer import RecordsServicer
+from paceline.services.coordinator.scaling.policy import PoolConfig, read_pools
 from paceline.services.coordinator.scaling.scaler import PERIOD_S
-from paceline.services.coordinator.serving import CoordinatorService
+from paceline.services.coordinator.servicers import (
+    AccessServicer,
+    RunServicer,
+    StatusServicer,
+    WorkerServicer,
+)
 from paceline.tracing import set_up_metrics, set_up_tracing
+from paceline.v1 import (
+    access_pb2_grpc,
+    bundle_pb2_grpc,
+    records_pb2_grpc,
+    registry_pb2_grpc,
+    run_pb2_grpc,
+    status_pb2_grpc,
+    worker_pb2_grpc,
+)
+
+log = logging.getLogger(__name__)
+NEEDED_BYTES = 4 << 20
+"""Free bytes on the disk before the ledger is opened, because its recovery writes."""
+
+
+async def wait_for_space(directory: Path, stop: asyncio.Event) -> None:
+    """Wait until the ledger can be opened and written. Workers wait too, as for any coordinator that cannot be reached."""
+    is_logged = False
+    while (free_bytes := shutil.disk_usage(directory).free) < NEEDED_BYTES and not stop.is_set():
+        if not is_logged:
+            log.error(
+                "waiting for %d MB on the disk of %s: %d are free",
+                NEEDED_BYTES >> 20,
+                directory,
+                free_bytes >> 20,
+            )
+            is_logged = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await stop.wait()
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error, or an error of a group, comes from a full disk."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(is_disk_full(each) for each in error.exceptions)
+    if isinstance(error, sqlite3.OperationalError):
+        return getattr(error, "sqlite_errorcode", 0) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class CoordinatorService:
+    """One coordinator with the options of its command."""
+
+    directory: Path
+    store: str
+    """Root of large files; empty: `directory`."""
+    host: str
+    port: int
+    people_port: int | None
+    """Second gRPC port, where clients need no certificate under TLS; None opens none."""
+    exchange_port: int
+    exchange_endpoint: str
+    timeout_s: float
+    """Seconds after which a silent worker is expired."""
+    grace_s: float
+    """Seconds to wait, at the stop, for workers that stop too."""
+    min_free_bytes: int
+    bundle_quota_bytes: int
+    """Most bytes of the files of runs' bundles."""
+    functions_from: Sequence[Path]
+    ready_file: Path | None
+    metrics_port: int | None
+    """Port of `/metrics` for Prometheus and of `/scale` for KEDA; None: there is none."""
+    capacity: Capacity
+    scaling_period_s: float
+    """Seconds between two decisions on the sizes of pools."""
+    pools: Sequence[PoolConfig]
+    """Pools with bounds."""
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set. Raises errors of SQLite and of the disk, also in an ExceptionGroup."""
+        await wait_for_space(self.directory, stop)
+        ledger = Ledger(self.directory / LEDGER_NAME, store=self.store)
+        audit = AuditLog(ledger)
+        callers = self._callers(audit)
+        server = GrpcServer(
+            self.host,
+            self.port,
+            TokenGuard(callers, ledger.submitter, audit.note_call),
+            self.capacity.max_connections,
+            mutual=True,
+            people_port=self.people_port,
+        )
+        coordinator = Coordinator(
+            ledger,
+            self.directory,
+            Members(self.timeout_s),
+            self.host,
+            self.exchange_port,
+            self.min_free_bytes,
+            self.functions_from,
+            BlobStore(
+                self.directory / BLOBS_NAME,
+                quota_bytes=self.bundle_quota_bytes,
+                min_free_bytes=self.min_free_bytes,
+            ),
+            self.scaling_period_s,
+            callers.refusal,
+            self.pools,
+        )
+        coordinator.exchange.note_intruder = audit.note_intruder
+        endpoint = f"tcp://{in_brackets(self.host)}:{coordinator.server.port}"
+        records = RecordsServicer(ledger.path, coordinator.members, coordinator.committed)
+        access = AccessServicer(callers, audit.note_call)
+        self._add_servicers(server, coordinator, records, access, self.exchange_endpoint or endpoint)
+        await coordinator.recover()
+        await server.start()
+        coordinator.pool.expect_holders()
+        try:
+            announce(self.ready_file, f"{self.host}:{server.port}")
+            log.info(
+                "listening on %s:%d, exchange on %s, ledger %s (term %d)",
+                self.host,
+                server.port,
+                endpoint,
+                ledger.path,
+                ledger.term,
+            )
+            desired = coordinator.scaler.desired
+            async with metrics_endpoint(self.host, self.metrics_port, callers, audit.note_call, desired):
+                await self._run_until(stop, server, coordinator, audit)
+        finally:
+            await _end_calls(server, coordinator)  # again, because a loop that fails skips the first call
+            await records.close()
+        coordinator.close()
+        audit.close()
+        ledger.close()
+
+    def _callers(self, audit: AuditLog) -> TokenCallers:
+        token_file = token_path(self.directory / TOKEN_NAME)
+        token = make_token(token_file)
+        if token_file.stat().st_mode & 0o077:
+            log.warning("others on this host can read the token in %s; chmod 600 it", token_file)
+        table = self.directory / TOKENS_NAME
+        return TokenCallers(lambda: token, token_file, table, note=audit.note_change)
+
+    def _add_servicers(
+        self,
+        server: GrpcServer,
+        coordinator: Coordinator,
+        records: RecordsServicer,
+        access: AccessServicer,
+        exchange_endpoint: str,
+    ) -> None:
+        servicers = {
+            "AccessService": (access_pb2_grpc, access),
+            "RunService": (run_pb2_grpc, RunServicer(coordinator)),
+            "WorkerService": (worker_pb2_grpc, WorkerServicer(coordinator, exchange_endpoint, self.capacity)),
+            "BundleService": (bundle_pb2_grpc, BundleServicer(coordinator.blobs)),
+            "RecordsService": (records_pb2_grpc, records),
+            "StatusService": (status_pb2_grpc, StatusServicer(coordinator)),
+            "ModelService": (
+                registry_pb2_grpc,
+                ModelServicer(coordinator.ledger, coordinator.committed, coordinator.lock),
+            ),
+        }
+        for name, (module, servicer) in servicers.items():
+            server.add(servicer, getattr(module, f"add_{name}Servicer_to_server"), f"paceline.v1.{name}")
+
+    async def _run_until(
+        self, stop: asyncio.Event, server: GrpcServer, coordinator: Coordinator, audit: AuditLog
+    ) -> None:
+        """Run the coordinator's loops until `stop` is set and the workers that stop too have left."""
+        with contextlib.suppress(asyncio.CancelledError):
+            async with asyncio.TaskGroup() as tasks:
+                loops = [
+                    tasks.create_task(coordinator.server.serve()),
+                    tasks.create_task(coordinator.run_forever()),
+                    tasks.create_task(WalCheckpointer(coordinator.ledger, coordinator.lock).run()),
+                    tasks.create_task(audit.run(coordinator.lock)),
+                ]
+                await stop.wait()
+                await coordinator.wait_for_leavers(self.grace_s)
+                await _end_calls(server, coordinator)
+                for loop in loops:
+                    loop.cancel()
+
+
+async def _end_calls(server: GrpcServer, coordinator: Coordinator) -> None:
+    """End the calls under way and accept no further calls; a second call does nothing."""
+    stopped = asyncio.create_task(server.stop(STOP_GRACE_S))
+    await asyncio.sleep(0)  # the server refuses new calls from here on, so that no worker comes back at once
+    await coordinator.end_streams()
+    await stopped
+
 
 GC_THRESHOLDS = (20_000, 20, 20)
 """Thresholds of the collector of cycles. Hardly any object here is in a cycle, and thousands live for as long as a group is
@@ -38,7 +256,6 @@ open; Python's default would scan the newest objects after every 700 new ones.""
 def _pools(
     _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[PoolConfig, ...]:
-    """Callback of --pool."""
     try:
         return read_pools(texts)
     except InvalidInput as error:
@@ -120,20 +337,11 @@ def _pools(
 def main(
     directory: Path,
     store: str,
-    host: str,
-    port: int,
     people_port: int | None,
-    exchange_port: int,
-    exchange_endpoint: str,
-    timeout_s: float,
-    grace_s: float,
     min_free_mb: int,
     bundle_quota_mb: int,
     metrics_port: int | None,
-    functions_from: tuple[Path, ...],
-    ready_file: Path | None,
-    pools: tuple[PoolConfig, ...],
-    scaling_period_s: float,
+    **options: Any,
 ) -> None:
     """The coordinator: runs, members, exchange and ledger."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -148,21 +356,12 @@ def main(
     service = CoordinatorService(
         directory=directory,
         store=root,
-        host=host,
-        port=port,
         people_port=people_port,
-        exchange_port=exchange_port,
-        exchange_endpoint=exchange_endpoint,
-        timeout_s=timeout_s,
-        grace_s=grace_s,
         min_free_bytes=min_free_mb << 20,
         bundle_quota_bytes=bundle_quota_mb << 20,
-        functions_from=functions_from,
-        ready_file=ready_file,
         metrics_port=metrics_port,
         capacity=Capacity(raise_file_limit(), has_people_port=people_port is not None),
-        scaling_period_s=scaling_period_s,
-        pools=pools,
+        **options,
     )
     keep_freed_memory()
     gc.freeze()  # objects of the imports live for ever: scanning them again and again takes tens of milliseconds

@@ -1,24 +1,207 @@
-"""The control plane's ModelService, and the same calls on a ledger that is opened in this process."""
+"""The control plane's ModelService, and the same calls on a ledger that is opened in this process: what may be registered, promoted
+and rolled back.
+
+Promise: lineage agrees with the records of the run, evidence with the exported files, and nothing is promoted past a gate without a
+recorded reason. Every call may be repeated: the second one changes nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
 
-from paceline.errors import InvalidInput
-from paceline.models.references import CHAMPION, Reference
+from paceline.errors import Conflict, InvalidInput, NotFound
+from paceline.models.evidence import check_evidence, has_passed, outcome_of
+from paceline.models.references import CHAMPION, Reference, check_alias, check_name, read_reference
 from paceline.services.common.access.caller import current_caller
 from paceline.services.common.serving.grpc_server import with_status
-from paceline.services.coordinator import model_registry
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.ledger.tables.models import ModelVersion
+from paceline.services.coordinator.ledger.tables.models import ModelChange, ModelVersion
 from paceline.v1 import registry_pb2 as pb
 from paceline.v1 import registry_pb2_grpc
+
+MAX_EVIDENCE = 64
+"""Evaluations, and verdicts, of one version."""
+MAX_VERSION = 10**9
+MAX_REASON = 1000
+"""Characters of a reason."""
+REGISTERED, PASSED, PROMOTED, ROLLED_BACK = "registered", "passed", "promoted", "rolled_back"
+
+
+def register(ledger: Ledger, model: ModelVersion) -> ModelVersion:
+    """Record the next version of a model. Raises InvalidInput, Conflict, NotFound."""
+    check_name(model.name)
+    _checked(model.version)
+    _check_evidence(model)
+    with ledger.transaction():
+        known = ledger.models.get(model.name, model.version)
+        if known is not None and known.statement_sha256 == model.statement_sha256:
+            return known
+        newest = ledger.models.newest(model.name)
+        if model.version != newest + 1:
+            raise Conflict(
+                f"version {model.version} of {model.name} cannot be registered, because the next one is {newest + 1}; register "
+                "again"
+            )
+        _check_lineage(ledger, model)
+        _check_parent(ledger, model.parent)
+        stage = PASSED if has_passed(model.verdicts) else REGISTERED
+        recorded = model._replace(stage=stage, registered_s=time.time())
+        ledger.models.add(recorded)
+    return recorded
+
+
+def find(ledger: Ledger, reference: Reference) -> ModelVersion:
+    """Return the version that a reference names. Raises NotFound."""
+    version = min(reference.version, MAX_VERSION)
+    if reference.alias:
+        version = ledger.models.holder(reference.name, reference.alias)
+        if not version:
+            aliases = ", ".join(ledger.models.aliases(reference.name)) or "none"
+            raise NotFound(
+                f"no version of {reference.name} has the alias {reference.alias!r}; its aliases are: {aliases}"
+            )
+    version = version or ledger.models.newest(reference.name)
+    found = ledger.models.get(reference.name, version)
+    if found is None:
+        raise NotFound(f"no registered model {reference}; `paceline models list` shows what there is")
+    return found
+
+
+def promote(ledger: Ledger, name: str, version: int, alias: str, override: str, caller: str) -> ModelVersion:
+    """Give an alias to a version. Raises NotFound, InvalidInput; Conflict for a version that did not pass, without `override`."""
+    check_alias(alias)
+    _check_reason(override, "override")
+    with ledger.transaction():
+        model = find(ledger, Reference(name, _checked(version)))
+        previous = ledger.models.holder(name, alias)
+        if previous == version:
+            return model
+        passed = has_passed(model.verdicts) and model.stage != ROLLED_BACK
+        if not passed and not override:
+            why = (
+                "it was rolled back"
+                if model.stage == ROLLED_BACK
+                else f"its gate says: {outcome_of(model.verdicts)}"
+            )
+            raise Conflict(
+                f"{name}:{version} is not promoted, because {why}; promote a version that has passed, or give the reason to "
+                "promote it all the same (--override), which is recorded"
+            )
+        reason = "" if passed else override
+        change = ModelChange(0, "promote", alias, version, previous, reason, caller, time.time())
+        ledger.models.add_change(name, change)
+        ledger.models.set_stage(name, version, PROMOTED)
+    return find(ledger, Reference(name, version))
+
+
+def roll_back(ledger: Ledger, name: str, version: int, alias: str, reason: str, caller: str) -> ModelVersion:
+    """Give an alias back to the version that had it before `version`; return that one. Raises NotFound, InvalidInput; Conflict where
+    `version` does not have the alias, or none had it before."""
+    check_alias(alias)
+    _check_reason(reason, "reason")
+    if not reason:
+        raise InvalidInput("reason is empty; say why the version is rolled back, because it is recorded")
+    with ledger.transaction():
+        find(ledger, Reference(name, _checked(version)))
+        holder = ledger.models.holder(name, alias)
+        changes = [each for each in ledger.models.changes(name) if each.alias == alias]
+        if changes and changes[-1].kind == "rollback" and changes[-1].previous == version:
+            return find(ledger, Reference(name, holder))  # the call was repeated
+        if holder != version:
+            raise Conflict(
+                f"{name}:{version} does not have the alias {alias!r}, {name}:{holder} has it; roll that back"
+            )
+        promotion = ledger.models.promotion(name, alias, version)
+        previous = promotion.previous if promotion is not None else 0
+        if not previous:
+            raise Conflict(
+                f"no version had the alias {alias!r} before {name}:{version}; promote another version instead"
+            )
+        ledger.models.set_stage(name, version, ROLLED_BACK)
+        change = ModelChange(0, "rollback", alias, previous, version, reason, caller, time.time())
+        ledger.models.add_change(name, change)
+    return find(ledger, Reference(name, previous))
+
+
+def override_of(model: ModelVersion, changes: Sequence[ModelChange]) -> str:
+    """Return the reason for the newest promotion of a version past its gate; empty without one."""
+    promotions = [each for each in changes if each.kind == "promote" and each.version == model.version]
+    return promotions[-1].reason if promotions else ""
+
+
+def _check_evidence(model: ModelVersion) -> None:
+    if max(len(model.evaluations), len(model.verdicts)) > MAX_EVIDENCE:
+        raise InvalidInput(
+            f"{model.name} comes with more than {MAX_EVIDENCE} evaluations or verdicts; give fewer"
+        )
+    check_evidence(
+        model.export_sha256,
+        {f"evaluation {index}": each for index, each in enumerate(model.evaluations)},
+        {f"verdict {index}": each for index, each in enumerate(model.verdicts)},
+    )
+
+
+def _check_lineage(ledger: Ledger, model: ModelVersion) -> None:
+    """Raises Conflict where the run's records say something else, NotFound for a run that is not on record."""
+    if not model.run_id:
+        for field in ("session", "step", "chain", "spec_sha256", "data", "code"):
+            if getattr(model, field):
+                raise InvalidInput(
+                    f"{field} is {getattr(model, field)!r:.80}, and no run is named; name it, or leave the field out"
+                )
+        return
+    run = ledger.run(model.run_id)
+    if not 0 <= model.step <= run["next_step"]:
+        raise Conflict(
+            f"run {model.run_id} has trained {run['next_step']} steps, so there is no model of step {model.step}"
+        )
+    if not 0 <= model.session <= run["session"]:
+        raise Conflict(
+            f"run {model.run_id} has had {run['session']} sessions, so there is no model of session {model.session}"
+        )
+    batch = ledger.batches.get(model.run_id, model.step - 1)
+    expected = {
+        "chain": batch["chain"] if batch is not None else "",
+        "spec_sha256": hashlib.sha256(run["spec_yaml"].encode()).hexdigest(),
+        "data": ledger.data_fingerprint(model.run_id),
+        "code": ledger.bundle(model.run_id) or ledger.function_digests(model.run_id),
+    }
+    for field, value in expected.items():
+        given = getattr(model, field)
+        if given != value:
+            raise Conflict(
+                f"{field} is {given!r}, and the records of run {model.run_id} at step {model.step} say {value!r}; register again"
+            )
+
+
+def _check_parent(ledger: Ledger, parent: str) -> None:
+    if parent:
+        reference = read_reference(parent)
+        if not reference.version:
+            raise InvalidInput(f"parent is {parent!r}; name a version, as name:version")
+        find(ledger, reference)
+
+
+def _check_reason(reason: str, field: str) -> None:
+    if len(reason) > MAX_REASON:
+        raise InvalidInput(
+            f"{field} has {len(reason)} characters, at most {MAX_REASON} are recorded; shorten it"
+        )
+
+
+def _checked(version: int) -> int:
+    if not 1 <= version <= MAX_VERSION:
+        raise InvalidInput(f"version is {version}; name one, from 1 to {MAX_VERSION}")
+    return version
+
 
 PAGE_SIZE = 100
 MAX_PATH = 4096
@@ -43,7 +226,7 @@ class RegistryCalls:
 
     def Register(self, request: pb.RegisterRequest) -> pb.RegisterResponse:
         model = _read(request.model, request.run_id, self._caller())
-        return pb.RegisterResponse(model=message(self._ledger, model_registry.register(self._ledger, model)))
+        return pb.RegisterResponse(model=message(self._ledger, register(self._ledger, model)))
 
     def List(self, request: pb.ModelServiceListRequest) -> pb.ModelServiceListResponse:
         name, version = _read_token(request.page_token)
@@ -58,22 +241,18 @@ class RegistryCalls:
 
     def Show(self, request: pb.ShowRequest) -> pb.ShowResponse:
         reference = Reference(request.name, request.version, request.alias if not request.version else "")
-        model = model_registry.find(self._committed, reference)
+        model = find(self._committed, reference)
         changes = [pb.ModelChange(**each._asdict()) for each in self._committed.models.changes(model.name)]
         return pb.ShowResponse(model=message(self._committed, model), changes=changes)
 
     def Promote(self, request: pb.PromoteRequest) -> pb.PromoteResponse:
         alias = request.alias or CHAMPION
-        model = model_registry.promote(
-            self._ledger, request.name, request.version, alias, request.override, self._caller()
-        )
+        model = promote(self._ledger, request.name, request.version, alias, request.override, self._caller())
         return pb.PromoteResponse(model=message(self._ledger, model))
 
     def Rollback(self, request: pb.RollbackRequest) -> pb.RollbackResponse:
         alias = request.alias or CHAMPION
-        model = model_registry.roll_back(
-            self._ledger, request.name, request.version, alias, request.reason, self._caller()
-        )
+        model = roll_back(self._ledger, request.name, request.version, alias, request.reason, self._caller())
         return pb.RollbackResponse(model=message(self._ledger, model))
 
 
@@ -117,12 +296,11 @@ class ModelServicer(registry_pb2_grpc.ModelServiceServicer):
 
 
 def message(ledger: Ledger, model: ModelVersion, *, with_evidence: bool = True) -> pb.RegisteredModel:
-    """Return the message of a version."""
     aliases = ledger.models.aliases(model.name)
     found = pb.RegisteredModel(
         **{field: getattr(model, field) for field in COPIED},
         aliases=[alias for alias, version in aliases.items() if version == model.version],
-        override=model_registry.override_of(model, ledger.models.changes(model.name)),
+        override=override_of(model, ledger.models.changes(model.name)),
     )
     found.policy.session, found.policy.step = model.session, model.step
     if with_evidence:
@@ -142,12 +320,7 @@ def _read(model: pb.RegisteredModel, run_id: str, caller: str) -> ModelVersion:
         raise InvalidInput(f"model.path has {len(model.path)} characters, must have 1 to {MAX_PATH}")
     return ModelVersion(
         **{field: getattr(model, field) for field in COPIED}
-        | {
-            "run_id": run_id,
-            "stage": model_registry.REGISTERED,
-            "registered_by": caller,
-            "registered_s": 0.0,
-        },
+        | {"run_id": run_id, "stage": REGISTERED, "registered_by": caller, "registered_s": 0.0},
         session=model.policy.session,
         step=model.policy.step,
         evaluations=_read_documents("evaluations_json", model.evaluations_json),

@@ -1,23 +1,36 @@
-"""The control plane's two services: RunService for people, WorkerService for workers."""
+"""The control plane's services for people and workers: runs, members, what limits the run, callers of the workers' services."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
-from paceline.errors import InvalidInput, Unavailable
+from paceline.errors import AccessDenied, InvalidInput, Unavailable
+from paceline.services.common.access.caller import current_caller
+from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.token_guard import Call
 from paceline.services.common.processes.file_limit import Capacity
 from paceline.services.common.serving.grpc_server import with_status, with_stream_status
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
 from paceline.services.coordinator.members.introduction import check_certificate, check_hello, check_key
 from paceline.services.coordinator.members.registry import Member
-from paceline.services.coordinator.reporting.run_messages import page, run_message
-from paceline.v1 import run_pb2, run_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.services.coordinator.records.lists import page, run_message
+from paceline.services.coordinator.scaling.scaler import Sized
+from paceline.v1 import (
+    access_pb2,
+    access_pb2_grpc,
+    run_pb2,
+    run_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 
 HEARTBEAT_INTERVAL_S = 1.0
 HELLO_WAIT_S = 30.0
@@ -211,3 +224,82 @@ async def _hello(reports: AsyncIterator[worker_pb2.ConnectRequest]) -> worker_pb
         raise InvalidInput("the first message of a stream has to be hello")
     check_hello(first.hello)
     return first.hello
+
+
+SHA256_BYTES = 32
+IDENTIFY = "paceline.v1.AccessService/Identify"
+
+
+class AccessServicer(access_pb2_grpc.AccessServiceServicer):
+    """The callers of one coordinator."""
+
+    def __init__(self, callers: TokenCallers, note: Callable[[Call], None] = lambda call: None):
+        """`note` takes questions about tokens that are nobody's, or do not count any more."""
+        self._callers, self._note = callers, note
+
+    @with_status
+    async def Identify(
+        self, request: access_pb2.IdentifyRequest, context: Context
+    ) -> access_pb2.IdentifyResponse:
+        if len(request.token_sha256) != SHA256_BYTES:
+            raise InvalidInput(f"token_sha256 has {len(request.token_sha256)} bytes, must be {SHA256_BYTES}")
+        try:
+            caller = self._callers.by_digest(request.token_sha256.hex())
+        except AccessDenied as denied:
+            self._note_refusal(request, context, str(denied))
+            return access_pb2.IdentifyResponse(refusal=str(denied))
+        if caller is None:
+            self._note_refusal(request, context, "it is no token of this coordinator")
+            return access_pb2.IdentifyResponse()
+        return access_pb2.IdentifyResponse(name=caller.name, roles=sorted(caller.roles))
+
+    def _note_refusal(self, request: access_pb2.IdentifyRequest, context: Context, why: str) -> None:
+        asker = current_caller()
+        details = f"a service of {asker.name if asker else 'a worker'} was called with a token: {why}"
+        code = grpc.StatusCode.UNAUTHENTICATED
+        self._note(Call(IDENTIFY, asker, context.peer(), request, code, details))
+
+
+class StatusServicer(status_pb2_grpc.StatusServiceServicer):
+    """What limits the run that trains."""
+
+    def __init__(self, coordinator: Coordinator):
+        self._coordinator = coordinator
+
+    @with_status
+    async def Status(self, request: status_pb2.StatusRequest, context: Context) -> status_pb2.StatusResponse:
+        ledger, report = self._coordinator.committed, self._coordinator.scaler.report()
+        pools = [_pool_status(name, sized) for name, sized in report.pools.items()]
+        response = status_pb2.StatusResponse(
+            advice=report.text,
+            insecurity=self._coordinator.insecurity,
+            learner_wait_fraction=report.wait_fraction,
+            queued_runs=len(ledger.queue()),
+            pools=[pool for pool in pools if pool is not None],
+        )
+        row = ledger.active_run()
+        if row is not None:
+            response.run_id, response.state, response.step = row["run_id"], row["state"], row["next_step"]
+            response.max_num_steps = row["max_num_steps"]
+        return response
+
+
+def _pool_status(name: str, sized: Sized) -> status_pb2.PoolStatus | None:
+    """Return None for a pool without a decision yet, and for one without run, scaler and workers."""
+    measured, state, is_scaled = sized.measured, sized.state, sized.asked_s is not None
+    if measured is None or state is None:
+        return None
+    if not (is_scaled or measured.has_run or measured.ready + measured.starting):
+        return None
+    return status_pb2.PoolStatus(
+        name=name,
+        is_scaled=is_scaled,
+        cost_per_hour=sized.config.cost,
+        desired=state.desired,
+        rate=state.rate,
+        demand=state.demand,
+        need=state.need if state.is_known else 0.0,
+        ready=measured.ready,
+        starting=measured.starting,
+        occupied=min(1.0, measured.occupied),
+    )

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import Unavailable
-from paceline.services.coordinator.audit.reading.reader import RecordsReader
-from paceline.services.coordinator.audit.reading.verify_process import verify_apart
-from paceline.services.coordinator.reporting.run_messages import page, run_message
+from paceline.services.coordinator.audit.verify import verify_apart
+from paceline.services.coordinator.records.lists import page, run_message
+from paceline.services.coordinator.records.reader import RecordsReader
 from paceline.v1 import records_pb2, run_pb2
 
 EVENTS_AT_ONCE = 500

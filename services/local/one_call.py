@@ -62,8 +62,8 @@ class TrainedRun:
     def samples(self, step: int) -> list[dict[str, Any]]:
         """Return the groups that a step trained on: prompt, columns, and for each completion its text, tokens, versions and
         rewards. Raises NotFound: no such step, samples that were not kept, a ledger that is on another machine."""
-        from paceline.services.coordinator.audit.reading.reader import records_in
         from paceline.services.coordinator.ledger.ledger import Ledger
+        from paceline.services.coordinator.records.reader import records_in
 
         path = self.directory.parent / LEDGER_NAME
         if not path.is_file():

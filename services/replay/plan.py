@@ -14,9 +14,9 @@ from paceline.errors import Conflict, NotFound
 from paceline.files.storage import Folder
 from paceline.groups import Group
 from paceline.learner.checkpoints.manifest import read_manifest
-from paceline.services.coordinator.ledger.batch_split import split_batch
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import read_frame
+from paceline.services.coordinator.ledger.tables.batches import split_batch
 from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoint
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_of_run
@@ -63,12 +63,13 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
     if start and start not in checkpoints:
         steps = ", ".join(str(step) for step in sorted({0, *checkpoints} - {row["next_step"]}))
         raise NotFound(f"run {run_id} has no checkpoint after {start} steps; replay from one of: {steps}")
-    sizes = ledger.db.execute(
+    sizes = ledger.rows(
         "SELECT step, world_size FROM receipts WHERE run_id = ? AND step >= ? AND step < ? ORDER BY step, session",
         (run_id, start, end),
-    ).fetchall()
-    if spec.samples:
-        _check_kept(ledger, run_id, start, end)
+    )
+    gone = ledger.group_queries.first_step_without_payloads(run_id, start, end) if spec.samples else None
+    if gone is not None:
+        raise NotFound(f"the samples of step {gone} were not kept: the run has logger.keep_samples false")
     return ReplayPlan(
         run_id=run_id,
         spec=spec,
@@ -83,9 +84,7 @@ def plan_replay(ledger: Ledger, run_id: str, start: int, end: int | None = None)
     )
 
 
-def read_part(
-    ledger: Ledger, run_id: str, step: int, rank: int, world_size: int, *, check_digests: bool = True
-) -> list[Group]:
+def read_part(ledger: Ledger, run_id: str, step: int, rank: int, world_size: int) -> list[Group]:
     """Return the groups that a rank of `world_size` trains in a step, scored. Raises Conflict for a group that was
     changed."""
     groups = []
@@ -96,7 +95,7 @@ def read_part(
         reference_row = ledger.payload(run_id, row["group_id"], "reference")
         reference = None if reference_row is None else read_frame(reference_row.arrays)
         group = decode_group(row["group_id"], read_frame(payload.arrays), rewards, reference)
-        if check_digests and group.digest(row["digest"]) != row["digest"]:
+        if group.digest(row["digest"]) != row["digest"]:
             raise Conflict(
                 f"group {row['group_id']} of step {step} is not what was trained; its digest differs"
             )
@@ -122,16 +121,6 @@ def _checkpoints(ledger: Ledger, run_id: str) -> dict[int, Checkpoint]:
         (run_id,),
     )
     return {row["step"]: ledger.checkpoints.from_row(row) for row in rows}
-
-
-def _check_kept(ledger: Ledger, run_id: str, start: int, end: int) -> None:
-    gone = ledger.db.execute(
-        "SELECT MIN(step) AS step FROM groups g WHERE run_id = ? AND step >= ? AND step < ? AND NOT EXISTS (SELECT 1"
-        " FROM payloads p WHERE p.run_id = g.run_id AND p.group_id = g.group_id AND p.kind = 'result')",
-        (run_id, start, end),
-    ).fetchone()["step"]
-    if gone is not None:
-        raise NotFound(f"the samples of step {gone} were not kept: the run has logger.keep_samples false")
 
 
 def _threads(spec: RunSpec, checkpoints: list[Checkpoint]) -> int:

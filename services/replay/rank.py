@@ -29,9 +29,9 @@ from paceline.learner.batch.samples import TrainingSample, sequences_from_groups
 from paceline.learner.checkpoints import checkpoint as checkpoints
 from paceline.learner.step.trainer import Trainer
 from paceline.services.common.processes.parent_death import die_with_starter
-from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
+from paceline.services.coordinator.lifecycle.run_data import RunBundles
 from paceline.services.learner.device import set_up_device
 from paceline.services.replay.plan import plan_replay, read_part
 from paceline.spec import RunSpec
@@ -64,7 +64,7 @@ def replay(
     examples: ExampleSource | None = None
     if not spec.samples:
         bundles = RunBundles(ledger, BlobStore(ledger.path.parent / BLOBS_NAME))
-        with bundles.opened(spec, bundles.of_run(run_id), "data") as local:
+        with bundles.opened(spec, ledger.bundle(run_id), "data") as local:
             examples = ExampleSource(local, load_tokenizer(spec.policy), trainer.objective)
         trainer.reference.prepare(examples, rank)
 

@@ -19,9 +19,8 @@ from paceline.services.common.reporting.metric_table import PARTS
 from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
-from paceline.services.coordinator.reporting import state_otel
-from paceline.services.coordinator.reporting.state_otel import StateMeters
-from paceline.services.coordinator.reporting.weight_otel import StepMeters, WeightMeters
+from paceline.services.coordinator.reporting import otel as state_otel
+from paceline.services.coordinator.reporting.otel import StateMeters, StepMeters, WeightMeters
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "deploy" / "helm" / "paceline" / "files"

@@ -18,7 +18,7 @@ from paceline.services.coordinator.bundle_servicer import BundleServicer
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
 from paceline.services.coordinator.members.registry import Members
-from paceline.services.coordinator.records_servicer import RecordsServicer
+from paceline.services.coordinator.records.servicer import RecordsServicer
 from paceline.services.coordinator.servicers import RunServicer, WorkerServicer
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import (

@@ -107,7 +107,7 @@ def backup(destination: Path, directory: Path, as_json: bool) -> None:
 def encrypt(old_key_file: Path | None, directory: Path) -> None:
     """Encrypt the ledger with the storage key that the environment gives. Stop the coordinator before; the ledger's disk needs
     room for a second copy of it meanwhile."""
-    from paceline.services.coordinator.ledger.reencryption import encrypt_ledger
+    from paceline.services.coordinator.ledger.backup import encrypt_ledger
 
     new = storage_key()
     if new is None:

@@ -57,7 +57,7 @@ class LedgerRuns:
     """The runs of one ledger that is open in this thread, and their records."""
 
     def __init__(self, ledger: Ledger):
-        from paceline.services.coordinator.audit.reading.reader import records_in
+        from paceline.services.coordinator.records.reader import records_in
 
         self.ledger, self.records = ledger, records_in(ledger)
 
@@ -67,7 +67,7 @@ class LedgerRuns:
 
     def get(self, run_id: str) -> Run:
         """Return a run. Raises NotFound."""
-        from paceline.services.coordinator.reporting.run_messages import run_message
+        from paceline.services.coordinator.records.lists import run_message
 
         row = self.ledger.run(run_id)
         message = run_message(self.ledger, row)
@@ -90,7 +90,7 @@ class LedgerRuns:
     def run_ids(self) -> list[str]:
         """Return the ids of all runs, oldest first, also where other columns cannot be read; the runs whose rows are lost come
         last."""
-        from paceline.services.coordinator.ledger.integrity.lost_runs import lost_runs
+        from paceline.services.coordinator.ledger.file_check import lost_runs
 
         lost: list[str] = []
         with contextlib.suppress(
@@ -113,7 +113,7 @@ def run_ids(source: Source) -> list[str]:
 def opened_ledger(path: Path) -> Iterator[Ledger]:
     """Open the ledger at `path`, read-only; explain the damage of a file that cannot be read. Raises NotFound,
     LedgerFault."""
-    from paceline.services.coordinator.ledger.integrity.file_damage import explained
+    from paceline.services.coordinator.ledger.file_check import explained
     from paceline.services.coordinator.ledger.ledger import Ledger
 
     try:

@@ -326,7 +326,7 @@ paceline plot my-run-1
 ```
 
 The coordinator has them as OpenTelemetry gauges too, `paceline.train.reward` and so on with the attribute `paceline.run`
-(`services/coordinator/reporting/weight_otel.py`). With OTEL_EXPORTER_OTLP_ENDPOINT set it exports them to a collector; with
+(`services/coordinator/reporting/otel.py`). With OTEL_EXPORTER_OTLP_ENDPOINT set it exports them to a collector; with
 `--metrics-port` it serves them at `/metrics` for Prometheus, where every character of a name but letters and digits is an
 underscore: `paceline_train_reward{paceline_run="my-run-1"}`. Seconds and bytes of weights are histograms there
 (`paceline_weights_transfer_seconds`). `paceline serve rollout`, `reward`, `environment`, `learner` (rank 0) and `dashboard` take

@@ -1,1 +1,1 @@
-"""`paceline ledger verify`, its comparisons and `--repair`, and `paceline samples`."""
+"""`paceline ledger verify`, its comparisons and `--repair`."""

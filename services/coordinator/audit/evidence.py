@@ -1,4 +1,4 @@
-"""Comparison of what ranks and workers sent with the ledger's groups and batches: the second half of `verify`.
+"""Comparison of what ranks and workers sent with the ledger's groups, batches and journals: the second part of `verify`.
 
 Ranks sent receipts, rollout workers sent arrays, reward workers sent rewards and the reference's log-probabilities.
 None of them reads the ledger's sums, so agreement here means that what was trained is what was generated and scored.
@@ -8,20 +8,52 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
 
 from paceline.array_frames import Buffer
+from paceline.episodes import TurnArrays
 from paceline.errors import LedgerFault
-from paceline.groups import FloatArray, Group, scores_digest
-from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.groups import FloatArray, Group, Version, scores_digest
+from paceline.services.coordinator.exchange.uploads.turn_checks import context_digest, turn_digest
+from paceline.services.coordinator.ledger.file_check import VerifyReport
+from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.spec import RunSpec
 from paceline.wire import CompletionArrays, decode_reference, decode_result, split_rows
 
-if TYPE_CHECKING:
-    from paceline.services.coordinator.audit.record import Record
+
+@dataclass(frozen=True)
+class Record:
+    """The rows of one run that more than one comparison reads."""
+
+    ledger: Ledger
+    run: sqlite3.Row
+    spec: RunSpec
+    counters: dict[str, int]
+    groups: list[sqlite3.Row]
+    """Training groups, without their texts, by id."""
+    batches: list[sqlite3.Row]
+    of_step: dict[int, list[sqlite3.Row]]
+    """Groups that carry a step, in the order of its batch."""
+    deep: bool
+    """True when the contents of every checkpoint are read, not of the newest alone."""
+
+    def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+        """Return the rows of a query whose first parameter is the run's id."""
+        return self.ledger.rows(query, (self.run_id, *values))
+
+    @property
+    def run_id(self) -> str:
+        return str(self.run["run_id"])
+
+    @property
+    def has_batches(self) -> bool:
+        """Return whether the exchange makes this run's batches; a supervised learner reads its data itself."""
+        return self.spec.samples
+
 
 KINDS = ("result", "prefix", "reference")
 STATES_WITH_RESULT = ("generated", "scored", "batched")
@@ -30,11 +62,8 @@ STATES_WITH_RESULT = ("generated", "scored", "batched")
 def receipts(record: Record, report: VerifyReport) -> None:
     """Compare receipts with batches: every session's receipts fit the batch, every trained step has those of all ranks
     of one session, and no group was trained in two steps. A session that died in a step, or is replaying it, has only
-    some.
-    """
-    rows = record.db.execute(
-        "SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank", (record.run_id,)
-    ).fetchall()
+    some."""
+    rows = record.rows("SELECT * FROM receipts WHERE run_id = ? ORDER BY step, session, rank")
     lives: dict[tuple[int, int], list[sqlite3.Row]] = {}
     for row in rows:
         lives.setdefault((row["step"], row["session"]), []).append(row)
@@ -64,17 +93,14 @@ def receipts(record: Record, report: VerifyReport) -> None:
 
 def payloads(record: Record, report: VerifyReport) -> None:
     """Compare the arrays that are still stored with digest, tokens, age and the rewards' shape on record."""
-    measured = record.db.execute(
+    measured = record.rows(
         "SELECT group_id, state, tokens, sequence_tokens, oldest_step, digest, rewards, functions FROM groups"
-        " WHERE run_id = ? AND class != 'train' AND state = 'scored'",
-        (record.run_id,),
-    ).fetchall()
+        " WHERE run_id = ? AND class != 'train' AND state = 'scored'"
+    )
     groups = {g["group_id"]: g for g in (*record.groups, *measured)}
-    group_ids = {
-        row[0] for row in record.db.execute("SELECT group_id FROM groups WHERE run_id = ?", (record.run_id,))
-    }
+    group_ids = {row[0] for row in record.rows("SELECT group_id FROM groups WHERE run_id = ?")}
     found: set[int] = set()
-    for stored in record.db.execute("SELECT * FROM payloads WHERE run_id = ?", (record.run_id,)):
+    for stored in record.rows("SELECT * FROM payloads WHERE run_id = ?"):
         row, subject = groups.get(stored["group_id"]), f"group {stored['group_id']}"
         if stored["kind"] not in KINDS or stored["group_id"] not in group_ids:
             report.problem(
@@ -116,8 +142,7 @@ def _compare_arrays(
 
 def read_checked(ledger: Ledger, stored: sqlite3.Row) -> tuple[Buffer, Buffer]:
     """Return header and arrays of a row of the table `payloads`, after a comparison with their checksums wherever they
-    are, as in a backup within the row. Raises LedgerFault.
-    """
+    are, as in a backup within the row. Raises LedgerFault."""
     content = ledger.payloads.payload(stored).read()
     for part, name in zip(content, ("header", "arrays"), strict=True):
         expected = stored[f"{name}_crc"]
@@ -132,9 +157,7 @@ def references(record: Record, report: VerifyReport) -> None:
     """Compare the reference's log-probabilities, where the pool serves it, with the tokens of every scored group."""
     serves, groups = record.spec.pool_serves_reference, {g["group_id"]: g for g in record.groups}
     found: set[int] = set()
-    stored_rows = record.db.execute(
-        "SELECT * FROM payloads WHERE run_id = ? AND kind = 'reference'", (record.run_id,)
-    )
+    stored_rows = record.rows("SELECT * FROM payloads WHERE run_id = ? AND kind = 'reference'")
     for stored in stored_rows:
         subject, row = f"group {stored['group_id']}", groups.get(stored["group_id"])
         found.add(stored["group_id"])
@@ -169,8 +192,7 @@ def _compare_with_batch(
     record: Record, report: VerifyReport, subject: str, step: int, received: list[sqlite3.Row], whole: bool
 ) -> None:
     """Compare the receipts of one session with the groups of the step's batch: all of them, each once, by their
-    digests.
-    """
+    digests."""
     groups = record.of_step.get(step, [])
     digests = {g["group_id"]: g["digest"] for g in groups}
     tokens = {g["group_id"]: g["tokens"] for g in groups}
@@ -200,3 +222,115 @@ def _compare_with_batch(
     if whole:
         missing = sorted(digests.keys() - set(ids))
         report.compare(subject, "groups {} of the batch are in no receipt, expected {}", missing, [])
+
+
+Life = tuple[int, int, int]
+"""Group, sample and number of a life."""
+
+WAITING = (State.ADMITTED, State.LEASED)
+"""States of groups that have a journal."""
+
+
+def episodes(record: Record, report: VerifyReport) -> None:
+    """Check that each turn is what its arrays are and follows the one before, that a group has the tokens of its journal
+    until it has its result, and that the lives of a sample are numbered without a gap."""
+    turns = record.rows("SELECT * FROM episodes WHERE run_id = ? ORDER BY group_id, sample, life, turn")
+    ended = record.rows("SELECT * FROM restarts WHERE run_id = ? ORDER BY group_id, sample, life")
+    if not turns and not ended and not record.spec.environment.is_used:
+        return
+    lives: dict[Life, list[sqlite3.Row]] = {}
+    for turn in turns:
+        lives.setdefault((turn["group_id"], turn["sample"], turn["life"]), []).append(turn)
+        subject = f"turn {turn['turn']} of sample {turn['sample']} of group {turn['group_id']}"
+        with report.reading(subject, "its arrays"):
+            _compare_turn(record, report, subject, turn)
+    _check_lives(report, lives, ended)
+    for life, of_life in lives.items():
+        _order(report, life, of_life)
+    _journaled_groups(record, report, turns, ended)
+    report.facts |= {"journaled_turns": len(turns), "ended_lives": len(ended)}
+
+
+def _compare_turn(record: Record, report: VerifyReport, subject: str, turn: sqlite3.Row) -> None:
+    arrays = TurnArrays.decode(read_checked(record.ledger, turn)[1])
+    digest = turn_digest(arrays.token_ids, arrays.logprobs, arrays.spans)
+    report.compare(subject, "its arrays give the digest {}, on record is {}", digest, turn["digest"])
+    digest = context_digest(arrays.context_ids)
+    text = "the tokens before it give the digest {}, on record is {}"
+    report.compare(subject, text, digest, turn["context_digest"])
+    report.compare(subject, "it has {} tokens, on record are {}", len(arrays.token_ids), turn["tokens"])
+    oldest = min(Version(*span[:2]).step for span in arrays.spans)
+    report.compare(subject, "its oldest version is {}, on record {}", oldest, turn["oldest_step"])
+    report.compare(subject, "it is of row {}, on record of {}", arrays.row, turn["row_index"])
+    left_out = json.loads(turn["left_out"])
+    if not set(left_out) <= set(range(turn["turn"] + 1)) or (left_out and not turn["last"]):
+        report.problem(subject, f"it leaves out turns {left_out[:8]}")
+
+
+def _order(report: VerifyReport, life: Life, turns: list[sqlite3.Row]) -> None:
+    """Compare the running numbers of a life's turns with the turns themselves."""
+    subject = f"sample {life[1]} of group {life[0]}"
+    numbers = [turn["turn"] for turn in turns]
+    report.compare(subject, "its turns are {}, expected {}", numbers, list(range(len(turns))))
+    if any(turn["last"] for turn in turns[:-1]):
+        report.problem(subject, "it has turns after its last one")
+    num_rows = 0
+    for turn in turns:
+        if turn["row_index"] > num_rows:
+            report.problem(
+                subject, f"turn {turn['turn']} is of row {turn['row_index']}, there are {num_rows}"
+            )
+        num_rows = max(num_rows, turn["row_index"] + 1)
+        report.compare(subject, "it has {} rows, on record are {}", num_rows, turn["num_rows"])
+
+
+def _check_lives(
+    report: VerifyReport, lives: dict[Life, list[sqlite3.Row]], ended: list[sqlite3.Row]
+) -> None:
+    """Check that a sample's ended lives are 1, 2, … and that the life of its turns is the next."""
+    last: dict[tuple[int, int], sqlite3.Row] = {}
+    for row in ended:
+        key = (row["group_id"], row["sample"])
+        subject = f"sample {key[1]} of group {key[0]}"
+        report.compare(subject, "its ended life is {}, expected {}", row["life"], _next_life(last.get(key)))
+        last[key] = row
+    for group_id, sample, life in lives:
+        before = last.get((group_id, sample))
+        subject = f"sample {sample} of group {group_id}"
+        report.compare(subject, "its turns are of life {}, expected {}", life, _next_life(before))
+        if before is not None and before["given_up"]:
+            report.problem(subject, "it was given up, but has turns")
+
+
+def _next_life(before: sqlite3.Row | None) -> int:
+    return 1 if before is None else int(before["life"]) + 1
+
+
+def _journaled_groups(
+    record: Record, report: VerifyReport, turns: list[sqlite3.Row], ended: list[sqlite3.Row]
+) -> None:
+    """Compare every group with its journal."""
+    tokens: dict[int, int] = {}
+    oldest: dict[int, int] = {}
+    for turn in turns:
+        group_id = turn["group_id"]
+        tokens[group_id] = tokens.get(group_id, 0) + turn["tokens"]
+        oldest[group_id] = min(turn["oldest_step"], oldest.get(group_id, turn["oldest_step"]))
+    rows = record.rows("SELECT group_id, state, tokens, oldest_step FROM groups WHERE run_id = ?")
+    known = {row["group_id"] for row in rows}
+    for row in rows:
+        subject, group_id = f"group {row['group_id']}", row["group_id"]
+        if row["state"] not in WAITING:
+            if group_id in tokens:
+                report.problem(subject, f"it is {row['state']}, but its journal is still there")
+            continue
+        text = "it has {} tokens, its journal has {}"
+        report.compare(subject, text, row["tokens"], tokens.get(group_id, 0))
+        text = "its oldest version is {}, its journal's {}"
+        report.compare(subject, text, row["oldest_step"], oldest.get(group_id))
+    for table, found in (("episodes", turns), ("restarts", ended)):
+        missing = sorted({row["group_id"] for row in found} - known)
+        if missing:
+            report.problem(
+                f"groups {missing[:5]}", f"they have rows in the table {table}, but are not on record"
+            )

@@ -7,23 +7,25 @@ coordinator must be stopped; it makes the same changes by itself when it meets s
 """
 
 from __future__ import annotations
-
-import contextlib
 from collections.abc import Callable
-from pathlib import Path
-
-from paceline.errors import LedgerFault, NotFound
-from paceline.services.coordinator.audit import artifacts
+from paceline.errors import LedgerFault
+from paceline.errors import NotFound
+from paceline.services.coordinator.audit import side_records
 from paceline.services.coordinator.exchange.batches import selection
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.exchange.state import Exchange
+from paceline.services.coordinator.ledger.file_check import UNREADABLE
+from paceline.services.coordinator.ledger.file_check import VerifyReport
+from paceline.services.coordinator.ledger.file_check import check_file
+from paceline.services.coordinator.ledger.file_check import sentence
 from paceline.services.coordinator.ledger.group_queries import OPEN_SQL
-from paceline.services.coordinator.ledger.integrity.file_check import check_file
-from paceline.services.coordinator.ledger.integrity.file_damage import sentence
-from paceline.services.coordinator.ledger.integrity.report import UNREADABLE, VerifyReport
-from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
+from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
+from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segments import DamagedRecord
-from paceline.services.coordinator.sessions.starting_point import mark_damaged
+from paceline.services.coordinator.sessions import mark_damaged
 from paceline.spec.reading import spec_from_ledger
+from pathlib import Path
+import contextlib
 
 Say = Callable[[str], None]
 
@@ -68,19 +70,18 @@ def _repair_run(ledger: Ledger, run_id: str, say: Say) -> None:
 def _generate_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
     """Admit the groups again whose arrays cannot be read any more, if no session has trained them."""
     ledger = exchange.ledger
-    rows = exchange.ledger.db.execute(
+    rows = ledger.rows(
         "SELECT p.* FROM payloads p JOIN groups g USING (run_id, group_id)"
         f" WHERE p.run_id = ? AND g.state IN {OPEN_SQL} AND p.segment IS NOT NULL",
         (run.run_id,),
-    ).fetchall()
+    )
     for row in rows:
         try:
             ledger.payloads.payload(row).read()
         except DamagedRecord as damaged:
             selection.handle_damaged(exchange, run, damaged)
-            state = ledger.db.execute(
-                "SELECT state FROM groups WHERE run_id = ? AND group_id = ?", (run.run_id, row["group_id"])
-            ).fetchone()["state"]
+            query = "SELECT state FROM groups WHERE run_id = ? AND group_id = ?"
+            state = ledger.value(query, (run.run_id, row["group_id"]))
             say(f"group {row['group_id']}: {damaged}; it is {state} now")
 
 
@@ -89,9 +90,9 @@ def _begin_again(exchange: Exchange, run: ActiveRun, say: Say) -> None:
     if not run.spec.environment.is_used:
         return
     ledger = exchange.ledger
-    waiting = ledger.db.execute(
+    waiting = ledger.rows(
         "SELECT group_id FROM groups WHERE run_id = ? AND state IN ('admitted', 'leased')", (run.run_id,)
-    ).fetchall()
+    )
     for (group_id,) in waiting:
         for turn in ledger.episodes.of_group(run.run_id, group_id):
             try:
@@ -105,7 +106,7 @@ def _mark_checkpoints(ledger: Ledger, run_id: str, say: Say) -> None:
     for checkpoint in ledger.checkpoints.kept(run_id):
         report = VerifyReport()
         if not checkpoint.damaged:
-            artifacts.compare_checkpoint(report, "it", checkpoint, contents=True)
+            side_records.compare_checkpoint(report, "it", checkpoint, contents=True)
         if report.found:
             reason = report.found[0].text
             mark_damaged(ledger, run_id, checkpoint.path, reason)

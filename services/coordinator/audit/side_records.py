@@ -1,26 +1,28 @@
-"""Comparison of the records beside a run's groups: prompts, events, evaluations, deaths, faults, registered models. A part of
-`verify`."""
+"""Comparison of the records beside a run's groups, and of its checkpoints and export with their manifests: the third part of
+`verify`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import Any
 
+from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
+from paceline.files.storage import Folder
 from paceline.models.evidence import check_evidence, has_passed
-from paceline.services.coordinator.ledger.integrity.report import VerifyReport
-
-if TYPE_CHECKING:
-    from paceline.services.coordinator.audit.record import Record
+from paceline.models.export_origin import Origin, origin_of
+from paceline.services.coordinator.audit.evidence import Record
+from paceline.services.coordinator.ledger.file_check import VerifyReport
+from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoint
 
 
 def prompts(record: Record, report: VerifyReport) -> None:
     """Check that every group has its prompt, and that both of its columns can be read."""
-    rows = record.db.execute(
+    rows = record.rows(
         "SELECT p.group_id, prompt_json, columns_json, class FROM prompts p"
-        " LEFT JOIN groups g ON g.run_id = p.run_id AND g.group_id = p.group_id WHERE p.run_id = ?",
-        (record.run_id,),
-    ).fetchall()
+        " LEFT JOIN groups g ON g.run_id = p.run_id AND g.group_id = p.group_id WHERE p.run_id = ?"
+    )
     for row in rows:
         subject = f"group {row['group_id']}"
         for column in ("prompt_json", "columns_json"):
@@ -35,9 +37,7 @@ def prompts(record: Record, report: VerifyReport) -> None:
 
 def events(record: Record, report: VerifyReport) -> None:
     """Check that events are numbered without a gap, and that each can be read."""
-    rows = record.db.execute(
-        "SELECT sequence, kind, json FROM events WHERE run_id = ? ORDER BY sequence", (record.run_id,)
-    ).fetchall()
+    rows = record.rows("SELECT sequence, kind, json FROM events WHERE run_id = ? ORDER BY sequence")
     for expected, row in enumerate(rows, 1):
         subject = f"event {row['sequence']}"
         if row["sequence"] != expected:
@@ -51,11 +51,8 @@ def events(record: Record, report: VerifyReport) -> None:
 
 def evaluations(record: Record, report: VerifyReport) -> None:
     """Check that results of evaluations can be read, and that each group that is only measured belongs to an
-    evaluation; to one that has ended only as a scored or dropped group.
-    """
-    rows = record.db.execute(
-        "SELECT * FROM evaluations WHERE run_id = ? ORDER BY step", (record.run_id,)
-    ).fetchall()
+    evaluation; to one that has ended only as a scored or dropped group."""
+    rows = record.rows("SELECT * FROM evaluations WHERE run_id = ? ORDER BY step")
     for row in rows:
         subject = f"evaluation of step {row['step']}"
         with report.reading(subject, "its result (table evaluations, column result_json)"):
@@ -63,9 +60,7 @@ def evaluations(record: Record, report: VerifyReport) -> None:
         if row["done"] not in (0, 1) or row["step"] > record.run["next_step"]:
             report.problem(subject, f"the run is at step {record.run['next_step']}, done is {row['done']}")
     done = {f"eval:{row['step']}": bool(row["done"]) for row in rows}
-    classes = record.db.execute(
-        "SELECT DISTINCT class, state FROM groups WHERE run_id = ? AND class != 'train'", (record.run_id,)
-    ).fetchall()
+    classes = record.rows("SELECT DISTINCT class, state FROM groups WHERE run_id = ? AND class != 'train'")
     for kind, state in classes:
         if kind not in done:
             report.problem(f"groups of the class {kind!r}", "there is no such evaluation")
@@ -75,8 +70,7 @@ def evaluations(record: Record, report: VerifyReport) -> None:
 
 def models(record: Record, report: VerifyReport) -> None:
     """Compare the registered models of the run with its batches and its spec, and check that a promoted one has passed its gates
-    or has a reason on record.
-    """
+    or has a reason on record."""
     chains = {batch["step"] + 1: batch["chain"] for batch in record.batches}
     spec_sha256 = hashlib.sha256(record.run["spec_yaml"].encode()).hexdigest()
     found = record.ledger.models.of_run(record.run_id)
@@ -104,15 +98,110 @@ def models(record: Record, report: VerifyReport) -> None:
 
 def deaths_and_faults(record: Record, report: VerifyReport) -> None:
     """Check that deaths belong to open groups, and faults to sessions that have begun."""
-    rows = record.db.execute(
+    rows = record.rows(
         "SELECT d.group_id, state FROM deaths d LEFT JOIN groups g ON g.run_id = d.run_id AND g.group_id = d.group_id"
-        " WHERE d.run_id = ? AND (state IS NULL OR state IN ('trained', 'dropped'))",
-        (record.run_id,),
-    ).fetchall()
+        " WHERE d.run_id = ? AND (state IS NULL OR state IN ('trained', 'dropped'))"
+    )
     for row in rows:
         report.problem(
             f"group {row['group_id']}", f"workers died with it (table deaths), but it is {row['state']}"
         )
-    for row in record.db.execute("SELECT session FROM session_faults WHERE run_id = ?", (record.run_id,)):
+    for row in record.rows("SELECT session FROM session_faults WHERE run_id = ?"):
         if not 0 < row["session"] <= record.run["session"]:
             report.problem(f"session {row['session']}", "it has a fault on record, but has not begun")
+
+
+def checkpoints(record: Record, report: VerifyReport) -> None:
+    """Compare checkpoints with the chain, and their manifests with those that were registered; of the newest one (with
+    `deep`: of each) also the files of its manifest."""
+    chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}
+    rows = record.rows("SELECT * FROM checkpoints WHERE run_id = ? ORDER BY step, session")
+    usable = [row for row in rows if not row["removed"] and not row["damaged"]]
+    on_disk = 0
+    for row in rows:
+        subject = f"checkpoint {row['path']} of step {row['step']}"
+        last = record.run["next_batch" if record.has_batches else "next_step"]
+        if row["step"] > last:
+            report.problem(subject, f"it is ahead of the ledger, which is at step {last}")
+        elif record.has_batches:
+            chain = chains.get(row["step"])
+            report.compare(subject, "its chain is {}, the ledger's {}", row["chain"], chain)
+        if row["removed"] or row["damaged"]:
+            continue
+        with report.reading(subject):
+            checkpoint = record.ledger.checkpoints.from_row(row)
+            on_disk += compare_checkpoint(report, subject, checkpoint, record.deep or row is usable[-1])
+    report.facts |= {"checkpoints": len(rows), "manifests_on_disk": on_disk}
+    damaged = {str(row["path"]): str(row["damaged"]) for row in rows if row["damaged"] and not row["removed"]}
+    if damaged:
+        report.facts["checkpoints_marked_damaged"] = damaged
+
+
+def compare_checkpoint(report: VerifyReport, subject: str, checkpoint: Checkpoint, contents: bool) -> bool:
+    """Compare a checkpoint's folder with the manifest that was registered, and with the manifest's files; return
+    whether a manifest is there."""
+    folder = Folder(checkpoint.path)
+    if not folder.exists():
+        report.problem(
+            subject, "its folder is missing; put it back, or `paceline ledger verify --repair` marks it"
+        )
+        return False
+    if not folder.exists(CHECKPOINT_MANIFEST):
+        report.problem(subject, f"it has no {CHECKPOINT_MANIFEST}")
+        return False
+    digest = folder.sha256(CHECKPOINT_MANIFEST)
+    report.compare(subject, "its manifest has the SHA-256 {}, registered is {}", digest, checkpoint.sha256)
+    if digest == checkpoint.sha256:
+        compare_files(
+            report, subject, folder, json.loads(folder.read(CHECKPOINT_MANIFEST))["files"], contents
+        )
+    return True
+
+
+def compare_files(
+    report: VerifyReport, subject: str, folder: Folder, listed: list[dict[str, Any]], contents: bool
+) -> None:
+    """Compare the files of a manifest by size and, with `contents`, by SHA-256."""
+    present = folder.files()
+    for file in listed:
+        name, size_bytes = file["path"], file["size_bytes"]
+        if name not in present:
+            report.problem(subject, f"its file {name} is missing")
+        elif present[name] != size_bytes:
+            report.problem(
+                subject, f"its file {name} has {present[name]} bytes, its manifest says {size_bytes}"
+            )
+        elif contents and (digest := folder.sha256(name)) != file["sha256"]:
+            report.problem(
+                subject, f"its file {name} has the SHA-256 {digest}, its manifest says {file['sha256']}"
+            )
+
+
+def export(record: Record, report: VerifyReport) -> None:
+    """Compare the files of the exported model, where it is still in its place, and what they say of their run."""
+    path = record.ledger.export_path(record.run_id)
+    if not path:
+        return
+    folder = Folder(path)
+    subject = f"export {folder}"
+    if not folder.exists():
+        report.facts["export"] = f"{folder} is not there any more"
+    elif not folder.exists(EXPORT_MANIFEST):
+        report.facts["export"] = f"{folder} has no manifest"
+    else:
+        with report.reading(subject):
+            listed = json.loads(folder.read(EXPORT_MANIFEST))["files"]
+            compare_files(report, subject, folder, listed, contents=True)
+            _compare_origin(record, report, subject, origin_of(folder))
+            report.facts["export"] = f"{folder}: {len(listed)} files"
+
+
+def _compare_origin(record: Record, report: VerifyReport, subject: str, origin: Origin | None) -> None:
+    """Compare what an export says of its run."""
+    if origin is None:
+        report.problem(subject, "its files name no run")
+        return
+    report.compare(subject, "its files say run {}, this one is {}", origin.run_id, record.run_id)
+    chains = {batch["step"] + 1: batch["chain"] for batch in record.batches} | {0: ""}
+    if record.has_batches:
+        report.compare(subject, "its chain is {}, the ledger's {}", origin.chain, chains.get(origin.step))

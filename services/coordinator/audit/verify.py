@@ -3,28 +3,46 @@
 Promise: it does not add up one table. Groups are compared with the durable counters and the cursor, batches with the
 receipts that the ranks sent, digests with the stored arrays, rewards and reference, open groups with their journals, the hash
 chain with the batches and the checkpoints with the chain and their files on disk (`services/coordinator/audit/evidence.py`,
-`journals.py`, `artifacts.py` and `side_records.py`). Before all of that it checks the SQLite file itself
-(`services/coordinator/ledger/integrity/file_check.py`). It reads one consistent snapshot and writes nothing, so it may run beside
+`side_records.py`). Before all of that it checks the SQLite file itself
+(`services/coordinator/ledger/file_check.py`). It reads one consistent snapshot and writes nothing, so it may run beside
 the coordinator; whatever damage it meets is a problem in the report, never an exception.
+
+It reads every array of a run and takes minutes of a processor, which the coordinator's process needs. So `verify_apart` runs
+`python -m paceline.services.coordinator.audit.verify LEDGER RUN [--deep]`, at the lowest priority and until its parent ends.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import os
 import sqlite3
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
-from paceline.errors import NotFound
-from paceline.services.coordinator.audit import artifacts, evidence, journals, side_records
-from paceline.services.coordinator.audit.record import Record
+import click
+
+from paceline.errors import NotFound, PacelineError
+from paceline.services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
+from paceline.services.coordinator.audit import evidence, side_records
+from paceline.services.coordinator.audit.evidence import Record
 from paceline.services.coordinator.audit_log.verification import check_end
-from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
+from paceline.services.coordinator.ledger.file_check import (
+    LOST,
+    REMEDY,
+    VerifyReport,
+    check_file,
+    lost_runs,
+    tolerant,
+)
 from paceline.services.coordinator.ledger.groups import OPEN_STATES
-from paceline.services.coordinator.ledger.integrity.file_check import check_file, tolerant
-from paceline.services.coordinator.ledger.integrity.lost_runs import LOST, lost_runs
-from paceline.services.coordinator.ledger.integrity.report import REMEDY, VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.tables.batches import batch_digest, extend_chain
 from paceline.spec.reading import spec_from_ledger
+from paceline.v1 import records_pb2 as pb
 
 STATES_WITH_STEP = ("batched", "trained")
 
@@ -98,8 +116,7 @@ def _read(ledger: Ledger, run_id: str, deep: bool, report: VerifyReport) -> Reco
 
 def _groups(record: Record, report: VerifyReport) -> None:
     """Check that no group is lost: ids without gaps, every admitted one on record, as many in each end state as were
-    counted.
-    """
+    counted."""
     groups, counters = record.groups, record.counters
     admitted = counters.get("groups:ever_admitted", 0)
     report.compare("groups", "{} are on record, {} were admitted", len(groups), admitted)
@@ -136,7 +153,7 @@ def _slots(record: Record, report: VerifyReport) -> None:
     for slot, number in holders.items():
         if number > 1 or slot >= record.run["next_slot"]:
             report.problem(f"slot {slot}", f"{number} groups hold it, of {record.run['next_slot']} slots")
-    free = record.db.execute("SELECT slot FROM free_slots WHERE run_id = ?", (record.run_id,)).fetchall()
+    free = record.rows("SELECT slot FROM free_slots WHERE run_id = ?")
     slots = sorted([*holders, *(row["slot"] for row in free)])
     if slots != list(range(record.run["next_slot"])):
         odd = sorted(Counter(slots).keys() ^ set(range(record.run["next_slot"]))) or [
@@ -210,10 +227,9 @@ def _batches(record: Record, report: VerifyReport) -> None:
 
 def _replaced(record: Record, report: VerifyReport, chain: str, batch: sqlite3.Row) -> str:
     """Return the chain's link before a batch: the batches that it has replaced come after the step before it."""
-    rows = record.db.execute(
-        "SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision",
-        (record.run_id, batch["step"]),
-    ).fetchall()
+    rows = record.rows(
+        "SELECT * FROM replaced_batches WHERE run_id = ? AND step = ? ORDER BY revision", batch["step"]
+    )
     subject = f"step {batch['step']}"
     revisions = [row["revision"] for row in rows]
     report.compare(subject, "its replaced batches are {}, not {}", revisions, list(range(batch["revision"])))
@@ -237,15 +253,65 @@ COMPARISONS: dict[str, Callable[[Record, VerifyReport], None]] = {
     "batches": _batches,
     "receipts": evidence.receipts,
     "payloads": evidence.payloads,
-    "episodes": journals.episodes,
+    "episodes": evidence.episodes,
     "references": evidence.references,
     "prompts": side_records.prompts,
     "events": side_records.events,
     "evaluations": side_records.evaluations,
     "workers": side_records.deaths_and_faults,
     "models": side_records.models,
-    "checkpoints": artifacts.checkpoints,
-    "export": artifacts.export,
+    "checkpoints": side_records.checkpoints,
+    "export": side_records.export,
     "audit log": lambda record, report: check_end(record.ledger, report),
 }
 """Comparisons by the subject of the problem when a comparison cannot go on."""
+
+
+NICENESS = 19
+VERIFY_S = 3600.0
+
+
+async def verify_apart(ledger: Path, request: pb.VerifyRunRequest) -> pb.VerifyRunResponse:
+    """Return the report of a run from a process of its own, which ends when the caller is cancelled. Raises PacelineError."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", __name__, str(ledger), request.run_id),
+        *(["--deep"] if request.deep else []),
+        env=os.environ | {STARTER_VARIABLE: str(os.getpid())},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(VERIFY_S):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        raise PacelineError(f"the records were compared for {VERIFY_S:g} s without an end") from None
+    finally:
+        if process.returncode is None:  # the caller has gone
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if process.returncode:
+        raise PacelineError(f"the comparison has failed: {errors.decode(errors='replace')[-1000:]}")
+    found = json.loads(output)
+    return pb.VerifyRunResponse(problems=found["problems"], facts_json=json.dumps(found["facts"]))
+
+
+@click.command()
+@click.argument("ledger", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("run_id")
+@click.option("--deep", is_flag=True)
+def main(ledger: Path, run_id: str, deep: bool) -> None:
+    """Print the report of RUN_ID as a JSON object."""
+    die_with_starter()
+    os.nice(NICENESS)
+    try:
+        opened = Ledger(ledger, read_only=True)
+        report = verify(opened, run_id, deep=deep)
+    except PacelineError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(json.dumps({"problems": report.problems, "facts": report.facts}))
+
+
+if __name__ == "__main__":
+    main()

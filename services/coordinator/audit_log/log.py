@@ -7,9 +7,7 @@ coordinator, as the ledger does: a change without a record is what the log is th
 
 Nobody fills the disk, or pushes older records out, by calls that are refused: `RefusalLimits` bounds their records.
 
-Entries of the audit log about calls and about requests to the exchange. They name who, what and whom, never the content.
-
-The reason of a refusal is kept where the guard gave it, or a worker's Hello was refused. Other refusals may quote the request, such as
+Entries name who, what and whom, never the content. The reason of a refusal is kept where the guard gave it, or a worker's Hello was refused. Other refusals may quote the request, such as
 a spec's values, so the log has their status alone.
 """
 
@@ -21,7 +19,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +30,7 @@ from paceline.errors import LedgerFault
 from paceline.files.names import AUDIT_NAME
 from paceline.services.common.access.token_guard import OF_GUARD, Call
 from paceline.services.common.grpc_peers import address_of
-from paceline.services.coordinator.audit_log.files import AuditFiles
-from paceline.services.coordinator.audit_log.record import OK, Entry
+from paceline.services.coordinator.audit_log.records import OK, AuditFiles, Entry
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
 
@@ -105,12 +101,12 @@ class RefusalLimits:
 class AuditLog:
     """One log, beside the ledger of the coordinator that has it open."""
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.time):
-        """`clock` returns seconds since 1970. Raises LedgerFault when the folder cannot be written."""
+    def __init__(self, ledger: Ledger):
+        """Raises LedgerFault when the folder cannot be written."""
         self._ledger = ledger
         self.folder: Path = ledger.path.parent / AUDIT_NAME
         self._lock = threading.Lock()
-        self._files = AuditFiles(self.folder, ledger.audit_heads.newest(), clock)
+        self._files = AuditFiles(self.folder, ledger.audit_heads.newest(), time.time)
         self._limits = RefusalLimits()
         self._fault: LedgerFault | None = None
         self._unsynced: dict[int, AuditHead] = {}

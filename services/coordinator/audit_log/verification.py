@@ -15,9 +15,8 @@ from typing import Any
 
 from paceline.files.names import AUDIT_NAME, CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.services.coordinator.audit_log.files import MAX_FILES, audit_files, end_of
-from paceline.services.coordinator.audit_log.record import Record, read_line
-from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.audit_log.records import MAX_FILES, Record, audit_files, end_of, read_line
+from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 
@@ -98,8 +97,7 @@ class _Chain:
                 except ValueError as fault:
                     expected = self.head.sequence + 1
                     self._report.problem(
-                        f"record {expected}",
-                        f"line {index} of {path.name} was changed: {fault}",
+                        f"record {expected}", f"line {index} of {path.name} was changed: {fault}"
                     )
                     self.head = AuditHead(expected, "")
 

@@ -63,7 +63,6 @@ class CipherConnection(dbapi.Connection):
     close = _as_sqlite3(dbapi.Connection.close)
 
     def cursor(self, factory: Any = CipherCursor) -> Any:
-        """Return a new cursor."""
         return super().cursor(factory)
 
 

@@ -25,10 +25,9 @@ from typing import IO, Any, TypeVar
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, LedgerFault, NotFound
 from paceline.files.whole_file import sync_folder, written_whole
-from paceline.services.coordinator.ledger import database, restored_backup
-from paceline.services.coordinator.ledger.integrity import row_checksums
-from paceline.services.coordinator.ledger.integrity.file_damage import check_open_runs, is_damage
-from paceline.services.coordinator.ledger.integrity.report import REMEDY as RESTORE
+from paceline.services.coordinator.ledger import database, row_checksums
+from paceline.services.coordinator.ledger.file_check import REMEDY as RESTORE
+from paceline.services.coordinator.ledger.file_check import check_open_runs, is_damage
 from paceline.services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 from paceline.services.coordinator.ledger.segments import PayloadStore
 
@@ -40,10 +39,17 @@ REMEDY = "make room, or repair the disk, then start the coordinator again"
 SQLITE_LOCKS_FROM = 0x40000000
 """The first byte that SQLite locks (its PENDING_BYTE)."""
 
+LOG_PERIOD_S = 0.5
+MAX_LOG_PAGES = 8192
+"""Length, in pages of 4 kB, beyond which the log is emptied."""
+
+LOG_READERS_S = 0.1
+"""Seconds for which readers of other processes may hold up the emptying; it is tried again."""
+
 log = logging.getLogger(__name__)
 
 
-class LedgerFile:
+class LedgerFile(database.Queries):
     """One file, open for its one writer or for a reader beside it."""
 
     def __init__(self, path: Path, *, read_only: bool = False):
@@ -76,16 +82,16 @@ class LedgerFile:
                 raise NotFound(f"no ledger at {path}")
             database.check_key(path, self.key)
             # The log beside a backup that no coordinator has opened yet is another ledger's, so it must not be read.
-            alone = restored_backup.is_backup(path, self.key)
+            alone = database.is_backup(path, self.key)
             self.db = database.connect(path, self.key, read_only=True, immutable=alone, named=True)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._locks = lock_ledger(path)
             try:
                 database.check_key(path, self.key)
-                is_backup = restored_backup.is_backup(path, self.key)
+                is_backup = database.is_backup(path, self.key)
                 if is_backup:
-                    self.set_aside = restored_backup.set_aside(path)
+                    self.set_aside = database.set_aside(path)
                     self.payloads = PayloadStore(path, self.key)
                 self.db = database.connect(path, self.key, any_thread=True, named=True)
             except BaseException:
@@ -95,7 +101,7 @@ class LedgerFile:
         row_checksums.install(self.db)
         try:
             if not read_only and is_backup:
-                restored_backup.take_mark_away(self.db)
+                database.take_mark_away(self.db)
             self._open_schema(read_only)
             if not read_only:
                 check_open_runs(self.db, path)
@@ -169,6 +175,16 @@ class LedgerFile:
             raise
         self.db.execute("RELEASE part")
 
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Run the body, which only reads, on one state of the file."""
+        self.db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK")
+
     def cached(self, key: str, read: Callable[[], ValueT]) -> ValueT:
         """Return the cached value of `key`, else the result of `read`; `invalidate` removes it."""
         return read() if self._cache is None else _once(self._cache, key, read)
@@ -208,8 +224,7 @@ class LedgerFile:
 
     def _write_counters(self) -> None:
         """Add the transaction's amounts. Seals are computed here, because a trigger for each counter would take the
-        interpreter from the other threads.
-        """
+        interpreter from the other threads."""
         rows: list[dict[str, Any]] = [
             {"run_id": run_id, "name": name, "value": self.written_counters(run_id).get(name, 0) + amount}
             for (run_id, name), amount in self._uncounted.items()
@@ -284,8 +299,7 @@ class LedgerFile:
 
     def _copy_before_upgrade(self, version: int) -> None:
         """Copy the tables as they are, beside the ledger: an older Paceline can go on from the copy (the segments are
-        the same).
-        """
+        the same)."""
         path = self.path.with_name(f"{self.path.name}.format-{version}")
         with (
             written_whole(path, durable=True) as partial,
@@ -344,3 +358,42 @@ def lock_ledger(path: Path) -> list[IO[bytes]]:
             f"another coordinator has the ledger {path} open; stop it, or give this one another --directory"
         ) from None
     return [beside, ledger]
+
+
+class WalCheckpointer:
+    """Moves the content of the write-ahead log into the ledger's file beside the transactions; `lock` keeps them away while the
+    log is emptied.
+
+    SQLite would do it in the commit that makes the log 1,000 pages long; under load that is every tenth commit, and every
+    request waits for its writes and two more syncs. Here a separate connection does it on a thread, which stops no writer. Since
+    writers go on meanwhile the log never gets empty; when it is long, one short pass under the lock lets SQLite write it from
+    its start again. Only the log's length depends on this: a commit is durable by its own sync.
+    """
+
+    def __init__(self, ledger: LedgerFile, lock: asyncio.Lock):
+        self._lock = lock
+        self._db = database.connect(ledger.path, ledger.key, busy_s=LOG_READERS_S, any_thread=True)
+        ledger.db.execute("PRAGMA wal_autocheckpoint = 0")
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            with ThreadPoolExecutor(1, "ledger-log") as thread:
+                while True:
+                    await asyncio.sleep(LOG_PERIOD_S)
+                    if await loop.run_in_executor(thread, self.move, "PASSIVE") > MAX_LOG_PAGES:
+                        async with self._lock:
+                            await loop.run_in_executor(thread, self.move, "RESTART")
+        finally:
+            self._db.close()
+
+    def move(self, how: str) -> int:
+        """Make a pass; return the number of pages in the log. An error of the disk is left to the next transaction,
+        which meets it too."""
+        try:
+            _, pages, _ = self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
+        except sqlite3.OperationalError as error:
+            log.warning("the ledger's log stays as long as it is: %s", error)
+            return 0
+        return int(pages)

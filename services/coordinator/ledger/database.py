@@ -6,12 +6,17 @@ without a key and a plain file with one are refused (`check_key`).
 
 An encrypted file begins with 16 bytes that SQLCipher calls its salt: 8 bytes of magic, and the name of the key
 (`paceline/encryption/storage_key.py`). So it shows which key it needs, wherever it is moved.
+
+`paceline ledger backup` marks its copies in SQLite's header. The first coordinator that opens a marked file moves what
+an earlier ledger left beside it (its log, which SQLite would write into this file, and its segments, which this ledger
+would take for unused) into a folder `<ledger>.set-aside-N`, and removes the mark. Nothing is deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,11 +24,32 @@ from urllib.parse import quote
 from paceline.encryption.encrypted_file import REMEDY, WrongKey, wrong_key
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, NAME_BYTES, StorageKey
 from paceline.errors import InvalidInput
+from paceline.files.whole_file import sync_folder
 
 MAGIC = b"PLCLEDG1"
 PLAIN_MAGIC = b"SQLite format 3\0"
 BUSY_S = 5.0
 """Seconds for which a statement waits for a lock of another connection, if no other number is given."""
+
+
+class Queries:
+    """The connection `db`, and the ways to read with it."""
+
+    def __init__(self, db: sqlite3.Connection):
+        self.db = db
+
+    def rows(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
+        return self.db.execute(query, values).fetchall()
+
+    def row(self, query: str, values: Sequence[object] = ()) -> sqlite3.Row | None:
+        """Return the first row of a query; None without one."""
+        row: sqlite3.Row | None = self.db.execute(query, values).fetchone()
+        return row
+
+    def value(self, query: str, values: Sequence[object] = ()) -> Any:
+        """Return the first column of the first row of a query; None without a row."""
+        row = self.row(query, values)
+        return None if row is None else row[0]
 
 
 def connect(
@@ -119,3 +145,57 @@ def _start(path: Path) -> bytes:
         return b""
     with path.open("rb") as file:
         return file.read(len(MAGIC) + NAME_BYTES)
+
+
+MARK = 0x5043424B
+"""SQLite's application_id of a backup: PCBK."""
+PLACE = 68
+"""Offset of the application_id in SQLite's header: four bytes, the most significant first."""
+JOURNAL = 18
+"""Offset of the byte for SQLite's way to write the file: 2 with a log, 1 without."""
+NOT_ITS_OWN = ("-wal", "-shm", "-journal", "-segments")
+
+
+def mark(copy: sqlite3.Connection) -> None:
+    copy.execute(f"PRAGMA application_id = {MARK}")
+
+
+def is_backup(ledger: Path, key: StorageKey | None = None) -> bool:
+    """Return whether this file is a backup that no coordinator has opened yet. Reads past SQLite, which would open the
+    log."""
+    if not ledger.is_file():
+        return False
+    if key is not None:
+        return application_id(ledger, key) == MARK
+    with ledger.open("rb") as file:
+        header = file.read(100)
+    is_marked = header[PLACE : PLACE + 4] == MARK.to_bytes(4, "big")
+    # A copy by another program has no mark. A coordinator's ledger always has a log, a copy never.
+    return is_marked or (header[JOURNAL : JOURNAL + 1] == b"\1" and Path(f"{ledger}-wal").exists())
+
+
+def set_aside(ledger: Path) -> Path | None:
+    """Move the files of another ledger away; return their new folder, or None when there were none."""
+    others = [other for suffix in NOT_ITS_OWN if (other := Path(f"{ledger}{suffix}")).exists()]
+    if not others:
+        return None
+    place = free_name(ledger.with_name(f"{ledger.name}.set-aside"))
+    place.mkdir()
+    for other in others:
+        other.rename(place / other.name)
+    sync_folder(ledger.parent)
+    return place
+
+
+def take_mark_away(db: sqlite3.Connection) -> None:
+    """Remove the mark, before the first transaction and while the file has no log yet: it must never be taken for a
+    backup again."""
+    db.execute("PRAGMA application_id = 0")
+
+
+def free_name(path: Path) -> Path:
+    """Return `<path>-N` with the lowest N that is free."""
+    number = 1
+    while (place := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return place

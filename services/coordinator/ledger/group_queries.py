@@ -9,6 +9,7 @@ import json
 import sqlite3
 from collections.abc import Collection
 
+from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.groups import OPEN_STATES
 
 BATCH_COLUMNS = (
@@ -17,41 +18,34 @@ BATCH_COLUMNS = (
 """Columns that batches need. Not all columns, because thousands of rows are read at a time."""
 
 OPEN_SQL = str(tuple(state.value for state in OPEN_STATES))
+OF_CLASS = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+TO_TRAIN = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
 
 
-class GroupQueries:
+class GroupQueries(Queries):
     """Read groups; rows have the table's columns unless the method says otherwise."""
-
-    def __init__(self, db: sqlite3.Connection):
-        self._db = db
 
     # One group, or those of a step
 
     def get(self, run_id: str, group_id: int) -> sqlite3.Row | None:
         """Return the row of a group, if there is one of that number."""
-        row: sqlite3.Row | None = self._db.execute(
-            "SELECT * FROM groups WHERE run_id = ? AND group_id = ?", (run_id, group_id)
-        ).fetchone()
-        return row
+        return self.row("SELECT * FROM groups WHERE run_id = ? AND group_id = ?", (run_id, group_id))
 
     def prompt(self, run_id: str, group_id: int) -> str | None:
         """Return the prompt of a group as JSON, if there is a group of that number."""
-        row = self._db.execute(
-            "SELECT prompt_json FROM prompts WHERE run_id = ? AND group_id = ?", (run_id, group_id)
-        ).fetchone()
-        return None if row is None else str(row[0])
+        query = "SELECT prompt_json FROM prompts WHERE run_id = ? AND group_id = ?"
+        prompt: str | None = self.value(query, (run_id, group_id))
+        return prompt
 
     def columns(self, run_id: str, group_id: int) -> str:
         """Return the data set's other columns of a group as a JSON object."""
-        row = self._db.execute(
-            "SELECT columns_json FROM prompts WHERE run_id = ? AND group_id = ?", (run_id, group_id)
-        ).fetchone()
-        return "{}" if row is None else str(row[0])
+        query = "SELECT columns_json FROM prompts WHERE run_id = ? AND group_id = ?"
+        return str(self.value(query, (run_id, group_id)) or "{}")
 
     def column_values(self, run_id: str, group_ids: Collection[int], name: str) -> dict[int, object]:
         """Return the value of one of the data set's columns by group; None where a group has none."""
         path = f"$.{json.dumps(name)}"
-        rows = self._db.execute(
+        rows = self.db.execute(
             "SELECT group_id, CASE WHEN json_valid(columns_json) THEN json_extract(columns_json, ?) END AS value"
             " FROM prompts WHERE run_id = ? AND group_id IN (SELECT value FROM json_each(?))",
             (path, run_id, json.dumps(sorted(group_ids))),
@@ -60,72 +54,71 @@ class GroupQueries:
 
     def of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
         """Return the groups of a step's batch in their order; none for a run without batches."""
-        return self._db.execute(
+        return self.rows(
             f"SELECT {BATCH_COLUMNS} FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ? ORDER BY rank_order",
             (run_id, step),
-        ).fetchall()
+        )
 
     def samplers_of_step(self, run_id: str, step: int) -> list[sqlite3.Row]:
         """Return the id, attempts, holders and oldest version of the groups of a step's batch, in their order."""
-        return self._db.execute(
+        return self.rows(
             "SELECT group_id, attempt, holders, oldest_step FROM groups INDEXED BY step_groups"
             " WHERE run_id = ? AND step = ? ORDER BY rank_order",
             (run_id, step),
-        ).fetchall()
+        )
 
     def first_step_without_payloads(self, run_id: str, start: int, end: int) -> int | None:
         """Return the first step in [start, end) of whose groups some have no result any more."""
-        row = self._db.execute(
+        row = self.row(
             "SELECT step FROM groups g INDEXED BY step_groups WHERE run_id = ? AND step IS NOT NULL AND step >= ?"
             " AND step < ? AND NOT EXISTS (SELECT 1 FROM payloads p WHERE p.run_id = g.run_id AND p.group_id = g.group_id"
             " AND p.kind = 'result') ORDER BY step LIMIT 1",
             (run_id, start, end),
-        ).fetchone()
+        )
         return None if row is None else int(row["step"])
 
     # Free groups, oldest slot first, with their prompts
 
     def free_to_lease(self, run_id: str, limit: int) -> list[sqlite3.Row]:
         """Return the first admitted groups to train."""
-        return self._db.execute(
+        return self.rows(
             "SELECT g.*, p.prompt_json FROM (SELECT run_id, group_id, slot, attempt, oldest_step, holders"
             " FROM groups INDEXED BY groups_by_state WHERE run_id = ?"
             " AND class = 'train' AND state = 'admitted' ORDER BY slot, group_id LIMIT ?) g"
             " JOIN prompts p USING (run_id, group_id) ORDER BY slot, group_id",
             (run_id, limit),
-        ).fetchall()
+        )
 
     def free_to_evaluate(self, run_id: str, kind: str, limit: int) -> list[sqlite3.Row]:
         """Return the first admitted groups of an evaluation."""
-        return self._db.execute(
+        return self.rows(
             "SELECT g.*, p.prompt_json FROM groups g JOIN prompts p USING (run_id, group_id)"
             " WHERE g.run_id = ? AND class = ? AND state = 'admitted' ORDER BY slot LIMIT ?",
             (run_id, kind, limit),
-        ).fetchall()
+        )
 
     def free_to_score(self, run_id: str, limit: int) -> list[sqlite3.Row]:
         """Return the first generated groups that no scorer has, those with the fewest failures first."""
-        return self._db.execute(
+        return self.rows(
             "SELECT g.*, p.prompt_json, p.columns_json FROM (SELECT * FROM groups INDEXED BY free_tasks WHERE run_id = ?"
             " AND state = 'generated' AND scorer_id IS NULL ORDER BY score_failures, slot, group_id LIMIT ?) g"
             " JOIN prompts p USING (run_id, group_id) ORDER BY score_failures, slot, group_id",
             (run_id, limit),
-        ).fetchall()
+        )
 
     # Groups that workers hold
 
     def work_of(self, run_id: str, member_id: str) -> list[sqlite3.Row]:
         """Return the groups that a member generates or scores."""
-        return self._db.execute(
+        return self.rows(
             "SELECT * FROM groups WHERE state = 'leased' AND member_id = ? AND run_id = ? UNION ALL"
             " SELECT * FROM groups WHERE state = 'generated' AND scorer_id = ? AND run_id = ?",
             (member_id, run_id) * 2,
-        ).fetchall()
+        )
 
     def leased_by_member(self, run_id: str, member_ids: Collection[str]) -> dict[str, set[int]]:
-        """Return the ids of the groups that are leased to each of the members."""
         leased: dict[str, set[int]] = {member_id: set() for member_id in member_ids}
-        for member_id, group_id in self._db.execute(
+        for member_id, group_id in self.db.execute(
             "SELECT member_id, group_id FROM groups INDEXED BY held_groups WHERE run_id = ? AND state = 'leased'"
             " AND member_id IN (SELECT value FROM json_each(?))",
             (run_id, json.dumps(list(leased))),
@@ -135,165 +128,107 @@ class GroupQueries:
 
     def leases(self, run_id: str) -> list[tuple[str, int, int]]:
         """Return member, group and attempt of every lease."""
-        rows = self._db.execute(
+        rows = self.rows(
             "SELECT member_id, group_id, attempt FROM groups INDEXED BY held_groups WHERE state = 'leased' AND run_id = ?",
             (run_id,),
-        ).fetchall()
+        )
         return [(row[0], row[1], row[2]) for row in rows]
 
     def tasks(self, run_id: str) -> list[tuple[str, int, int]]:
         """Return scorer, group and attempt of every score task."""
-        rows = self._db.execute(
+        rows = self.rows(
             "SELECT scorer_id, group_id, score_attempt FROM groups INDEXED BY held_tasks WHERE state = 'generated'"
             " AND scorer_id IS NOT NULL AND run_id = ?",
             (run_id,),
-        ).fetchall()
+        )
         return [(row[0], row[1], row[2]) for row in rows]
 
     def num_held(self) -> dict[str, int]:
         """Return the number of leases and score tasks of each member, over all runs."""
-        rows = self._db.execute(
+        rows = self.db.execute(
             "SELECT member_id AS id, COUNT(*) AS n FROM groups WHERE state = 'leased' GROUP BY member_id UNION ALL"
             " SELECT scorer_id, COUNT(*) FROM groups WHERE state = 'generated' AND scorer_id IS NOT NULL"
             " GROUP BY scorer_id"
         )
         return {row["id"]: row["n"] for row in rows}
 
-    def lease_holders(self) -> list[str]:
-        """Return the members that hold leases, over all runs."""
-        rows = self._db.execute(
-            "SELECT DISTINCT member_id AS id FROM groups WHERE state = 'leased'"
-        ).fetchall()
-        return [row["id"] for row in rows]
-
-    def pinned_members(self) -> list[str]:
-        """Return the members that are pinned for a pending evaluation, over all runs."""
-        rows = self._db.execute(
-            "SELECT DISTINCT member_id AS id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL"
-        ).fetchall()
-        return [row["id"] for row in rows]
-
-    def task_holders(self) -> list[str]:
-        """Return the members that hold score tasks, over all runs."""
-        rows = self._db.execute(
-            "SELECT DISTINCT scorer_id AS id FROM groups WHERE state = 'generated' AND scorer_id IS NOT NULL"
-        ).fetchall()
-        return [row["id"] for row in rows]
-
-    # Groups by state
+    # Groups of a class
 
     def open_of_class(self, run_id: str, kind: str) -> list[sqlite3.Row]:
-        """Return the open groups of a class."""
-        return self._db.execute(
-            "SELECT * FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
-            f" AND state IN {OPEN_SQL}",
-            (run_id, kind),
-        ).fetchall()
+        return self.rows(f"SELECT * {OF_CLASS} AND state IN {OPEN_SQL}", (run_id, kind))
 
     def of_class(self, run_id: str, kind: str) -> list[sqlite3.Row]:
         """Return id, state, rewards and tokens of every group of a class."""
-        return self._db.execute(
-            "SELECT group_id, state, rewards, tokens FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?",
-            (run_id, kind),
-        ).fetchall()
+        return self.rows(f"SELECT group_id, state, rewards, tokens {OF_CLASS}", (run_id, kind))
 
     def has_ungenerated(self, run_id: str, kind: str) -> bool:
         """Return whether a group of an evaluation waits for a worker, or is with one."""
-        found = self._db.execute(
-            "SELECT 1 FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
-            " AND state IN ('admitted', 'leased') LIMIT 1",
-            (run_id, kind),
-        ).fetchone()
-        return found is not None
+        query = f"SELECT 1 {OF_CLASS} AND state IN ('admitted', 'leased') LIMIT 1"
+        return self.row(query, (run_id, kind)) is not None
 
     def is_evaluated(self, run_id: str, kind: str) -> bool:
         """Return whether every group of an evaluation is scored or dropped."""
-        unfinished = self._db.execute(
-            "SELECT 1 FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
-            " AND state IN ('admitted', 'leased', 'generated') LIMIT 1",
-            (run_id, kind),
-        ).fetchone()
-        return unfinished is None
+        query = f"SELECT 1 {OF_CLASS} AND state IN ('admitted', 'leased', 'generated') LIMIT 1"
+        return self.row(query, (run_id, kind)) is None
+
+    # Groups to train, by state
 
     def num_waiting(self, run_id: str, start: int, end: int) -> int:
-        """Return the number of groups to train in slots [start, end) that are open and in no batch yet."""
-        row = self._db.execute(
-            "SELECT COUNT(*) FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
-            " AND state IN ('admitted', 'leased', 'generated', 'scored') AND slot >= ? AND slot < ?",
-            (run_id, start, end),
-        ).fetchone()
-        return int(row[0])
+        """Return the number of groups in slots [start, end) that are open and in no batch yet."""
+        states = "state IN ('admitted', 'leased', 'generated', 'scored')"
+        query = f"SELECT COUNT(*) {TO_TRAIN} AND {states} AND slot >= ? AND slot < ?"
+        return int(self.value(query, (run_id, start, end)))
 
     def in_progress(self, run_id: str) -> list[sqlite3.Row]:
-        """Return the groups to train between lease and scores: oldest version that the tokens can have, state and holder."""
-        return self._db.execute(
-            "SELECT COALESCE(oldest_step, lease_step) AS oldest, state, member_id FROM groups INDEXED BY groups_by_state"
-            " WHERE run_id = ? AND class = 'train' AND state IN ('leased', 'generated')",
+        """Return the groups between lease and scores: oldest version that the tokens can have, state and holder."""
+        return self.rows(
+            f"SELECT COALESCE(oldest_step, lease_step) AS oldest, state, member_id {TO_TRAIN}"
+            " AND state IN ('leased', 'generated')",
             (run_id,),
-        ).fetchall()
+        )
 
     def num_scored(self, run_id: str) -> int:
         """Return the number of groups that could make a batch."""
-        row = self._db.execute(
-            "SELECT COUNT(*) FROM groups INDEXED BY groups_by_state"
-            " WHERE run_id = ? AND class = 'train' AND state = 'scored'",
-            (run_id,),
-        ).fetchone()
-        return int(row[0])
+        return int(self.value(f"SELECT COUNT(*) {TO_TRAIN} AND state = 'scored'", (run_id,)))
 
     def scored(self, run_id: str) -> list[sqlite3.Row]:
         """Return the groups that could make a batch, in the order of their slots."""
-        return self._db.execute(
-            f"SELECT {BATCH_COLUMNS} FROM groups INDEXED BY groups_by_state"
-            " WHERE run_id = ? AND class = 'train' AND state = 'scored' ORDER BY slot, group_id",
-            (run_id,),
-        ).fetchall()
+        query = f"SELECT {BATCH_COLUMNS} {TO_TRAIN} AND state = 'scored' ORDER BY slot, group_id"
+        return self.rows(query, (run_id,))
 
     def scored_in(self, run_id: str, start: int, end: int) -> list[sqlite3.Row]:
         """Return the scored groups of slots [start, end) in their order."""
-        return self._db.execute(
-            f"SELECT {BATCH_COLUMNS} FROM groups INDEXED BY groups_by_state"
-            " WHERE run_id = ? AND class = 'train' AND state = 'scored' AND slot >= ? AND slot < ? ORDER BY slot",
-            (run_id, start, end),
-        ).fetchall()
+        query = (
+            f"SELECT {BATCH_COLUMNS} {TO_TRAIN} AND state = 'scored' AND slot >= ? AND slot < ? ORDER BY slot"
+        )
+        return self.rows(query, (run_id, start, end))
 
     def first_under_way(self, run_id: str, reason: str) -> int | None:
-        """Return the first group to train that is being scored, for the reason `reward_failed`, or else that is being
-        generated; None without one."""
+        """Return the first group that is being scored, for the reason `reward_failed`, or else that is being generated; None
+        without one."""
         under_way = "state = 'leased'"
         if reason == "reward_failed":
             under_way = "state = 'generated' AND scorer_id IS NOT NULL"
-        row = self._db.execute(
-            "SELECT MIN(group_id) AS first FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
-            f" AND {under_way}",
-            (run_id,),
-        ).fetchone()
-        first: int | None = row["first"]
+        first: int | None = self.value(f"SELECT MIN(group_id) {TO_TRAIN} AND {under_way}", (run_id,))
         return first
 
     def num_open(self, run_id: str) -> dict[str, int]:
-        """Return the number of groups to train in each open state."""
-        rows = self._db.execute(
-            "SELECT state, COUNT(*) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
-            f" AND state IN {OPEN_SQL} GROUP BY state",
-            (run_id,),
-        )
-        return {state.value: 0 for state in OPEN_STATES} | {row["state"]: row["n"] for row in rows}
+        """Return the number of groups in each open state."""
+        query = f"SELECT state, COUNT(*) AS n {TO_TRAIN} AND state IN {OPEN_SQL} GROUP BY state"
+        return {state.value: 0 for state in OPEN_STATES} | {
+            row["state"]: row["n"] for row in self.rows(query, (run_id,))
+        }
 
     def open_tokens(self, run_id: str) -> int:
-        """Return the committed tokens of groups to train that have not ended."""
-        row = self._db.execute(
-            "SELECT COALESCE(SUM(tokens), 0) AS n FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = 'train'"
-            f" AND state IN {OPEN_SQL}",
-            (run_id,),
-        ).fetchone()
-        return int(row["n"])
+        """Return the committed tokens of groups that have not ended."""
+        return int(
+            self.value(f"SELECT COALESCE(SUM(tokens), 0) {TO_TRAIN} AND state IN {OPEN_SQL}", (run_id,))
+        )
 
     def completions_per_group(self, run_id: str) -> int:
         """Return the completions of a trained group; every group of a run has equally many. 0: none is trained."""
-        row = self._db.execute(
-            "SELECT LENGTH(rewards) / 4 / json_array_length(functions) AS n FROM groups INDEXED BY step_groups"
-            " WHERE run_id = ? AND step >= 0 LIMIT 1",
-            (run_id,),
-        ).fetchone()
-        return int(row["n"]) if row else 0
+        query = (
+            "SELECT LENGTH(rewards) / 4 / json_array_length(functions) FROM groups INDEXED BY step_groups"
+            " WHERE run_id = ? AND step >= 0 LIMIT 1"
+        )
+        return int(self.value(query, (run_id,)) or 0)

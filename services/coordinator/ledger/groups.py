@@ -22,7 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.errors import Conflict
-from paceline.services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger import row_checksums
+from paceline.services.coordinator.ledger.database import Queries
 
 INSERTED_AT_ONCE = 64
 """Groups whose prompts are one parameter of a statement."""
@@ -84,18 +85,14 @@ class Scored(NamedTuple):
     """Mean weighted reward."""
 
 
-class Groups:
+class Groups(Queries):
     """The transitions, in the order of a group's life. `group_queries.py` reads what they wrote."""
-
-    def __init__(self, db: sqlite3.Connection):
-        self._db = db
 
     # Admission
 
     def admit(self, run_id: str, group_class: str, groups: Iterable[tuple[int, int, object, object]]) -> None:
         """Insert new groups of a class: id, slot, prompt and columns of each. One statement inserts many of them, because
-        between two statements another thread may take the interpreter.
-        """
+        between two statements another thread may take the interpreter."""
         rows: list[dict[str, object]] = []
         num_chars = 0
         for group_id, slot, prompt, columns in groups:
@@ -116,13 +113,13 @@ class Groups:
 
     def _insert(self, group_class: str, rows: Sequence[Mapping[str, object]]) -> None:
         as_json = json.dumps(rows)
-        self._db.execute(
+        self.db.execute(
             "INSERT INTO groups (run_id, group_id, class, state, slot)"
             " SELECT json_extract(value, '$.run_id'), json_extract(value, '$.group_id'), ?, 'admitted',"
             " json_extract(value, '$.slot') FROM json_each(?)",
             (group_class, as_json),
         )
-        self._db.execute(
+        self.db.execute(
             "INSERT INTO prompts (run_id, group_id, prompt_json, columns_json, seal)"
             " SELECT json_extract(value, '$.run_id'), json_extract(value, '$.group_id'),"
             " json_extract(value, '$.prompt_json'), json_extract(value, '$.columns_json'), json_extract(value, '$.seal')"
@@ -130,11 +127,20 @@ class Groups:
             (as_json,),
         )
 
+    def _move(self, run_id: str, group_id: int, *states: State, **columns: object) -> None:
+        """Set columns of a group. Raises Conflict unless it is in one of the states, as the exchange has read it."""
+        changed = self.db.execute(
+            f"UPDATE groups SET {', '.join(f'{name} = ?' for name in columns)} WHERE run_id = ? AND group_id = ?"
+            f" AND state IN ({', '.join('?' * len(states))})",
+            (*columns.values(), run_id, group_id, *states),
+        )
+        _check(changed, [group_id], *states)
+
     # Leases: admitted → leased, and back
 
     def lease(self, leases: Sequence[NewLease]) -> None:
         """Lease admitted groups, each for a new attempt."""
-        changed = self._db.execute(
+        changed = self.db.execute(
             # The run is among the values, so that SQLite looks each group up instead of reading all groups of the run.
             "UPDATE groups SET state = 'leased', member_id = json_extract(lease.value, '$[2]'),"
             " attempt = json_extract(lease.value, '$[3]'), lease_step = json_extract(lease.value, '$[4]'),"
@@ -147,7 +153,7 @@ class Groups:
 
     def restore_leases(self, run_id: str, member_id: str, group_ids: Sequence[int]) -> None:
         """Lease these groups again to the member, in the same attempt, if they are admitted and still have its name."""
-        self._db.execute(
+        self.db.execute(
             "UPDATE groups SET state = 'leased' WHERE run_id = ? AND state = 'admitted' AND member_id = ?"
             " AND group_id IN (SELECT value FROM json_each(?))",
             (run_id, member_id, json.dumps(group_ids)),
@@ -155,7 +161,7 @@ class Groups:
 
     def end_lease(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
         """End the lease of this attempt: the group returns to `admitted`, without the member's name."""
-        self._db.execute(
+        self.db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND group_id = ?"
             " AND state = 'leased' AND member_id = ? AND attempt = ?",
             (run_id, group_id, member_id, attempt),
@@ -163,7 +169,7 @@ class Groups:
 
     def revoke_unknown(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
         """Revoke the member's leases of groups that are not among those that it holds; its name is removed."""
-        self._db.execute(
+        self.db.execute(
             "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND member_id = ?"
             " AND state = 'leased' AND group_id NOT IN (SELECT value FROM json_each(?))",
             (run_id, member_id, json.dumps(held)),
@@ -171,7 +177,7 @@ class Groups:
 
     def revoke_leases(self, member_ids: Sequence[str]) -> int:
         """Revoke all leases of the members. Their names stay, for `restore_leases`. Return the number of groups."""
-        return self._db.execute(
+        return self.db.execute(
             "UPDATE groups SET state = 'admitted' WHERE state = 'leased'"
             " AND member_id IN (SELECT value FROM json_each(?))",
             (json.dumps(member_ids),),
@@ -179,12 +185,12 @@ class Groups:
 
     def revoke_class(self, run_id: str, group_class: str) -> None:
         """Revoke all leases and score tasks of a class."""
-        self._db.execute(
+        self.db.execute(
             "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted'"
             " WHERE run_id = ? AND class = ? AND state = 'leased'",
             (run_id, group_class),
         )
-        self._db.execute(
+        self.db.execute(
             "UPDATE groups INDEXED BY groups_by_state SET scorer_id = NULL"
             " WHERE run_id = ? AND class = ? AND state = 'generated'",
             (run_id, group_class),
@@ -192,51 +198,32 @@ class Groups:
 
     def clear_holder(self, run_id: str, group_id: int) -> None:
         """Remove the last holder's name from an admitted group, so that it cannot have it again by `restore_leases`."""
-        changed = self._db.execute(
-            "UPDATE groups SET member_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'admitted'",
-            (run_id, group_id),
-        )
-        _check(changed, [group_id], State.ADMITTED)
+        self._move(run_id, group_id, State.ADMITTED, member_id=None)
 
     def set_prefix_step(self, run_id: str, group_id: int, oldest_step: int | None) -> None:
         """Set the oldest version among the tokens of the prefix that a worker returned; None: there is no prefix. A group that
-        has its result keeps the version of that.
-        """
-        self._db.execute(
+        has its result keeps the version of that."""
+        self.db.execute(
             "UPDATE groups SET oldest_step = ? WHERE run_id = ? AND group_id = ? AND state IN ('admitted', 'leased')",
             (oldest_step, run_id, group_id),
         )
 
     def set_journal(self, run_id: str, group_id: int, tokens: int, oldest_step: int | None) -> None:
         """Set what the journal of an open group with an environment has: its tokens, and the oldest version among them."""
-        changed = self._db.execute(
-            "UPDATE groups SET tokens = ?, oldest_step = ? WHERE run_id = ? AND group_id = ?"
-            " AND state IN ('admitted', 'leased')",
-            (tokens, oldest_step, run_id, group_id),
-        )
-        _check(changed, [group_id], State.ADMITTED, State.LEASED)
+        self._move(run_id, group_id, State.ADMITTED, State.LEASED, tokens=tokens, oldest_step=oldest_step)
 
     def readmit(self, run_id: str, group_id: int) -> None:
         """Return an admitted or leased group to `admitted`, without a holder."""
-        changed = self._db.execute(
-            "UPDATE groups SET state = 'admitted', member_id = NULL WHERE run_id = ? AND group_id = ?"
-            " AND state IN ('admitted', 'leased')",
-            (run_id, group_id),
-        )
-        _check(changed, [group_id], State.ADMITTED, State.LEASED)
+        self._move(run_id, group_id, State.ADMITTED, State.LEASED, state=State.ADMITTED, member_id=None)
 
     def fail_generation(self, run_id: str, group_id: int, failures: int) -> None:
         """Return a leased group to `admitted` after an attempt that failed because of the group's data."""
-        changed = self._db.execute(
-            "UPDATE groups SET state = 'admitted', member_id = NULL, generation_failures = ?"
-            " WHERE run_id = ? AND group_id = ? AND state = 'leased'",
-            (failures, run_id, group_id),
-        )
-        _check(changed, [group_id], State.LEASED)
+        back = {"state": State.ADMITTED, "member_id": None, "generation_failures": failures}
+        self._move(run_id, group_id, State.LEASED, **back)
 
     def clear_failures(self, run_id: str) -> None:
         """Set the failed attempts of open groups to none, because a person has removed the cause."""
-        self._db.execute(
+        self.db.execute(
             "UPDATE groups SET generation_failures = 0, score_failures = 0 WHERE run_id = ?"
             " AND state IN ('admitted', 'leased', 'generated') AND generation_failures + score_failures > 0",
             (run_id,),
@@ -246,27 +233,21 @@ class Groups:
 
     def commit(self, run_id: str, group_id: int, generated: Generated) -> None:
         """Record the result of an attempt at a group that waits for one."""
-        changed = self._db.execute(
-            "UPDATE groups SET state = 'generated', member_id = NULL, tokens = ?, sequence_tokens = ?, oldest_step = ?,"
-            " digest = ? WHERE run_id = ? AND group_id = ? AND state IN ('admitted', 'leased')",
-            (*generated, run_id, group_id),
-        )
-        _check(changed, [group_id], State.ADMITTED, State.LEASED)
+        result = {"state": State.GENERATED, "member_id": None, **generated._asdict()}
+        self._move(run_id, group_id, State.ADMITTED, State.LEASED, **result)
 
     def generate_again(self, run_id: str, group_id: int) -> None:
         """Return a generated or scored group to `admitted`, as before its generation. A batched one must
         return to `scored` first (`unbatch`)."""
-        changed = self._db.execute(
-            "UPDATE groups SET state = 'admitted', member_id = NULL, scorer_id = NULL, tokens = 0, sequence_tokens = 0,"
-            " oldest_step = NULL, digest = NULL, rewards = NULL, functions = NULL, reward = NULL, scores_digest = ''"
-            " WHERE run_id = ? AND group_id = ? AND state IN ('generated', 'scored')",
-            (run_id, group_id),
+        empty = dict.fromkeys(
+            ("member_id", "scorer_id", "oldest_step", "digest", "rewards", "functions", "reward")
         )
-        _check(changed, [group_id], State.GENERATED, State.SCORED)
+        numbers = {"tokens": 0, "sequence_tokens": 0, "scores_digest": ""}
+        self._move(run_id, group_id, State.GENERATED, State.SCORED, state=State.ADMITTED, **empty, **numbers)
 
     def restart_evaluation(self, run_id: str, group_class: str, member_id: str) -> list[int]:
         """Admit all groups of an evaluation again but the dropped ones and those leased to the member. Return their ids."""
-        readmitted = self._db.execute(
+        readmitted = self.db.execute(
             "UPDATE groups INDEXED BY groups_by_state SET state = 'admitted', member_id = NULL, scorer_id = NULL"
             " WHERE run_id = ? AND class = ? AND state != 'dropped' AND NOT (state = 'leased' AND member_id = ?)"
             " RETURNING group_id",
@@ -278,16 +259,12 @@ class Groups:
 
     def assign_scorer(self, run_id: str, group_id: int, member_id: str, attempt: int, scorers: str) -> None:
         """Give a generated group to a reward worker; `scorers` names everyone who ever had it."""
-        changed = self._db.execute(
-            "UPDATE groups SET scorer_id = ?, score_attempt = ?, scorers = ? WHERE run_id = ? AND group_id = ?"
-            " AND state = 'generated'",
-            (member_id, attempt, scorers, run_id, group_id),
-        )
-        _check(changed, [group_id], State.GENERATED)
+        task = {"scorer_id": member_id, "score_attempt": attempt, "scorers": scorers}
+        self._move(run_id, group_id, State.GENERATED, **task)
 
     def end_task(self, run_id: str, group_id: int, member_id: str, attempt: int) -> None:
         """End the task of this attempt of the member."""
-        self._db.execute(
+        self.db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND group_id = ? AND state = 'generated'"
             " AND scorer_id = ? AND score_attempt = ?",
             (run_id, group_id, member_id, attempt),
@@ -295,7 +272,7 @@ class Groups:
 
     def revoke_unknown_tasks(self, run_id: str, member_id: str, held: Sequence[int]) -> None:
         """Revoke the member's tasks that are not among those that it holds."""
-        self._db.execute(
+        self.db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE run_id = ? AND scorer_id = ? AND state = 'generated'"
             " AND group_id NOT IN (SELECT value FROM json_each(?))",
             (run_id, member_id, json.dumps(held)),
@@ -303,34 +280,24 @@ class Groups:
 
     def revoke_tasks(self, member_ids: Sequence[str]) -> int:
         """Revoke all tasks of the members. Return their number."""
-        return self._db.execute(
+        return self.db.execute(
             "UPDATE groups SET scorer_id = NULL WHERE state = 'generated' AND scorer_id IN (SELECT value FROM json_each(?))",
             (json.dumps(member_ids),),
         ).rowcount
 
     def fail_scoring(self, run_id: str, group_id: int, failures: int) -> None:
         """Revoke a task whose reward function failed."""
-        changed = self._db.execute(
-            "UPDATE groups SET scorer_id = NULL, score_failures = ? WHERE run_id = ? AND group_id = ?"
-            " AND state = 'generated'",
-            (failures, run_id, group_id),
-        )
-        _check(changed, [group_id], State.GENERATED)
+        self._move(run_id, group_id, State.GENERATED, scorer_id=None, score_failures=failures)
 
     # Scores and batches: generated → scored → batched → trained
 
     def score(self, run_id: str, group_id: int, scored: Scored) -> None:
         """Record the scores of a generated group."""
-        changed = self._db.execute(
-            "UPDATE groups SET state = 'scored', scorer_id = NULL, rewards = ?, scores_digest = ?, functions = ?, reward = ?"
-            " WHERE run_id = ? AND group_id = ? AND state = 'generated'",
-            (*scored, run_id, group_id),
-        )
-        _check(changed, [group_id], State.GENERATED)
+        self._move(run_id, group_id, State.GENERATED, state=State.SCORED, scorer_id=None, **scored._asdict())
 
     def batch(self, run_id: str, step: int, group_ids: Sequence[int]) -> None:
         """Make scored groups the batch of a step, in this order."""
-        changed = self._db.executemany(
+        changed = self.db.executemany(
             "UPDATE groups SET state = 'batched', step = ?, rank_order = ? WHERE run_id = ? AND group_id = ?"
             " AND state = 'scored'",
             [(step, index, run_id, group_id) for index, group_id in enumerate(group_ids)],
@@ -339,7 +306,7 @@ class Groups:
 
     def unbatch(self, run_id: str, step: int, group_ids: Sequence[int]) -> None:
         """Take the batch of a step apart, which has these groups: they return to `scored`, with their scores."""
-        changed = self._db.execute(
+        changed = self.db.execute(
             "UPDATE groups INDEXED BY step_groups SET state = 'scored', step = NULL, rank_order = NULL"
             " WHERE run_id = ? AND step = ? AND state = 'batched'",
             (run_id, step),
@@ -348,28 +315,28 @@ class Groups:
 
     def train(self, run_id: str, step: int) -> tuple[int, int]:
         """End the groups of a step as trained. Return their number and their tokens."""
-        totals = self._db.execute(
-            "SELECT COUNT(*) AS n, SUM(tokens) AS tokens FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ?",
+        ((number, tokens),) = self.rows(
+            "SELECT COUNT(*), SUM(tokens) FROM groups INDEXED BY step_groups WHERE run_id = ? AND step = ?",
             (run_id, step),
-        ).fetchone()
-        sealed = row_checksums.assignment("groups", state="'trained'")
-        changed = self._db.execute(
+        )
+        sealed = row_checksums.assignment(state="'trained'")
+        changed = self.db.execute(
             f"UPDATE groups INDEXED BY step_groups SET state = 'trained', {sealed} WHERE run_id = ? AND step = ?"
             " AND state = 'batched'",
             (run_id, step),
         )
-        if changed.rowcount != totals["n"]:
-            raise Conflict(f"of the {totals['n']} groups of step {step} {changed.rowcount} are batched")
-        return totals["n"], totals["tokens"]
+        if changed.rowcount != number:
+            raise Conflict(f"of the {number} groups of step {step} {changed.rowcount} are batched")
+        return number, tokens
 
     # End without training
 
     def drop(self, run_id: str, group_id: int, reason: str) -> None:
         """End an open group as dropped(reason)."""
         becomes = {"state": "'dropped'", "reason": "?1", "member_id": "NULL", "scorer_id": "NULL"}
-        changed = self._db.execute(
+        changed = self.db.execute(
             f"UPDATE groups SET {', '.join(f'{name} = {value}' for name, value in becomes.items())},"
-            f" {row_checksums.assignment('groups', **becomes)} WHERE run_id = ?2 AND group_id = ?3"
+            f" {row_checksums.assignment(**becomes)} WHERE run_id = ?2 AND group_id = ?3"
             " AND state IN ('admitted', 'leased', 'generated', 'scored', 'batched')",
             (reason, run_id, group_id),
         )
@@ -377,23 +344,13 @@ class Groups:
 
     def remove(self, run_id: str, group_class: str) -> list[sqlite3.Row]:
         """Delete the groups of an evaluation with their prompts and payloads, in as many statements for thousands of groups as
-        for one. Return (segment, start) of the payloads.
-        """
-        removed = self._db.execute(
-            "DELETE FROM payloads WHERE run_id = ? AND group_id IN"
-            " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)"
-            " RETURNING segment, start",
-            (run_id, run_id, group_class),
-        ).fetchall()
-        self._db.execute(
-            "DELETE FROM prompts WHERE run_id = ? AND group_id IN"
-            " (SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?)",
-            (run_id, run_id, group_class),
-        )
-        self._db.execute(
-            "DELETE FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?",
-            (run_id, group_class),
-        )
+        for one. Return (segment, start) of the payloads."""
+        of_class = "FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
+        of_groups = f"WHERE run_id = ? AND group_id IN (SELECT group_id {of_class})"
+        values = (run_id, run_id, group_class)
+        removed = self.rows(f"DELETE FROM payloads {of_groups} RETURNING segment, start", values)
+        self.db.execute(f"DELETE FROM prompts {of_groups}", values)
+        self.db.execute(f"DELETE {of_class}", (run_id, group_class))
         return removed
 
 

@@ -16,20 +16,16 @@ from typing import Any
 
 from paceline.errors import NotFound
 from paceline.services.coordinator.ledger.connection import LedgerFile
-from paceline.services.coordinator.ledger.folders import resolved, stored
 from paceline.services.coordinator.ledger.group_queries import GroupQueries
 from paceline.services.coordinator.ledger.groups import Groups
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Location, Payload
 from paceline.services.coordinator.ledger.tables.audit_heads import AuditHeads
-from paceline.services.coordinator.ledger.tables.batches import Batches
-from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoints
-from paceline.services.coordinator.ledger.tables.deaths import Deaths
+from paceline.services.coordinator.ledger.tables.batches import Batches, Receipts, SessionFaults
+from paceline.services.coordinator.ledger.tables.beside_groups import Deaths, FreeSlots
+from paceline.services.coordinator.ledger.tables.checkpoints import Checkpoints, resolved, stored
 from paceline.services.coordinator.ledger.tables.episodes import Episodes
 from paceline.services.coordinator.ledger.tables.evaluations import Evaluations
-from paceline.services.coordinator.ledger.tables.free_slots import FreeSlots
 from paceline.services.coordinator.ledger.tables.models import RegisteredModels
-from paceline.services.coordinator.ledger.tables.receipts import Receipts
-from paceline.services.coordinator.ledger.tables.session_faults import SessionFaults
 from paceline.services.coordinator.text_limits import event_json
 from paceline.v1.common_pb2 import ROLE_REWARD, ROLE_ROLLOUT, Role
 
@@ -43,6 +39,10 @@ MAX_SEQUENCE = 1 << 62
 """A sequence number that no event has, and that SQLite can hold."""
 MAX_EVENTS = {"member": 100_000, "warning": 100_000}
 """Most events of a kind in one run, for kinds that workers cause as often as they like."""
+GROUPS_AT_ONCE = 512
+"""Groups whose payloads are pruned in one transaction."""
+PRUNED = "pruned:groups"
+"""Counter of the groups whose payloads were pruned."""
 RECENT_RESULTS = 64
 """Newest results whose mean size is taken for the size of later ones."""
 
@@ -68,7 +68,7 @@ class Ledger(LedgerFile):
 
     @property
     def deaths(self) -> Deaths:
-        """Crashes of workers, by the groups that they held."""
+        """Crashes of workers, by the groups that they held. No attribute, because a circle of references would keep the files open."""
         return Deaths(self)
 
     # Runs
@@ -78,25 +78,25 @@ class Ledger(LedgerFile):
         return self.cached(f"run {run_id}", lambda: self._run(run_id))
 
     def _run(self, run_id: str) -> sqlite3.Row:
-        row: sqlite3.Row | None = self.db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+        row = self.row("SELECT * FROM runs WHERE run_id = ?", (run_id,))
         if row is None:
             newest = [
-                r["run_id"] for r in self.db.execute("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")
+                r["run_id"] for r in self.rows("SELECT run_id FROM runs ORDER BY sequence DESC LIMIT 5")
             ]
             raise NotFound(f"no run {run_id!r}; the newest are: {', '.join(newest) or 'none'}")
         return row
 
     def runs(self) -> list[sqlite3.Row]:
         """Return all runs, oldest first."""
-        return self.db.execute("SELECT * FROM runs ORDER BY sequence").fetchall()
+        return self.rows("SELECT * FROM runs ORDER BY sequence")
 
     def runs_after(self, sequence: int, limit: int) -> list[sqlite3.Row]:
         """Return the runs that were submitted after run number `sequence`, oldest first, without their specs."""
-        return self.db.execute(
+        return self.rows(
             "SELECT run_id, sequence, state, message, next_step, max_num_steps, directory, submitted_s, warnings_json"
             " FROM runs WHERE sequence > ? ORDER BY sequence LIMIT ?",
             (sequence, limit),
-        ).fetchall()
+        )
 
     def runs_by_state(self) -> dict[str, int]:
         """Return the number of runs in each state that occurs."""
@@ -105,48 +105,42 @@ class Ledger(LedgerFile):
 
     def num_runs(self) -> int:
         """Return the number of runs that were ever submitted."""
-        return int(self.db.execute("SELECT COUNT(*) AS n FROM runs").fetchone()["n"])
+        return int(self.value("SELECT COUNT(*) FROM runs"))
 
     def active_run(self) -> sqlite3.Row | None:
         """Return the run that trains, else the one that is paused, if any."""
-        return self._first(
-            "SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY state DESC, sequence"
+        return self.row(
+            "SELECT * FROM runs WHERE state IN ('running', 'paused') ORDER BY state DESC, sequence LIMIT 1"
         )
 
     def due_run(self, passed_over: Collection[str] = ()) -> sqlite3.Row | None:
         """Return the active run or, without one, the first of the queue; none of those in `passed_over`."""
-        row: sqlite3.Row | None = self.db.execute(
+        return self.row(
             f"SELECT runs.*, {PRIORITY} FROM runs WHERE state IN ('running', 'paused', 'queued')"
             f" AND run_id NOT IN ({', '.join('?' * len(passed_over))})"
             " ORDER BY CASE state WHEN 'running' THEN 0 WHEN 'paused' THEN 1 ELSE 2 END, priority DESC, sequence LIMIT 1",
             tuple(passed_over),
-        ).fetchone()
-        return row
+        )
 
     def queue(self) -> list[sqlite3.Row]:
         """Return id and `priority` of the runs that wait, the one that starts first before the others."""
-        return self.db.execute(
+        return self.rows(
             f"SELECT run_id, {PRIORITY} FROM runs WHERE state = 'queued' ORDER BY priority DESC, sequence"
-        ).fetchall()
+        )
 
     def first_queued(self) -> sqlite3.Row | None:
         """Return id and `priority` of the run that waits and starts first."""
         return next(iter(self.queue()), None)
 
     def priority(self, run_id: str) -> int:
-        """Return the priority of a run."""
-        row = self._first_of(f"SELECT {PRIORITY} FROM runs WHERE run_id = ?", run_id)
-        return int(row["priority"]) if row is not None else 0
+        return int(self.value(f"SELECT {PRIORITY} FROM runs WHERE run_id = ?", (run_id,)) or 0)
 
     def submitter(self, run_id: str) -> str:
         """Return the name of the caller that submitted a run, a fact of its first event; empty where it is not on record.
         Raises NotFound."""
         self.run(run_id)
-        row = self._first_of(
-            "SELECT json_extract(json, '$.submitter') AS fact FROM events WHERE run_id = ? AND sequence = 1",
-            run_id,
-        )
-        return str(row["fact"] or "") if row is not None else ""
+        query = "SELECT json_extract(json, '$.submitter') FROM events WHERE run_id = ? AND sequence = 1"
+        return str(self.value(query, (run_id,)) or "")
 
     def add_run(
         self,
@@ -184,11 +178,11 @@ class Ledger(LedgerFile):
 
     def run_of_submission(self, submission: str) -> str | None:
         """Return the run that was queued under this name of a submission; the name is in the run's first event."""
-        row = self.db.execute(
+        row = self.row(
             "SELECT run_id FROM events WHERE run_id IN (SELECT run_id FROM runs) AND sequence = 1"
             " AND json_extract(json, '$.submission') = ?",
             (submission,),
-        ).fetchone()
+        )
         return None if row is None else str(row["run_id"])
 
     def update_run(self, run_id: str, **columns: Any) -> None:
@@ -199,20 +193,15 @@ class Ledger(LedgerFile):
 
     def session_holder(self, run_id: str) -> str:
         """Return the learner that has the newest session; empty when it is not on record."""
-        row = self._first_of(
-            "SELECT json FROM events WHERE run_id = ? AND kind = 'session' ORDER BY sequence DESC", run_id
-        )
-        return str(json.loads(row["json"]).get("member_id", "")) if row is not None else ""
+        return str(self._newest_event(run_id, "session").get("member_id", ""))
 
     def newest_of_member(self, run_id: str, member_id: str) -> str:
         """Return what a run's newest event about a member says (`joined`, `left: …`); empty when there is none."""
-        row = self._first_of(
+        query = (
             "SELECT json FROM events WHERE run_id = ? AND kind = 'member' AND json_extract(json, '$.member_id') = ?"
-            " ORDER BY sequence DESC",
-            run_id,
-            member_id,
+            " ORDER BY sequence DESC LIMIT 1"
         )
-        return str(json.loads(row["json"]).get("what", "")) if row is not None else ""
+        return str(json.loads(self.value(query, (run_id, member_id)) or "{}").get("what", ""))
 
     # Counters and events
 
@@ -224,17 +213,11 @@ class Ledger(LedgerFile):
         self._uncounted[key] = self._uncounted.get(key, 0) + amount
 
     def counters(self, run_id: str) -> dict[str, int]:
-        """Return all counters of a run."""
         counters = dict(self.written_counters(run_id))
         for (counted, name), amount in self._uncounted.items():
             if counted == run_id:
                 counters[name] = counters.get(name, 0) + amount
         return counters
-
-    def last_event(self, run_id: str) -> int:
-        """Return the sequence number of the newest event of a run; 0 without any."""
-        row = self.db.execute("SELECT MAX(sequence) FROM events WHERE run_id = ?", (run_id,)).fetchone()
-        return int(row[0] or 0)
 
     def add_event(self, run_id: str, kind: str, content: dict[str, Any]) -> None:
         """Append to the run's events, which Watch streams. A kind in MAX_EVENTS has a most: the last one says so, and further
@@ -256,46 +239,44 @@ class Ledger(LedgerFile):
 
     def last_sequence(self, run_id: str) -> int:
         """Return the sequence number of a run's newest event; 0 without one."""
-        query = "SELECT MAX(sequence) AS newest FROM events WHERE run_id = ?"
-        return int(self.db.execute(query, (run_id,)).fetchone()["newest"] or 0)
+        return int(self.value("SELECT MAX(sequence) FROM events WHERE run_id = ?", (run_id,)) or 0)
 
     def events(self, run_id: str, after: int, limit: int = 1000) -> list[sqlite3.Row]:
         """Return the events after a sequence number, oldest first."""
-        return self.db.execute(
+        return self.rows(
             "SELECT * FROM events WHERE run_id = ? AND sequence > ? ORDER BY sequence LIMIT ?",
             (run_id, min(after, MAX_SEQUENCE), limit),
-        ).fetchall()
+        )
 
     def step_metrics(self, run_id: str, before: int, number: int) -> list[dict[str, Any]]:
         """Return the content of the events of the newest `number` steps before one, oldest first."""
-        rows = self.db.execute(
+        rows = self.rows(
             "SELECT json FROM events WHERE run_id = ? AND kind = 'step' AND json_extract(json, '$.step') < ?"
             " ORDER BY sequence DESC LIMIT ?",
             (run_id, before, number),
-        ).fetchall()
+        )
         return [json.loads(row["json"]) for row in reversed(rows)]
 
     def metrics_of_step(self, run_id: str, step: int) -> dict[str, Any] | None:
         """Return the content of the event of a trained step; None without one."""
-        row = self.db.execute(
+        row = self.row(
             "SELECT json FROM events WHERE run_id = ? AND kind = 'step' AND json_extract(json, '$.step') = ?",
             (run_id, step),
-        ).fetchone()
+        )
         return None if row is None else dict(json.loads(row["json"]))
 
     def is_retried(self, run_id: str) -> bool:
         """Return whether a paused run goes on by itself when the reason of the pause is over."""
-        row = self._first(
-            "SELECT json FROM events WHERE run_id = ? AND kind = 'state' ORDER BY sequence DESC", run_id
-        )
-        return row is not None and bool(json.loads(row["json"]).get("retried"))
+        return bool(self._newest_event(run_id, "state").get("retried"))
 
     def drop_reason_of_pause(self, run_id: str) -> str:
         """Return the reason of the dropped groups that have paused a run; empty where others have, or nothing."""
-        row = self._first_of(
-            "SELECT json FROM events WHERE run_id = ? AND kind = 'state' ORDER BY sequence DESC", run_id
-        )
-        return str(json.loads(row["json"]).get("drop_reason", "")) if row is not None else ""
+        return str(self._newest_event(run_id, "state").get("drop_reason", ""))
+
+    def _newest_event(self, run_id: str, kind: str) -> dict[str, Any]:
+        """Return the content of the newest event of a kind; empty without one."""
+        query = "SELECT json FROM events WHERE run_id = ? AND kind = ? ORDER BY sequence DESC LIMIT 1"
+        return dict(json.loads(self.value(query, (run_id, kind)) or "{}"))
 
     def data_fingerprint(self, run_id: str) -> str:
         """Return the fingerprint of the data set that the run was last started or resumed with; empty where it is not on
@@ -325,12 +306,12 @@ class Ledger(LedgerFile):
 
     def _newest_fact(self, run_id: str, name: str) -> str:
         """Return a fact of the newest event of the run's state that has it; empty where none has."""
-        row = self._first_of(
-            f"SELECT json_extract(json, '$.{name}') AS fact FROM events WHERE run_id = ? AND kind = 'state'"
-            f" AND json_extract(json, '$.{name}') IS NOT NULL ORDER BY sequence DESC",
-            run_id,
+        fact = self.value(
+            f"SELECT json_extract(json, '$.{name}') FROM events WHERE run_id = ? AND kind = 'state'"
+            f" AND json_extract(json, '$.{name}') IS NOT NULL ORDER BY sequence DESC LIMIT 1",
+            (run_id,),
         )
-        return str(row["fact"]) if row is not None else ""
+        return "" if fact is None else str(fact)
 
     # Payloads
 
@@ -338,11 +319,10 @@ class Ledger(LedgerFile):
         self, run_id: str, group_id: int, kind: str = "result", *, last: bool = False
     ) -> Payload | None:
         """Return a group's texts and arrays, or the `prefix` that an earlier attempt left, if they are kept. After the
-        `last` call they are read from the disk.
-        """
-        row = self.db.execute(
+        `last` call they are read from the disk."""
+        row = self.row(
             "SELECT * FROM payloads WHERE run_id = ? AND group_id = ? AND kind = ?", (run_id, group_id, kind)
-        ).fetchone()
+        )
         return self.payloads.payload(row, last=last) if row else None
 
     def add_payload(self, run_id: str, group_id: int, kind: str, location: Location) -> None:
@@ -355,11 +335,10 @@ class Ledger(LedgerFile):
 
     def damaged_payload(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:
         """Return group and kind of the payload that a damaged record holds; None when nothing refers to it any more."""
-        row: sqlite3.Row | None = self.db.execute(
+        return self.row(
             "SELECT group_id, kind FROM payloads WHERE segment = ? AND run_id = ? AND (start = ? OR start + header_size = ?)",
             (damaged.segment, run_id, damaged.start, damaged.start),
-        ).fetchone()
-        return row
+        )
 
     def remove_prefix(self, run_id: str, group_id: int) -> None:
         """Remove the prefix that an earlier worker returned of a group."""
@@ -369,12 +348,11 @@ class Ledger(LedgerFile):
 
     def mean_result_bytes(self, run_id: str) -> float:
         """Return the mean size of a group's result on the disk, of the newest that are kept; 0 without any."""
-        row = self.db.execute(
-            "SELECT AVG(COALESCE(header_size, LENGTH(header)) + COALESCE(arrays_size, LENGTH(arrays))) AS size FROM"
-            " (SELECT * FROM payloads WHERE run_id = ? AND kind = 'result' ORDER BY group_id DESC LIMIT ?)",
-            (run_id, RECENT_RESULTS),
-        ).fetchone()
-        return float(row["size"] or 0.0)
+        query = (
+            "SELECT AVG(COALESCE(header_size, LENGTH(header)) + COALESCE(arrays_size, LENGTH(arrays))) FROM"
+            " (SELECT * FROM payloads WHERE run_id = ? AND kind = 'result' ORDER BY group_id DESC LIMIT ?)"
+        )
+        return float(self.value(query, (run_id, RECENT_RESULTS)) or 0.0)
 
     def remove_payloads(self, run_id: str, group_id: int) -> None:
         """Remove all payloads of a group, the turns of its journal included."""
@@ -386,10 +364,26 @@ class Ledger(LedgerFile):
         )
         self.note_removed_records(self.episodes.remove(run_id, group_id))
 
+    def is_pruning_due(self, run_id: str, batch: int) -> bool:
+        """Return whether `prune` would remove anything: groups of steps that every kept checkpoint has behind it, `batch` of a
+        step."""
+        return self.counters(run_id).get(PRUNED, 0) < self.checkpoints.oldest_step(run_id) * batch
+
+    def prune(self, run_id: str, batch: int) -> None:
+        """Remove the payloads of up to GROUPS_AT_ONCE groups that no session will train again. Inside a transaction."""
+        step, index = divmod(self.counters(run_id).get(PRUNED, 0), batch)
+        number = min(GROUPS_AT_ONCE, batch - index)
+        removed = self.rows(
+            "DELETE FROM payloads WHERE run_id = ? AND group_id IN (SELECT group_id FROM groups INDEXED BY step_groups"
+            " WHERE run_id = ? AND step = ? AND rank_order >= ? AND rank_order < ?) RETURNING segment, start",
+            (run_id, run_id, step, index, index + number),
+        )
+        self.note_removed_records(removed)
+        self.count(run_id, PRUNED, number)
+
     def note_removed_records(self, removed: Iterable[sqlite3.Row]) -> None:
         """Evict removed records from memory and mark their segments as candidates for removal; `removed` are (segment,
-        start) of rows that are gone from the tables `payloads` and `episodes`.
-        """
+        start) of rows that are gone from the tables `payloads` and `episodes`."""
         for segment, start in list(removed):
             if segment is not None:
                 self.payloads.evict(segment, start)
@@ -397,18 +391,18 @@ class Ledger(LedgerFile):
 
     def remove_unused_segments(self) -> Future[None] | None:
         """Remove segments that no payload refers to any more. A thread waits until the commit that made them unused is
-        on the disk. A bounded number is checked at each call.
-        """
+        on the disk. A bounded number is checked at each call."""
         unused = [number for number in self.payloads.removal_candidates() if not self._is_used(number)]
         return self.payloads.remove(unused, after=self.sync) if unused else None
 
     def _is_used(self, segment: int) -> bool:
-        row = self.db.execute(
-            "SELECT EXISTS (SELECT 1 FROM payloads INDEXED BY segment_payloads WHERE segment = ?1)"
-            " OR EXISTS (SELECT 1 FROM episodes INDEXED BY segment_episodes WHERE segment = ?1)",
-            (segment,),
-        ).fetchone()
-        return bool(row[0])
+        return bool(
+            self.value(
+                "SELECT EXISTS (SELECT 1 FROM payloads INDEXED BY segment_payloads WHERE segment = ?1)"
+                " OR EXISTS (SELECT 1 FROM episodes INDEXED BY segment_episodes WHERE segment = ?1)",
+                (segment,),
+            )
+        )
 
     # Books
 
@@ -422,8 +416,7 @@ class Ledger(LedgerFile):
 
     def token_books(self, run_id: str) -> dict[str, int]:
         """Return the token accounting: generated = trained + dropped + live; `wasted` are tokens that no commit took;
-        drops also by reason.
-        """
+        drops also by reason."""
         counters = self.counters(run_id)
         books = {
             name.removeprefix("tokens:"): n for name, n in counters.items() if name.startswith("tokens:")
@@ -437,12 +430,6 @@ class Ledger(LedgerFile):
         counters = self.counters(run_id).items()
         return {name.removeprefix("failures:"): n for name, n in counters if name.startswith("failures:")}
 
-    def open_groups(self, run_id: str) -> int:
-        """Return the number of groups that are admitted and neither trained nor dropped, from durable counters."""
-        counters = self.counters(run_id)
-        dropped = sum(n for name, n in counters.items() if name.startswith("groups:dropped:"))
-        return counters.get("groups:ever_admitted", 0) - counters.get("groups:trained", 0) - dropped
-
     def trained_samples(self, run_id: str) -> int:
         """Return the number of completions in trained groups (for a supervised run: 0)."""
         return self.counters(run_id).get("groups:trained", 0) * self.group_queries.completions_per_group(
@@ -453,21 +440,11 @@ class Ledger(LedgerFile):
 
     def holders(self, lease_role: Role.ValueType = ROLE_ROLLOUT) -> list[tuple[str, Role.ValueType]]:
         """Return the members that hold leases, score tasks or a pending evaluation, by the record; `lease_role` is the role
-        of those that hold leases.
-        """
-        queries = self.group_queries
-        by_role = (
-            (lease_role, queries.lease_holders()),
-            (ROLE_ROLLOUT, queries.pinned_members()),
-            (ROLE_REWARD, queries.task_holders()),
-        )
-        roles = {member_id: role for role, members in by_role for member_id in members}
+        of those that hold leases."""
+        queries = {
+            "SELECT DISTINCT member_id FROM groups WHERE state = 'leased'": lease_role,
+            "SELECT DISTINCT member_id FROM evaluations WHERE done = 0 AND member_id IS NOT NULL": ROLE_ROLLOUT,
+            "SELECT DISTINCT scorer_id FROM groups WHERE state = 'generated' AND scorer_id IS NOT NULL": ROLE_REWARD,
+        }
+        roles = {member_id: role for query, role in queries.items() for (member_id,) in self.rows(query)}
         return list(roles.items())
-
-    def _first(self, query: str, *values: object) -> sqlite3.Row | None:
-        row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", values).fetchone()
-        return row
-
-    def _first_of(self, query: str, run_id: str, *others: str) -> sqlite3.Row | None:
-        row: sqlite3.Row | None = self.db.execute(query + " LIMIT 1", (run_id, *others)).fetchone()
-        return row

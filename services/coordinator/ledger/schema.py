@@ -10,7 +10,7 @@ after it made a copy; `tests/services/coordinator/ledger/test_ledger.py` has the
 tables without seals: new seals would hide damage of the rows that are there."""
 
 SCHEMA = """
--- The column `seal` is a checksum of the row's other columns (ledger/integrity/row_checksums.py), NULL where there is none yet.
+-- The column `seal` is a checksum of the row's other columns (ledger/row_checksums.py), NULL where there is none yet.
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL, seal INTEGER) WITHOUT ROWID;
 
 CREATE TABLE runs (

@@ -31,20 +31,17 @@ class SegmentCipher:
 
     @classmethod
     def new(cls, key: StorageKey) -> SegmentCipher:
-        """Return the cipher of a new segment."""
         return cls(key, os.urandom(SALT_BYTES))
 
     @classmethod
     def of_start(cls, start: bytes, key: StorageKey) -> SegmentCipher:
         """Return the cipher of the segment with these first bytes. Raises WrongKey where they are not those of a segment of
-        this key.
-        """
+        this key."""
         if len(start) != START_BYTES or not start.startswith(MAGIC + key.name):
             raise WrongKey(f"it does not begin as a segment that is encrypted with the key {key.name.hex()}")
         return cls(key, start[-SALT_BYTES:])
 
     def seal(self, part: bytes | memoryview, position: int) -> bytes:
-        """Return the sealed part for this position in the segment."""
         return self._records.seal(part, position.to_bytes(8, "big"))
 
     def open(self, sealed: bytes | memoryview, position: int) -> bytes:

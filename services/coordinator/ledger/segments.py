@@ -3,14 +3,12 @@
 Promises: a record whose location `append` has returned is on the disk, with its length and its file's name, so a
 transaction may refer to it. A record never changes and never moves; every read from the disk checks its CRC-32. A
 segment is only ever written by the process that began it, so bytes that a power cut tore off its end are behind every
-record in use. `segment_writer.py` writes it. With a storage key the parts of records are sealed (`segment_cipher.py`).
+record in use. With a storage key the parts of records are sealed (`segment_cipher.py`).
 
 The newest records are in memory as well. One thread appends, any thread reads. A segment that is removed stays readable
 for every holder of a frame of it.
 
-Appends to a segment past the page cache (O_DIRECT), where the file system supports it.
-
-Appended bytes are synced at once and mostly read never or once, so the cache does nothing for them, and its pages can
+Appends go past the page cache (O_DIRECT), where the file system supports it. Appended bytes are synced at once and mostly read never or once, so the cache does nothing for them, and its pages can
 cost several times as much processor time as the write itself (docs/decisions/2026-11-21-direct-writes.md). Such a write
 begins and ends at a block: each append fills its last block with zeros, which nothing refers to.
 """
@@ -86,7 +84,6 @@ class Record(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
         return len(self.header) + len(self.arrays)
 
 
@@ -104,8 +101,7 @@ class SegmentFile:
 
     def read(self, position: int, size: int) -> bytes:
         """Return the `size` bytes of the part that begins at `position`, fewer where the file ends. Raises OSError; WrongKey
-        when the segment or a sealed part is not what was written.
-        """
+        when the segment or a sealed part is not what was written."""
         if self._key is None:
             return os.pread(self.fd, size, position)
         if self._cipher is None:
@@ -157,8 +153,7 @@ Frame = Buffer | StoredFrame
 
 class DamagedRecord(LedgerFault):
     """A record whose bytes are not those that were written, or are gone. It can be generated again unless a session has
-    trained it.
-    """
+    trained it."""
 
     def __init__(self, message: str, segment: int, start: int):
         super().__init__(message)
@@ -170,8 +165,7 @@ class DamagedRecord(LedgerFault):
 
 class UnopenedSegment(LedgerFault):
     """A segment that cannot be opened now, for reading or as a new one: no file descriptor is free, or permissions were
-    changed. Nothing is lost by that, so callers try again.
-    """
+    changed. Nothing is lost by that, so callers try again."""
 
 
 class Payload(NamedTuple):
@@ -215,7 +209,7 @@ class PayloadStore:
         self._recent: dict[tuple[int, int], Record] = {}
         """The newest records by segment and start, oldest first."""
         self._recent_bytes = 0
-        self._recent_lock = threading.Lock()
+        self._recent_lock = threading.RLock()
         self._numbers = set(self._on_disk())
         """Numbers of all segments."""
         self._number = max(self._numbers, default=0)
@@ -227,8 +221,7 @@ class PayloadStore:
 
     def append(self, records: Sequence[Record]) -> list[Location]:
         """Write records one after another and wait for the disk once. Raises LedgerFault; UnopenedSegment when nothing
-        was written and the same call may succeed later.
-        """
+        was written and the same call may succeed later."""
         try:
             end = self._end_with_room()
             locations, start = [], end.size
@@ -249,8 +242,7 @@ class PayloadStore:
 
     def _parts(self, records: Sequence[Record], position: int) -> Iterator[Buffer]:
         """Yield what is written for the records from `position` on. One part at a time is sealed, so that no second copy of all
-        records is in memory.
-        """
+        records is in memory."""
         for part in (part for record in records for part in (record.header, record.arrays)):
             written = part if self._cipher is None else self._cipher.seal(part, position)
             yield written
@@ -258,8 +250,7 @@ class PayloadStore:
 
     def payload(self, row: sqlite3.Row, *, last: bool = False) -> Payload:
         """Return the texts and arrays that a row of the table refers to; after the `last` call they need not stay in
-        memory. Raises LedgerFault when the segment is gone (DamagedRecord) or cannot be opened now (UnopenedSegment).
-        """
+        memory. Raises LedgerFault when the segment is gone (DamagedRecord) or cannot be opened now (UnopenedSegment)."""
         if row["segment"] is None:
             return Payload(row["header"], row["arrays"])
         recent = self._recent.get((row["segment"], row["start"]))
@@ -278,12 +269,8 @@ class PayloadStore:
     def evict(self, segment: int, start: int) -> None:
         """Remove the record at this location from memory."""
         with self._recent_lock:
-            self._evict((segment, start))
-
-    def _evict(self, location: tuple[int, int]) -> None:
-        record = self._recent.pop(location, None)
-        if record is not None:
-            self._recent_bytes -= record.size
+            record = self._recent.pop((segment, start), None)
+            self._recent_bytes -= 0 if record is None else record.size
 
     def mark_candidate(self, segment: int) -> None:
         """Note that fewer records of the segment are in use than before."""
@@ -291,8 +278,7 @@ class PayloadStore:
 
     def removal_candidates(self) -> list[int]:
         """Return segments that may be unused by now, up to MAX_CANDIDATES and IN_TURN others. Not the two newest,
-        because between `append` and the transaction that refers to the record there are at most MAX_SEGMENT_BYTES.
-        """
+        because between `append` and the transaction that refers to the record there are at most MAX_SEGMENT_BYTES."""
         candidates = list(self._candidates)  # in one piece: the thread that appends adds to it
         chosen = sorted(number for number in candidates if number < self._number - 1)[:MAX_CANDIDATES]
         self._candidates.difference_update(chosen)
@@ -306,7 +292,7 @@ class PayloadStore:
         numbers = set(numbers)
         with self._recent_lock:
             for location in [location for location in self._recent if location[0] in numbers]:
-                self._evict(location)  # records that no transaction refers to
+                self.evict(*location)  # records that no transaction refers to
         for number in numbers:
             self._files.pop(number, None)
         self._numbers -= numbers
@@ -348,7 +334,7 @@ class PayloadStore:
             self._recent[location.segment, location.start] = record
             self._recent_bytes += record.size
             while self._recent_bytes > MAX_RECENT_BYTES:
-                self._evict(next(iter(self._recent)))
+                self.evict(*next(iter(self._recent)))
 
     def _begin_segment(self) -> SegmentWriter:
         self._close_end()
@@ -440,7 +426,6 @@ class SegmentWriter:
         os.fdatasync(self._fd)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def _write(self, size: int) -> None:
@@ -460,8 +445,7 @@ class SegmentWriter:
 
     def _set_direct(self, direct: bool) -> bool:
         """Set or clear O_DIRECT; return whether that changed anything. A file system without direct writes refuses the
-        flag, or the first write.
-        """
+        flag, or the first write."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         wanted = flags | O_DIRECT if direct else flags & ~O_DIRECT
         try:

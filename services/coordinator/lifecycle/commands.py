@@ -1,20 +1,41 @@
-"""Commands of a person on runs: cancel, pause, resume, drop groups, checkpoint; and on workers: drain."""
+"""Commands of a person on runs: cancel, pause, resume, drop groups, checkpoint; and on workers: drain.
+
+Files that a person may have corrected while a run was paused are read anew at `resume`: data sets, the chat template, reward
+functions. Changes are events of the run. A run with a bundle gets the corrected files with a new one. Of a run without, digests of
+the functions' files are taken where they are on this machine; the coordinator never runs them.
+"""
 
 from __future__ import annotations
-
-import time
-
-from paceline.errors import Conflict, InvalidInput, NotFound, Unavailable
-from paceline.services.coordinator.exchange.batches import selection, session_faults
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from paceline.errors import Conflict
+from paceline.errors import InvalidInput
+from paceline.errors import NotFound
+from paceline.errors import Unavailable
+from paceline.services.coordinator.exchange.batches import selection
+from paceline.services.coordinator.exchange.batches import session_faults
+from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
-from paceline.services.coordinator.lifecycle.context import RunContext
-from paceline.services.coordinator.lifecycle.resumption import Resumption
-from paceline.services.coordinator.lifecycle.run_states import RunStates, set_state
+from paceline.services.coordinator.lifecycle.run_data import Openings
+from paceline.services.coordinator.lifecycle.run_data import RunBundles
+from paceline.services.coordinator.lifecycle.run_data import changed_data_warnings
+from paceline.services.coordinator.lifecycle.run_states import RunContext
+from paceline.services.coordinator.lifecycle.run_states import RunStates
+from paceline.services.coordinator.lifecycle.run_states import set_state
 from paceline.services.coordinator.lifecycle.worker_faults import Faults
-from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import Member
+from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.pool.assignments import Assignments
-from paceline.services.coordinator.sessions import starting_point
+from paceline.spec import RunSpec
+from paceline.spec.reading import spec_of_run
 from paceline.v1 import worker_pb2
+from pathlib import Path
+import asyncio
+import json
+import time
+import xxhash
 
 MAX_GRACE_S = 86_400.0
 
@@ -52,8 +73,7 @@ class Commands:
             with self._ledger.transaction():
                 set_state(self._ledger, run_id, "paused")
             self._delays.retried = ""
-        self._context.server.wake("lease", "batch")
-        await self._context.watchers.notify()
+        await self._context.watchers.notify("lease", "batch")
 
     async def resume(self, run_id: str, bundle: str = "") -> None:
         """Go on with a run that is paused, or queue a run that has failed. Files whose faults paused the run are read anew,
@@ -71,7 +91,7 @@ class Commands:
                 set_state(self._ledger, run_id, "running" if goes_on else "queued", **facts)
                 self._ledger.update_run(run_id, dropped_in_a_row=0)
                 session_faults.reset(self._exchange, run_id)
-                starting_point.clear_marks(self._ledger, run_id)  # a person may have put them back
+                self._ledger.checkpoints.clear_damage(run_id)  # a person may have put them back
             self._delays.passed_over.discard(run_id)
             self._delays.start_again_s = 0.0
             if self._delays.retried == run_id:
@@ -83,13 +103,11 @@ class Commands:
             await (
                 self._assignments.assign_all()
             )  # before work is given out, so that changed functions are loaded first
-        self._context.server.wake("lease", "task", "batch")
-        await self._context.watchers.notify()
+        await self._context.watchers.notify("lease", "task", "batch")
 
     def checkpoint(self, run_id: str) -> tuple[int, str]:
         """Order a checkpoint of the run that trains; return its newest event's number, and the path of a checkpoint that is
-        there already, in place of an order. Raises NotFound; Conflict when no learner has the run now.
-        """
+        there already, in place of an order. Raises NotFound; Conflict when no learner has the run now."""
         row, sequence = self._ledger.run(run_id), self._ledger.last_sequence(run_id)
         newest = self._ledger.checkpoints.newest(run_id)
         if newest is not None and newest.step == row["next_step"]:
@@ -121,8 +139,7 @@ class Commands:
 
     async def drop_groups(self, run_id: str, group_ids: list[int]) -> None:
         """Take groups out of the batch that is fixed and not trained; the learner then begins a new session. Raises NotFound,
-        Conflict, InvalidInput.
-        """
+        Conflict, InvalidInput."""
         async with self._context.lock:
             row, run = self._ledger.run(run_id), self._exchange.active
             if row["state"] != "paused" or run is None or run.run_id != run_id:
@@ -134,5 +151,116 @@ class Commands:
                 notices = self._exchange.take_notices()
                 self._context.run_log.write_down(notices)
         self._assignments.end_session()
-        self._context.server.wake("lease", "batch")
-        await self._context.watchers.notify()
+        await self._context.watchers.notify("lease", "batch")
+
+
+MAX_NAMED = 5
+
+
+class Resumption:
+    """Everything that is read anew for a run that goes on."""
+
+    def __init__(self, context: RunContext, prompts: PromptCheck, bundles: RunBundles):
+        self._ledger, self._exchange = context.ledger, context.exchange
+        self._prompts, self._bundles = prompts, bundles
+        self._openings = Openings()
+
+    async def changes(self, run_id: str, bundle: str) -> list[str]:
+        """Check a run's new bundle, and return the places of the files that it changes. Raises NotFound, InvalidInput."""
+        before = self._ledger.bundle(run_id)
+        if not bundle or bundle == before:
+            return []
+        spec, _ = await asyncio.to_thread(spec_of_run, run_id, self._ledger.run(run_id)["spec_yaml"])
+        if not before:
+            raise InvalidInput(f"run {run_id} was submitted without a bundle; resume it without one")
+        await asyncio.to_thread(self._bundles.check, spec, bundle)
+        return await asyncio.to_thread(self._bundles.changes, spec, before, bundle)
+
+    async def read(self, run_id: str, bundle: str = "", changes: Sequence[str] = ()) -> ActiveRun | None:
+        """Return the active run with its data sets opened anew, if dropped groups have paused it or its new bundle `changes`
+        them; else None.
+
+        An opening goes on when the caller gives up waiting, and the next call gets its outcome. Raises DataError, Unreadable
+        for a data set that cannot be used now: the run stays paused.
+        """
+        run = self._exchange.active
+        if run is None or run.run_id != run_id:
+            return None
+        has_other_data = any(path.startswith("data/") for path in changes)
+        if not has_other_data and not self._ledger.drop_reason_of_pause(run_id):
+            return None
+        bundle = bundle or self._ledger.bundle(run_id)
+        data = await self._openings.open(run_id + bundle, partial(self._bundles.open_data, run.spec, bundle))
+        return replace(run, prompts=data.prompts, validation=data.validation)
+
+    def take(
+        self, run_id: str, run: ActiveRun | None, bundle: str = "", changes: Sequence[str] = ()
+    ) -> dict[str, str]:
+        """Take what was read, forget the failures before, and record what has changed; return the facts for the event of
+        the run's state. Inside a transaction."""
+        if changes:
+            self._ledger.add_event(
+                run_id, "warning", {"message": self._changed_bundle(run_id, bundle, changes)}
+            )
+        new_bundle = {"bundle": bundle} if bundle else {}
+        active = self._exchange.active
+        if active is None or active.run_id != run_id:
+            return new_bundle
+        self._exchange.groups.clear_failures(run_id)
+        self._ledger.episodes.clear_failures(run_id)
+        admitted = self._ledger.counters(run_id).get("groups:ever_admitted", 0)
+        self._exchange.clear_failures(first_group=admitted)
+        in_bundle = bool(bundle or self._ledger.bundle(run_id))
+        facts = new_bundle | ({} if in_bundle else {"functions": function_digests(active.spec)})
+        warnings = (
+            []
+            if in_bundle
+            else changed_function_warnings(self._ledger.function_digests(run_id), facts["functions"])
+        )
+        if run is not None and run.prompts is not None:
+            before = self._ledger.data_fingerprint(run_id)
+            warnings += changed_data_warnings(before, run.spec, run.prompts)
+            facts["data"] = run.prompts.fingerprint
+            self._exchange.active = run
+            self._prompts.begin(run_id, run.spec)
+        for warning in warnings:
+            self._ledger.add_event(run_id, "warning", {"message": warning})
+        return facts
+
+    def _changed_bundle(self, run_id: str, bundle: str, changes: Sequence[str]) -> str:
+        named = ", ".join(changes[:MAX_NAMED]) + (", …" if len(changes) > MAX_NAMED else "")
+        before = self._ledger.bundle(run_id)
+        return (
+            f"the run goes on with bundle {bundle} in place of {before}: {len(changes)} of its files differ ({named}); further "
+            "groups are generated and scored with these"
+        )
+
+
+def function_digests(spec: RunSpec) -> str:
+    """Return a JSON object with the digest of each reward function's file; without those that are not on this machine."""
+    digests = {}
+    for reward in spec.rewards:
+        path, colon, _ = reward.function.rpartition(":")
+        try:
+            digests[path] = xxhash.xxh3_64(Path(path).read_bytes()).hexdigest() if colon else ""
+        except OSError:
+            continue
+    return json.dumps({path: digest for path, digest in digests.items() if digest})
+
+
+def changed_function_warnings(before: str, now: str) -> list[str]:
+    """Return a warning for each file of a reward function that has another digest than before."""
+    known, current = json.loads(before or "{}"), json.loads(now)
+    return [
+        f"the reward functions in {path!r} are not what they were when the run was last started (XXH3 {known[path]}; now "
+        f"{digest}): further groups are scored by the new code"
+        for path, digest in current.items()
+        if known.get(path, digest) != digest
+    ]
+
+
+def started_facts(run: ActiveRun, bundle: str) -> dict[str, str]:
+    """Return the facts for the event that a run starts: what its data are, and its functions unless a `bundle` names them."""
+    fingerprint = run.prompts.fingerprint if run.prompts is not None else ""
+    functions = {} if bundle else {"functions": function_digests(run.spec)}
+    return {"data": fingerprint} | functions

@@ -5,7 +5,7 @@ the runs. Everything runs on one event loop; `lock` serialises transactions with
 
   queued    `run_queue.py`, after its spec and data sets were checked
   running   `run_start.py`, when no run is active and its data sets could be opened
-            A run of a higher priority takes its place: `preemption.py` queues it again. `hours.py` ends it before its last step
+            A run of a higher priority takes its place: `preemption.py` queues it again, or ends it before its last step
   paused    `commands.py` by a person; `run_states.py` on a fault: with the reason, and retried automatically where waiting may
             help (`worker_faults.py`). A run whose spec this version cannot read lets other runs go first
   failed    `run_states.py`, by the fault of its spec, before its first step. It keeps its open groups, and `resume` queues it
@@ -27,31 +27,27 @@ from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.access.caller import Caller
 from paceline.services.common.access.insecure import insecurity
-from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
-from paceline.services.coordinator.ledger import pruning
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.lifecycle import run_start as recovery
-from paceline.services.coordinator.lifecycle.commands import Commands
-from paceline.services.coordinator.lifecycle.context import RunContext
+from paceline.services.coordinator.lifecycle import run_start
+from paceline.services.coordinator.lifecycle.commands import Commands, Resumption
 from paceline.services.coordinator.lifecycle.preemption import Hours, Preemption, explain
-from paceline.services.coordinator.lifecycle.resumption import Resumption
-from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
+from paceline.services.coordinator.lifecycle.run_data import RunBundles
 from paceline.services.coordinator.lifecycle.run_queue import RunQueue
 from paceline.services.coordinator.lifecycle.run_start import RunStarter
-from paceline.services.coordinator.lifecycle.run_states import RunStates
-from paceline.services.coordinator.lifecycle.watchers import Watchers
+from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates, Watchers
 from paceline.services.coordinator.lifecycle.worker_faults import Faults
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.pool.pool import Pool
-from paceline.services.coordinator.reporting.gauge_history import GaugeHistory
+from paceline.services.coordinator.reporting.member_files import GaugeHistory
+from paceline.services.coordinator.reporting.otel import StateMeters
 from paceline.services.coordinator.reporting.run_log import RunLog
-from paceline.services.coordinator.reporting.state_otel import StateMeters
 from paceline.services.coordinator.reporting.watchdog import Watchdog
-from paceline.services.coordinator.scaling.pools import PoolConfig
+from paceline.services.coordinator.scaling.policy import PoolConfig
 from paceline.services.coordinator.scaling.scaler import PERIOD_S, Scaler
 from paceline.services.coordinator.text_limits import one_line
 from paceline.tls.folder import tls_folder
@@ -139,16 +135,14 @@ class Coordinator:
 
     async def recover(self) -> None:
         """Start the run that was active. Before anyone may connect, because a worker that asks about a run which is not
-        active hears that it is over.
-        """
-        await recovery.recover(self.context)
+        active hears that it is over."""
+        await run_start.recover(self.context)
         await self.starter.start_next()
-        await recovery.warn_of_backup(self.context)
+        await run_start.warn_of_backup(self.context)
 
     async def run_forever(self) -> None:
         """Start queued runs and expire silent members, until cancelled. Raises LedgerFault when the disk has refused any
-        transaction: the worker that got the error would otherwise try again for ever.
-        """
+        transaction: the worker that got the error would otherwise try again for ever."""
         watching = asyncio.create_task(self.pool.lag.watch())
         try:
             while True:
@@ -211,9 +205,9 @@ class Coordinator:
         if run is None or run.prompts is None or run.spec.logger.keep_samples:
             return
         async with self.lock:
-            if pruning.is_due(self.ledger, run.run_id, run.batch_size):
+            if self.ledger.is_pruning_due(run.run_id, run.batch_size):
                 with self.ledger.transaction(synced=False):
-                    pruning.prune(self.ledger, run.run_id, run.batch_size)
+                    self.ledger.prune(run.run_id, run.batch_size)
 
     def _on_ledger_fault(self, fault: LedgerFault) -> None:
         self._ledger_fault = fault

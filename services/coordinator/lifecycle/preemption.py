@@ -16,8 +16,7 @@ import time
 
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun
-from paceline.services.coordinator.lifecycle.context import RunContext
-from paceline.services.coordinator.lifecycle.run_states import RunStates
+from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates
 from paceline.services.coordinator.pool.assignments import Assignments
 from paceline.v1 import worker_pb2
 
@@ -58,8 +57,7 @@ class Hours:
             async with self._context.lock:
                 self._count(run, now_s, is_over)
         if is_over:
-            self._context.server.wake("lease", "batch")
-            await self._context.watchers.notify()
+            await self._context.watchers.notify("lease", "batch")
 
     def _trained_s(self, run: ActiveRun, now_s: float) -> float:
         return self._ledger.counters(run.run_id).get(TRAINED_TIME, 0) / 1000 + now_s - self._counted_s

@@ -1,11 +1,8 @@
 """The start of a run: the active run after a restart, else the queued run that is due, becomes the exchange's run.
 
 A run that cannot be started now is retried after a growing pause. A run whose spec this version cannot read lets other runs go
-first. A run fails here only by the fault of its data, and only before its first step.
-
-Recovery of the ledger's runs after a restart, before anyone may connect.
-
-Nothing here keeps a run from going on: a summary that a kill prevented is written if its rows can be read.
+first. A run fails here only by the fault of its data, and only before its first step. After a restart nothing keeps a run from going
+on: a summary that a kill prevented is written if its rows can be read.
 """
 
 from __future__ import annotations
@@ -23,11 +20,9 @@ from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.exchange.uploads.prompt_check import PromptCheck
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES
-from paceline.services.coordinator.lifecycle.context import RunContext
-from paceline.services.coordinator.lifecycle.resumption import started_facts
-from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
-from paceline.services.coordinator.lifecycle.run_data import changed_data_warnings
-from paceline.services.coordinator.lifecycle.run_states import RunStates, set_state
+from paceline.services.coordinator.lifecycle.commands import started_facts
+from paceline.services.coordinator.lifecycle.run_data import RunBundles, changed_data_warnings
+from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates, set_state
 from paceline.services.coordinator.lifecycle.worker_faults import RETRIED, Faults
 from paceline.services.coordinator.pool.pool import Pool
 from paceline.spec.reading import spec_of_run, spec_to_yaml
@@ -100,7 +95,7 @@ class RunStarter:
             await self._pass_over(row, error)
             return
         try:
-            data = await asyncio.to_thread(self._bundles.open_data, spec, self._bundles.of_run(run_id))
+            data = await asyncio.to_thread(self._bundles.open_data, spec, self._ledger.bundle(run_id))
             directory = self._ledger.run_directory(run_id)
             self._context.run_log.open(run_id, directory, tensorboard=spec.logger.tensorboard)
         except (PacelineError, OSError) as error:
@@ -124,7 +119,12 @@ class RunStarter:
                 if row["state"] == "queued" or (
                     row["state"] == "paused" and self._ledger.is_retried(run.run_id)
                 ):
-                    set_state(self._ledger, run.run_id, "running", **started_facts(run, self._bundles))
+                    set_state(
+                        self._ledger,
+                        run.run_id,
+                        "running",
+                        **started_facts(run, self._ledger.bundle(run.run_id)),
+                    )
                 self._delays.retried = ""
                 for warning in warnings:
                     self._ledger.add_event(run.run_id, "warning", {"message": warning})

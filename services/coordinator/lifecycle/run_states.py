@@ -1,4 +1,4 @@
-"""State changes of a run that the coordinator decides: pause on a fault, go on, fail, end.
+"""State changes of a run that the coordinator decides (pause on a fault, go on, fail, end), what they need, and news for `Watch` calls.
 
 A run that is paused on a fault is retried automatically where waiting may help; a pause by a person ends by a person alone
 (`services/coordinator/lifecycle/commands.py`). A failed run keeps its open groups, because `resume` queues it again.
@@ -6,12 +6,77 @@ A run that is paused on a fault is retried automatically where waiting may help;
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from paceline.services.coordinator.exchange.state import Exchange, Notice
+from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.services.coordinator.ledger.ledger import ACTIVE_STATES, Ledger
-from paceline.services.coordinator.lifecycle.context import RunContext
 from paceline.services.coordinator.pool.assignments import Assignments
+from paceline.services.coordinator.reporting.run_log import RunLog
 from paceline.services.coordinator.text_limits import one_line
+
+
+class Watchers:
+    """The `Watch` calls of one coordinator. `lock` serialises transactions with the exchange's."""
+
+    def __init__(
+        self, ledger: Ledger, exchange: Exchange, lock: asyncio.Lock, run_log: RunLog, server: ExchangeServer
+    ):
+        self.changed = asyncio.Condition()
+        """Notified when events were added or the coordinator stops."""
+        self._ledger, self._exchange, self._lock = ledger, exchange, lock
+        self._run_log, self._server = run_log, server
+
+    async def notify(self, *kinds: str) -> None:
+        """Wake every `Watch` call, because there may be new events, and requests of these kinds that wait."""
+        if kinds:
+            self._server.wake(*kinds)
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def warn(self, messages: list[str], stalls: Sequence[str] = ()) -> None:
+        """Add warnings to the events of the active run, if there is one; those among `stalls` are marked."""
+        run = self._exchange.active
+        if run is None or not messages:
+            return
+        async with self._lock:
+            with self._ledger.transaction():
+                stalled = {message: {"stalled": True} for message in stalls}
+                contents = [{"message": message} | stalled.get(message, {}) for message in messages]
+                self._run_log.write_down([Notice("warning", content) for content in contents])
+        await self.notify("lease")
+
+
+@dataclass
+class Delays:
+    """Reasons why a run does not train now. `RunStates`, `RunStarter` and `Commands` change them."""
+
+    retried: str = ""
+    """Id of the run that is paused and retried automatically."""
+    passed_over: set[str] = field(default_factory=set)
+    """Runs whose spec this version cannot read, while there are others."""
+    start_again_s: float = 0.0
+    """Monotonic time of the next attempt to start the run that is due."""
+    waits_for: str = ""
+    """Reason for which workers must connect later: the run that they may be working on has not been opened yet."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Ledger, exchange and reports of one coordinator's runs."""
+
+    ledger: Ledger
+    exchange: Exchange
+    lock: asyncio.Lock
+    """Serialises transactions with the exchange's."""
+    run_log: RunLog
+    server: ExchangeServer
+    watchers: Watchers
+    delays: Delays = field(default_factory=Delays)
+
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +113,7 @@ class RunStates:
         log.warning("run %s is paused: %s", run_id, one_line(message))
         if not retried:
             self._context.run_log.summarize(run_id)
-        self._context.server.wake("lease", "batch")
-        await self._context.watchers.notify()
+        await self._context.watchers.notify("lease", "batch")
 
     async def continue_run(self, run_id: str) -> None:
         """Go on with a run whose fault is over, unless a person has paused it."""
@@ -60,8 +124,7 @@ class RunStates:
                 set_state(self._ledger, run_id, "running")
             self._delays.retried = ""
         log.info("run %s goes on", run_id)
-        self._context.server.wake("lease", "batch")
-        await self._context.watchers.notify()
+        await self._context.watchers.notify("lease", "batch")
 
     async def preempt(self, run_id: str, other: str, priority: int) -> None:
         """Queue the active run again because `other` has a higher priority; a run that is paused stays paused. Its open groups
@@ -83,18 +146,14 @@ class RunStates:
         log.info("run %s is preempted: %s", run_id, message)
         self._context.run_log.close()
         self._assignments.unassign_all(message)
-        self._context.server.wake("lease", "task", "batch")
-        await self._context.watchers.notify()
+        await self._context.watchers.notify("lease", "task", "batch")
 
     async def fail(self, run_id: str, message: str) -> None:
         """Fail a run that cannot go on with its spec. Its open groups stay open for `resume`; the next run may start."""
-        await self._leave(run_id, "failed", message)
+        await self.end(run_id, "failed", message)
 
     async def end(self, run_id: str, state: str, message: str) -> None:
         """End a run in `state`, for good; the workers become idle and the next run may start."""
-        await self._leave(run_id, state, message)
-
-    async def _leave(self, run_id: str, state: str, message: str) -> None:
         async with self._context.lock:
             before = self._ledger.run(run_id)["state"]
             if before not in ("queued", *ACTIVE_STATES) and (before, state) != ("failed", "cancelled"):

@@ -1,8 +1,6 @@
-"""Checks of a submitted spec against its data and files, for faults that every group of the run would have: they are
-found before anything starts. A check that needs a file which is not on this machine passes.
-
-Checks of a submitted run's environment against its data set and its files, for faults that every episode would have. A check
-that needs a file which is not on this machine passes; user code is parsed, not run.
+"""Checks of a submitted spec against its data and files, for faults that every group or episode of the run would have: they are
+found before anything starts. A check that needs a file which is not on this machine passes; user code is parsed, not run, and
+nothing is known of a definition with decorators, which may change it.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from paceline.data.tokens import changed_text, reads_tools
 from paceline.errors import DataError, InvalidInput, PacelineError, Unreadable
 from paceline.files.storage import Folder, is_url
 from paceline.models.architectures import check_architecture
-from paceline.services.coordinator.lifecycle import source_files
 from paceline.services.coordinator.lifecycle.run_data import RunData, open_data
 from paceline.spec import PolicySection, RewardFunctionSection, RunSpec
 from paceline.spec.reading import MODEL_FIELDS
@@ -153,11 +150,11 @@ def _columns_of(reward: RewardFunctionSection) -> list[str]:
 
 def _required(path: Path, name: str) -> list[str]:
     """Return the arguments without a default of a function in a file, besides those that every function gets."""
-    module = source_files.parsed(path)
-    found = None if module is None else source_files.definition(module.body, name)
+    module = parsed(path)
+    found = None if module is None else definition_of(module.body, name)
     if found is None or isinstance(found, ast.ClassDef):
         return []
-    return [argument for argument in source_files.required(found) if argument not in SUPPLIED]
+    return [argument for argument in required(found) if argument not in SUPPLIED]
 
 
 def _check_template(spec: RunSpec, source: PromptSource) -> None:
@@ -322,36 +319,91 @@ def _check_names(names: Collection[str], field: str, source: PromptSource) -> No
         )
 
 
-def _defined(key: str, code: str, kind: str) -> source_files.Definition | None:
+def _defined(key: str, code: str, kind: str) -> Definition | None:
     """Return the definition of `file:name`, as far as that is known here. Raises InvalidInput where there is none."""
     path, colon, name = code.rpartition(":")
     if not colon or not path or not name.isidentifier():
         raise InvalidInput(
             f"{key} is {code!r:.80}; write it as path/to/file.py:name, with the name of a {kind}"
         )
-    module = source_files.parsed(Path(path).expanduser())
-    names = None if module is None else source_files.names_of(module)
+    module = parsed(Path(path).expanduser())
+    names = None if module is None else names_of(module)
     if module is None or names is None:
         return None
     if name not in names:
         nearest = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise InvalidInput(f"{key}: {path} has no {kind} {name!r}{hint}")
-    return source_files.definition(module.body, name)
+    return definition_of(module.body, name)
 
 
-def _check_reset(
-    key: str, definition: source_files.Definition | None, field: str, columns: Collection[str]
-) -> None:
+def _check_reset(key: str, definition: Definition | None, field: str, columns: Collection[str]) -> None:
     """Raises DataError for a `reset` that needs a column which the data set does not have."""
     if not isinstance(definition, ast.ClassDef):
         return
-    reset = source_files.definition(definition.body, "reset")
+    reset = definition_of(definition.body, "reset")
     if reset is None or isinstance(reset, ast.ClassDef):
         return
-    missing = [name for name in source_files.required(reset)[1:] if name not in columns]
+    missing = [name for name in required(reset)[1:] if name not in columns]
     if missing:
         raise DataError(
             f"{key}: `reset` of {definition.name} needs the column {missing[0]!r}, but it gets {', '.join(columns)} of {field}; "
             "give the argument a default, or add the column"
         )
+
+
+MAX_SOURCE_BYTES = 1 << 20
+"""Largest file that is read here."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef
+
+
+def parsed(path: Path) -> ast.Module | None:
+    """Return the module of a file; None where it cannot be read here: the worker says what is wrong with it."""
+    try:
+        if path.stat().st_size > MAX_SOURCE_BYTES:
+            return None
+        return ast.parse(path.read_bytes())
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def names_of(module: ast.Module) -> set[str] | None:
+    """Return all names that a module's own statements may bind; None where a `*` may bind any."""
+    names: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    names |= {name for node in module.body for name in _bound(node)}
+    return None if "*" in names else names
+
+
+def definition_of(body: Iterable[ast.stmt], name: str) -> Definition | None:
+    """Return the function or class that `name` stands for at the end of a module or class; None where something else may have
+    bound the name since, and for one with decorators."""
+    found: Definition | None = None
+    for node in body:
+        if isinstance(node, Definition) and node.name == name:
+            found = node
+        elif name in _bound(node):
+            found = None
+    return None if found is None or found.decorator_list else found
+
+
+def required(function: Function) -> list[str]:
+    """Return the arguments of a function that have no default."""
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    needed = positional[: len(positional) - len(given.defaults)]
+    needed += [a for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
+    return [argument.arg for argument in needed]
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement may bind anew."""
+    return {
+        node.id
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    } | {node.name for node in ast.walk(statement) if isinstance(node, Definition)}

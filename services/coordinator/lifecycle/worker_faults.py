@@ -15,8 +15,7 @@ import time
 from collections.abc import Sequence
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.services.coordinator.lifecycle.context import RunContext
-from paceline.services.coordinator.lifecycle.run_states import RunStates
+from paceline.services.coordinator.lifecycle.run_states import RunContext, RunStates
 from paceline.services.coordinator.members.registry import Fault, Member, Members
 from paceline.services.coordinator.pool.assignments import Assignments
 from paceline.services.coordinator.text_limits import one_line

@@ -5,26 +5,31 @@ none and the samples before are gone.
 """
 
 from __future__ import annotations
-
-import asyncio
-import logging
-import sqlite3
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
-
+from collections.abc import Awaitable
+from collections.abc import Callable
+from collections.abc import Sequence
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import NotFound
 from paceline.groups import Version
-from paceline.services.coordinator.exchange import admission, evaluation
-from paceline.services.coordinator.exchange.state import ActiveRun, Exchange
+from paceline.services.coordinator import sessions
+from paceline.services.coordinator.exchange import admission
+from paceline.services.coordinator.exchange import evaluation
+from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.members.registry import Member, Members
+from paceline.services.coordinator.members.registry import Member
+from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.pool.host_plans import HostPlans
-from paceline.services.coordinator.sessions import starting_point
-from paceline.services.coordinator.sessions.session_numbers import SessionNumbers, scan_checkpoints
+from paceline.services.coordinator.sessions import SessionNumbers
+from paceline.services.coordinator.sessions import scan_checkpoints
 from paceline.services.coordinator.text_limits import one_line
 from paceline.tracing import step_traceparent
-from paceline.v1 import common_pb2, worker_pb2
+from paceline.v1 import common_pb2
+from paceline.v1 import worker_pb2
+from typing import Any
+import asyncio
+import logging
+import sqlite3
 
 NAMED = 16
 """Most members that a line of the log names: with thousands, each of which joins, the lines would fill the disk."""
@@ -141,13 +146,13 @@ class Assignments:
         if not report.session or member.session != report.session:
             return  # another rank of the learner reports the same as rank 0
         member.session = 0
-        taken = starting_point.session_in_the_way(self._ledger, self._exchange.active, report)
+        taken = sessions.session_in_the_way(self._ledger, self._exchange.active, report)
         if taken is not None:
             await self.begin_session_above(taken)
             return
         async with self._lock:
             with self._ledger.transaction():
-                is_known = starting_point.mark_damaged(
+                is_known = sessions.mark_damaged(
                     self._ledger, report.run_id, report.checkpoint_path, report.error
                 )
                 if is_known:
@@ -244,7 +249,7 @@ class Assignments:
                 return
             row = self._ledger.run(run.run_id)
             try:
-                start, no_start = starting_point.starting_point(self._ledger, run), ""
+                start, no_start = sessions.starting_point(self._ledger, run), ""
             except NotFound as error:
                 no_start = str(error)
             else:
@@ -262,7 +267,7 @@ class Assignments:
 
     async def _check_checkpoints(self, run: ActiveRun) -> None:
         """Note sessions that the folder of checkpoints names, and set checkpoints aside that are ahead of the ledger."""
-        folder = starting_point.folder_of(self._ledger, run)
+        folder = sessions.folder_of(self._ledger, run)
         if folder.local is None:
             return  # the learner checks the object store, because it has the credentials
         row = self._ledger.run(run.run_id)
@@ -329,9 +334,7 @@ class Assignments:
         self.end_session()
         await self.assign_learner()
 
-    def _begin_session(
-        self, member: Member, row: sqlite3.Row, spec_yaml: str, start: starting_point.Start
-    ) -> None:
+    def _begin_session(self, member: Member, row: sqlite3.Row, spec_yaml: str, start: sessions.Start) -> None:
         session = self._numbers.next(row["run_id"], row["session"])
         with self._ledger.transaction():
             self._ledger.update_run(row["run_id"], session=session)

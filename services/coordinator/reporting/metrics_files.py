@@ -1,7 +1,6 @@
-"""Files of a run for readers: metrics.jsonl, extra.jsonl, TensorBoard events, summary.json. Flushed after each step, each step once.
-
-Lines of metrics.jsonl that the ledger does not know: of steps after a restored backup, or of a transaction that a
-kill undid. They are set aside when a coordinator opens the file, so that each step is in it once.
+"""Files of a run for readers: metrics.jsonl, extra.jsonl, TensorBoard events, summary.json. Flushed after each step, each step once:
+lines that the ledger does not know (of steps after a restored backup, or of a transaction that a kill undid) are set aside when a
+coordinator opens metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ class MetricsFiles:
         self._extra.write(line.encode())
 
     def close(self) -> None:
-        """Flush and close the files."""
         self._lines.close()
         if self._extra is not None:
             self._extra.close()

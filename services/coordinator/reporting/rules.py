@@ -1,4 +1,4 @@
-"""Rules on a run's metrics: which of them a step breaks. Pure.
+"""Rules on a run's metrics: which of them a step breaks; and explanations of steps that trained nothing or are out of scale. Pure.
 
 A rule warns at the step at which its condition has held for as many steps as it says, and again only after a step at which it did not
 hold. A step without the metric changes nothing.
@@ -6,12 +6,13 @@ hold. A step without the metric changes nothing.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from paceline.spec import RunSpec
 from paceline.spec.sections.alerts import DEFAULT_RULES, Rule, parsed_rule
 from paceline.spec.sections.system import LoggerSection
 
@@ -57,7 +58,7 @@ class Rules:
         known = {name: value for name, value in metrics.items() if value is not None and value == value}
         broken = []
         for rule in self._rules:
-            names = [rule.metric] if "*" not in rule.metric else _fitting(rule.metric, known)
+            names = [rule.metric] if "*" not in rule.metric else fnmatch.filter(known, rule.metric)
             for name in names:
                 value = known.get(name)
                 if rule.of_change and value is not None:
@@ -67,7 +68,7 @@ class Rules:
         self._before |= {
             name: value
             for name, value in known.items()
-            if any(rule.of_change and fnmatchcase(name, rule.metric) for rule in self._rules)
+            if any(rule.of_change and fnmatch.fnmatchcase(name, rule.metric) for rule in self._rules)
         }
         return broken
 
@@ -86,11 +87,61 @@ class Rules:
 
 
 def rules_of(logger: LoggerSection) -> list[Rule]:
-    """Return the rules of a run."""
     own = [parsed_rule(text) for text in logger.rules]
     return own + [rule for rule in DEFAULT_RULES if logger.default_rules and rule not in own]
 
 
-def _fitting(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that fit a pattern."""
-    return [name for name in names if fnmatchcase(name, pattern)]
+LARGEST_ADVANTAGE = 1e3
+"""Absolute advantages above this are absurd: the normalised ones are about as large as the root of the group's size."""
+
+LARGEST_GRADIENT = 1e3
+"""So are gradient norms above this many times the norm that they are clipped to (at least 1), per trained token of a completion
+where the reduction sums those."""
+
+
+def no_signal(spec: RunSpec, metrics: Mapping[str, float]) -> str:
+    """Return why no token of a step had an advantage, and what helps; empty if any had one, or if the algorithm has no
+    advantages."""
+    if metrics.get("zero_advantage_fraction") != 1.0:
+        return ""
+    if spec.grpo.overlong_filtering and metrics.get("truncated_fraction") == 1.0:
+        return (
+            "every completion was cut off at its token limit, and grpo.overlong_filtering trains none of those. Raise "
+            "policy.generation.max_new_tokens"
+        )
+    if metrics.get("unscored_fraction") == 1.0:
+        return (
+            "every reward function returned None for every completion, so the rewards trained nothing. See "
+            "`paceline samples`, and whether the functions find the columns and the texts that they read"
+        )
+    reward = metrics.get("reward")
+    value = f", {reward:.3g} in the mean" if reward is not None and reward == reward else ""
+    return (
+        f"the completions of each group have equal rewards{value}, so the rewards trained nothing. The prompts are too "
+        "hard or too easy for the model, or the rewards do not tell completions apart; see `paceline samples`"
+    )
+
+
+def out_of_scale(spec: RunSpec, metrics: Mapping[str, float]) -> str:
+    """Return which advantage or gradient norm of a step is absurd before clipping, and its likely cause; empty if none is."""
+    largest = metrics.get("advantage_max", 0.0)
+    if largest > LARGEST_ADVANTAGE:
+        return (
+            f"an advantage is {largest:.6g} before clipping (advantage_max). Either a reward is that large, or grpo.advantage "
+            f"{spec.grpo.advantage!r} divides by the spread of rewards that are nearly equal; see `paceline samples`, then scale "
+            "or round the reward, or take an advantage without std (dr_grpo, rloo)"
+        )
+    summed = metrics.get("tokens", 0.0) / max(metrics.get("sequences", 0.0), 1.0)
+    length = max(summed, 1.0) if spec.loss_fn.reduction == "sequence_sum" else 1.0
+    bounds = {
+        "grad_norm": (spec.policy.max_grad_norm, length),
+        "value_grad_norm": (spec.value.max_grad_norm, 1.0),
+    }
+    for name, (bound, terms) in bounds.items():
+        if metrics.get(name, 0.0) > LARGEST_GRADIENT * max(bound, 1.0) * terms:
+            return (
+                f"{name} is {metrics[name]:.6g} before clipping to {bound:g}, so the clipped step has a direction but no scale. "
+                "Likely causes are very large rewards or advantages (advantage_max), a reduction that sums tokens "
+                "(loss_fn.reduction), or a model that diverges (policy.optimizer.lr)"
+            )
+    return ""

@@ -3,13 +3,6 @@
 `write_down` is called inside the transaction of the cause, so an event exists exactly when its cause does. Metrics of a
 step come from several places and meet here: the batch, the learner's rank 0, the workers' heartbeats and the last
 publish.
-
-Energy of the GPUs by step, from the counters in the members' gauges. Pure.
-
-A counter is that of a GPU, whoever reports it, so a GPU of several members counts once. A GPU that is new, or whose driver was loaded
-anew, counts from its second reading on.
-
-Text of an evaluation for TensorBoard: the first prompts with their completions and rewards, as Markdown.
 """
 
 from __future__ import annotations
@@ -39,10 +32,9 @@ from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.reporting.metrics_files import SUMMARY_NAME, MetricsFiles, write_summary
-from paceline.services.coordinator.reporting.rules import Rules, rules_of
-from paceline.services.coordinator.reporting.step_warnings import no_signal, out_of_scale
+from paceline.services.coordinator.reporting.otel import StepMeters, WeightMeters
+from paceline.services.coordinator.reporting.rules import Rules, no_signal, out_of_scale, rules_of
 from paceline.services.coordinator.reporting.weight_metrics import VersionRecord, WeightRecords
-from paceline.services.coordinator.reporting.weight_otel import StepMeters, WeightMeters
 from paceline.services.coordinator.text_limits import bounded_metrics, cut, one_line, seconds
 from paceline.v1 import worker_pb2
 from paceline.wire import decode_result, decode_rewards
@@ -96,7 +88,6 @@ class RunLog:
         self._learner, self._weights, self._versions, self._rules = {}, {}, WeightRecords(), None
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
-        """Close the files, with a summary if the run has ended."""
         if self._recorder is not None:
             self._write_versions(self._versions.close())
             if summary is not None:
@@ -258,7 +249,6 @@ class RunLog:
                 self._ledger.add_event(run.run_id, "warning", {"message": message})
 
     def _apply_rules(self, run: ActiveRun, step: int, metrics: dict[str, float]) -> None:
-        """Warn of rules that this step breaks."""
         if self._rules is None:
             self._rules = Rules(rules_of(run.spec.logger))
             self._rules.replay(self._ledger.step_metrics(run.run_id, step, self._rules.reach))
@@ -355,7 +345,10 @@ MAX_GPUS = 10_000
 
 
 class Energy:
-    """The counters at the step before."""
+    """Energy of the GPUs by step, from the counters in the members' gauges: those at the step before.
+
+    A GPU of several members counts once. One that is new, or whose driver was loaded anew, counts from its second reading on.
+    """
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
@@ -389,7 +382,7 @@ MAX_BYTES = 2000
 
 
 def evaluation_text(ledger: Ledger, run_id: str, kind: str, functions: Sequence[str]) -> str:
-    """Return the first scored groups of an evaluation's class as text; empty if none is kept or can be read."""
+    """Return the first scored groups of an evaluation's class as Markdown; empty if none is kept or can be read."""
     rows = [row for row in ledger.group_queries.of_class(run_id, kind) if row["state"] == State.SCORED]
     try:
         texts = [_group_text(ledger, run_id, row, functions) for row in rows[:PROMPTS]]

@@ -1,10 +1,7 @@
 """The watchdog of a training run: it explains stalls, and closes admission before the disk is full.
 
-The coordinator calls it at every tick and records its warnings. It changes nothing but `Exchange.admission_closed`.
-
-Explanation of a stall: why the learner waits, and what helps. Pure; the coordinator feeds it.
-
-Reasons are checked along a group's way; the first that holds explains the stall, because no data can arrive behind it.
+The coordinator calls it at every tick and records its warnings. It changes nothing but `Exchange.admission_closed`. Reasons of a stall
+are checked along a group's way; the first that holds explains it, because no data can arrive behind it.
 """
 
 from __future__ import annotations

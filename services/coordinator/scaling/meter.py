@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Member, Members
-from paceline.services.coordinator.scaling.policy import Measurement
-from paceline.services.coordinator.scaling.pools import PoolConfig
+from paceline.services.coordinator.scaling.policy import Measurement, PoolConfig
 
 LEARNER_STEP = "step_s"
 """Metric of a learner's receipt: seconds of the step."""
@@ -56,7 +55,6 @@ class Period:
     """Role of the workers that hold leases and submit groups."""
 
     def of_pool(self, pool: PoolConfig) -> dict[str, Worker]:
-        """Return the workers of a pool by name."""
         return {name: worker for name, worker in self.workers.items() if pool.has(worker.role, name)}
 
 

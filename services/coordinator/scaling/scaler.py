@@ -1,16 +1,14 @@
 """The sizes of the pools of one coordinator: it measures, decides once in a period, and says what it decided and why.
 
 Every role has a pool of all its workers, so that `paceline status` can name the bottleneck whether anything scales or not.
-`--pool` gives bounds, and divides a role into several pools that share its demand (`shares.py`). One owner: the coordinator's
+`--pool` gives bounds, and divides a role into several pools that share its demand (`shares`). One owner: the coordinator's
 loop calls `check`, and everything else reads.
 
 Promise: nobody is told to shrink a pool because the coordinator does not know. After a restart `desired` raises Unavailable until
 the workers had time to come back, and a pool that nobody has scaled yet has the size that it has. Who asks for a size changes
 nothing else.
 
-Division of one role's demand between its pools: the cheapest work first. Pure.
-
-Rollout workers on several kinds of GPUs are several pools of one role. Each group costs what a worker costs by the groups that it
+A role's demand is divided with the cheapest work first. Rollout workers on several kinds of GPUs are several pools of one role. Each group costs what a worker costs by the groups that it
 completes. The pool with the cheapest groups serves the demand up to its largest size, the next one what is left. A pool that
 has workers keeps its place unless another one is cheaper by MARGIN, so that measured rates cannot make two pools swap.
 """
@@ -26,10 +24,15 @@ from paceline.errors import NotFound, Unavailable
 from paceline.services.coordinator.exchange.state import Exchange, Notice
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Members
-from paceline.services.coordinator.scaling.advice import PoolFacts, advise
 from paceline.services.coordinator.scaling.meter import Meter, Period, measure
-from paceline.services.coordinator.scaling.policy import HEADROOM, Measurement, PoolState, decide
-from paceline.services.coordinator.scaling.pools import ROLES, PoolConfig
+from paceline.services.coordinator.scaling.policy import (
+    HEADROOM,
+    ROLES,
+    Measurement,
+    PoolConfig,
+    PoolState,
+    decide,
+)
 
 PERIOD_S = 15.0
 """Default of the seconds between two decisions."""
@@ -226,3 +229,72 @@ def shares(demand: float, pools: Mapping[str, Supply], headroom: float) -> dict[
 def _cost_of_group(pool: Supply, usual: float) -> float:
     cost = pool.cost / (pool.rate or usual)
     return cost * (1 - MARGIN) if pool.is_used else cost
+
+
+BALANCED = 0.05
+"""Wait of the learner, as a share of its time, up to which nothing limits it but itself."""
+
+
+class PoolFacts(NamedTuple):
+    """A pool, and what the policy knows of it."""
+
+    workers: int
+    """Workers that take work."""
+    state: PoolState
+    cost: float = 0.0
+    """Cost of a worker for an hour; 0: not named."""
+
+
+def advise(pools: Mapping[str, PoolFacts], wait_fraction: float) -> str:
+    """Return what limits a run and what to change, in one to three sentences. `wait_fraction` is the share of the learner's time in which it waits for its batch."""
+    known = {name: facts for name, facts in pools.items() if facts.state.is_known and facts.state.share}
+    empty = [name for name, facts in pools.items() if facts.state.share and not facts.workers]
+    if empty:
+        return f"no {empty[0]} worker takes work: start one, or read why the last one ended in its log"
+    if not known:
+        return "nothing is measured yet: no step was trained, or too few groups were completed"
+    supply = {name: _supplied(facts) for name, facts in known.items()}
+    slowest = min(supply, key=lambda name: supply[name])
+    facts = known[slowest]
+    if wait_fraction > BALANCED and facts.state.wanted > facts.workers:
+        return _of_pool(slowest, facts, supply[slowest], wait_fraction)
+    text = (
+        f"the learner limits: it waits {wait_fraction:.0%} of its time for its batch, and the pools could feed one that is "
+        f"{supply[slowest]:.1f} times as fast. More or faster ranks of it shorten a step, more workers do not"
+    )
+    if wait_fraction > BALANCED:
+        text = (
+            f"the learner waits {wait_fraction:.0%} of its time, though the {slowest} pool could complete "
+            f"{supply[slowest]:.1f} times what it trains: single groups are late, or weights arrive late. A larger "
+            "async_grpo.max_trajectory_age_steps lets generation run further ahead"
+        )
+    return text + _spare(known)
+
+
+def _of_pool(name: str, facts: PoolFacts, supply: float, wait_fraction: float) -> str:
+    """Return the advice for a pool that is too small."""
+    needed = facts.state.wanted
+    gain = min(1 / max(1 - wait_fraction, 0.01), needed / facts.workers)
+    more = needed - facts.workers
+    cost = f", for {more * facts.cost:,.2f} more an hour" if facts.cost else ""
+    return (
+        f"the {name} pool limits: its {facts.workers} workers complete {supply:.0%} of what the learner can train, "
+        f"which waits {wait_fraction:.0%} of its time. With {needed} workers{cost} a step would take "
+        f"{1 / gain:.0%} of its present time"
+    )
+
+
+def _spare(known: Mapping[str, PoolFacts]) -> str:
+    """Return a sentence on the pool with the most workers that nobody needs; empty where there is none."""
+    fewer = {name: facts.workers - max(1, facts.state.wanted) for name, facts in known.items()}
+    name = max(fewer, key=lambda pool: (fewer[pool], pool))
+    if fewer[name] < 1:
+        return ""
+    facts = known[name]
+    saved = f", which saves {fewer[name] * facts.cost:,.2f} an hour" if facts.cost else ""
+    return f". The {name} pool needs {max(1, facts.state.wanted)} of its {facts.workers} workers, with {HEADROOM:.0%} to spare{saved}"
+
+
+def _supplied(facts: PoolFacts) -> float:
+    """Return what the pool completes, by what the learner asks of it."""
+    return facts.workers * facts.state.rate / (facts.state.share * facts.state.demand)

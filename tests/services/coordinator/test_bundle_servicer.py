@@ -19,7 +19,7 @@ from paceline.calls.bundle_transfer import fetch, fetch_manifest, send
 from paceline.errors import Busy, InvalidInput, NotFound, SpecError, Unavailable
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.serving.grpc_server import GrpcServer
-from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.bundle_servicer import BundleServicer
 from paceline.v1 import bundle_pb2, bundle_pb2_grpc
 

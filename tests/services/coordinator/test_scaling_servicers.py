@@ -15,7 +15,7 @@ from paceline.errors import AccessDenied
 from paceline.services.common.access.caller import Caller, CallerRole
 from paceline.services.common.serving import json_http
 from paceline.services.common.serving.scrape import metrics_endpoint
-from paceline.services.coordinator.scaling_servicers import StatusServicer
+from paceline.services.coordinator.servicers import StatusServicer
 from paceline.v1 import status_pb2, status_pb2_grpc
 
 CALLERS = {role.value: role for role in CallerRole}

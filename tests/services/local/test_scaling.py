@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from paceline.host.cores import usable_cores
-from paceline.services.coordinator.scaling.pools import PoolConfig, read_pools
+from paceline.services.coordinator.scaling.policy import PoolConfig, read_pools
 from paceline.services.local.scaling import LocalScaler, scaled_pools
 from paceline.spec import ClusterSection
 from paceline.v1 import status_pb2, status_pb2_grpc

@@ -14,7 +14,7 @@ import sqlite3
 from itertools import takewhile
 
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Training
-from paceline.services.coordinator.ledger.tables.session_faults import SessionFault
+from paceline.services.coordinator.ledger.tables.batches import SessionFault
 from paceline.v1 import worker_pb2
 
 SAME_FAULTS = 3

@@ -6,8 +6,9 @@ was replaced by an older copy, no longer has the record that is named here.
 
 from __future__ import annotations
 
-import sqlite3
 from typing import NamedTuple
+
+from paceline.services.coordinator.ledger.database import Queries
 
 
 class AuditHead(NamedTuple):
@@ -22,26 +23,23 @@ class AuditHead(NamedTuple):
 NONE = AuditHead(0, "")
 
 
-class AuditHeads:
+class AuditHeads(Queries):
     """Key by the number of the file. Methods that write run inside a transaction of the ledger."""
-
-    def __init__(self, db: sqlite3.Connection):
-        self._db = db
 
     def put(self, file: int, head: AuditHead) -> None:
         """Record the newest record of a file, in the place of an earlier one."""
-        self._db.execute(
+        self.db.execute(
             "INSERT OR REPLACE INTO audit_heads (file, sequence, hash) VALUES (?, ?, ?)", (file, *head)
         )
 
     def newest(self) -> AuditHead:
         """Return the newest record of all; `NONE` without any."""
-        row = self._db.execute(
+        row = self.row(
             "SELECT sequence, hash FROM audit_heads WHERE file = (SELECT MAX(file) FROM audit_heads)"
-        ).fetchone()
+        )
         return NONE if row is None else AuditHead(row["sequence"], row["hash"])
 
     def all(self) -> dict[int, AuditHead]:
         """Return the newest record of each file, by the file's number, the oldest first."""
-        rows = self._db.execute("SELECT file, sequence, hash FROM audit_heads ORDER BY file")
+        rows = self.db.execute("SELECT file, sequence, hash FROM audit_heads ORDER BY file")
         return {row["file"]: AuditHead(row["sequence"], row["hash"]) for row in rows}

@@ -1,14 +1,39 @@
-"""Complete checkpoints: the table `checkpoints`."""
+"""Complete checkpoints: the table `checkpoints`; and how the ledger keeps paths.
+
+Paths are kept relative to the ledger's own folder, so that the whole folder can be moved. Those outside of it are kept as
+`file://` URLs, which are not moved; other URLs are kept as they are. A copy therefore never reads the original's files.
+"""
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.services.coordinator.ledger.folders import resolved, stored
+from paceline.files.storage import is_url
+from paceline.services.coordinator.ledger.database import Queries
 from paceline.v1.worker_pb2 import CheckpointReport
+
+FILE_SCHEME = "file://"
+
+
+def stored(base: Path, path: str) -> str:
+    """Return `path` as the ledger keeps it; `base` is the ledger's folder."""
+    if is_url(path) or not os.path.isabs(path):
+        return path
+    inside = os.path.relpath(path, base)
+    if inside == os.pardir or inside.startswith(os.pardir + os.sep):
+        return FILE_SCHEME + path
+    return inside
+
+
+def resolved(base: Path, path: str) -> str:
+    """Return the path as of now: an absolute path or a URL; empty for none."""
+    if not path or is_url(path):
+        return path.removeprefix(FILE_SCHEME)
+    return str(base / path)
 
 
 class Checkpoint(NamedTuple):
@@ -25,22 +50,23 @@ class Checkpoint(NamedTuple):
     """Reason why no session could load it; empty: it can be loaded."""
 
 
-class Checkpoints:
+class Checkpoints(Queries):
     """Key by run, session and step. Methods that write run inside a transaction of the ledger."""
 
     def __init__(self, db: sqlite3.Connection, folder: Path):
-        self._db, self._folder = db, folder
+        super().__init__(db)
+        self._folder = folder
 
     def add(self, report: CheckpointReport) -> bool:
         """Register a complete checkpoint; return False for one that was registered before."""
-        registered = self._db.execute(
+        registered = self.row(
             "SELECT 1 FROM checkpoints WHERE run_id = ? AND session = ? AND step = ? AND sha256 = ?",
             (report.run_id, report.session, report.step, report.sha256),
-        ).fetchone()
+        )
         if registered:
             return False
         path = stored(self._folder, report.path)
-        self._db.execute(
+        self.db.execute(
             "INSERT OR REPLACE INTO checkpoints (run_id, session, step, path, sha256, chain) VALUES (?, ?, ?, ?, ?, ?)",
             (report.run_id, report.session, report.step, path, report.sha256, report.chain),
         )
@@ -48,7 +74,7 @@ class Checkpoints:
 
     def kept(self, run_id: str) -> list[Checkpoint]:
         """Return those of a run that are not removed, by session and step; also the damaged ones."""
-        rows = self._db.execute(
+        rows = self.db.execute(
             "SELECT * FROM checkpoints WHERE run_id = ? AND removed = 0 ORDER BY session, step", (run_id,)
         )
         return [self.from_row(row) for row in rows]
@@ -59,46 +85,46 @@ class Checkpoints:
 
         A checkpoint that is ahead of the receipts is left out for now: the step before it would never get any.
         """
-        row = self._db.execute(
+        row = self.row(
             "SELECT c.* FROM checkpoints c JOIN runs r ON r.run_id = c.run_id"
             " LEFT JOIN batches b ON b.run_id = c.run_id AND b.step = c.step - 1"
             " WHERE c.run_id = ? AND c.removed = 0 AND c.damaged = '' AND c.step <= r.next_step"
             " AND c.chain = COALESCE(b.chain, '')"
             " ORDER BY c.step DESC, c.session DESC LIMIT 1",
             (run_id,),
-        ).fetchone()
+        )
         return None if row is None else self.from_row(row)
 
     def oldest_step(self, run_id: str) -> int:
         """Return the number of steps behind the oldest kept checkpoint that can be loaded; 0 without one."""
-        row = self._db.execute(
-            "SELECT COALESCE(MIN(step), 0) AS step FROM checkpoints WHERE run_id = ? AND removed = 0 AND damaged = ''",
-            (run_id,),
-        ).fetchone()
-        return int(row["step"])
+        return int(
+            self.value(
+                "SELECT COALESCE(MIN(step), 0) AS step FROM checkpoints WHERE run_id = ? AND removed = 0 AND damaged = ''",
+                (run_id,),
+            )
+        )
 
     def paths(self, run_id: str) -> set[str]:
         """Return the paths of all checkpoints of a run that were ever registered, also of removed ones."""
-        rows = self._db.execute("SELECT * FROM checkpoints WHERE run_id = ?", (run_id,))
+        rows = self.db.execute("SELECT * FROM checkpoints WHERE run_id = ?", (run_id,))
         return {self.from_row(row).path for row in rows}
 
     def mark_removed(self, run_id: str, checkpoints: Iterable[Checkpoint]) -> None:
         """Record that checkpoints are no longer kept; their files may be deleted after the commit."""
-        self._db.executemany(
+        self.db.executemany(
             "UPDATE checkpoints SET removed = 1 WHERE run_id = ? AND session = ? AND step = ?",
             [(run_id, each.session, each.step) for each in checkpoints],
         )
 
     def mark_damaged(self, run_id: str, checkpoints: Iterable[Checkpoint], reason: str) -> None:
         """Record why checkpoints cannot be loaded."""
-        self._db.executemany(
+        self.db.executemany(
             "UPDATE checkpoints SET damaged = ? WHERE run_id = ? AND session = ? AND step = ?",
             [(reason, run_id, each.session, each.step) for each in checkpoints],
         )
 
     def clear_damage(self, run_id: str) -> None:
-        """Remove the marks of all damaged checkpoints of a run."""
-        self._db.execute("UPDATE checkpoints SET damaged = '' WHERE run_id = ? AND damaged != ''", (run_id,))
+        self.db.execute("UPDATE checkpoints SET damaged = '' WHERE run_id = ? AND damaged != ''", (run_id,))
 
     def from_row(self, row: sqlite3.Row) -> Checkpoint:
         """Return the checkpoint of a row of the table, with its path as of now."""

@@ -12,7 +12,8 @@ import sqlite3
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paceline.services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger import row_checksums
+from paceline.services.coordinator.ledger.database import Queries
 from paceline.services.coordinator.ledger.segments import DamagedRecord, Location
 
 LEFT_OUT = "left_out"
@@ -80,109 +81,92 @@ class Total(NamedTuple):
     """None without a turn."""
 
 
-class Episodes:
+class Episodes(Queries):
     """Key by run, group, sample, life and turn. Methods that write run inside a transaction of the ledger."""
-
-    def __init__(self, db: sqlite3.Connection):
-        self._db = db
 
     # Turns
 
     def last_turn(self, run_id: str, group_id: int, sample: int, life: int) -> sqlite3.Row | None:
-        """Return the newest turn of a life."""
-        row: sqlite3.Row | None = self._db.execute(
+        return self.row(
             f"SELECT * FROM episodes WHERE {OF_SAMPLE} ORDER BY turn DESC LIMIT 1",
             (run_id, group_id, sample, life),
-        ).fetchone()
-        return row
+        )
 
     def row_tokens(self, run_id: str, group_id: int, sample: int, life: int, row_index: int) -> int:
         """Return the length of a row of a sample; 0 for a new one."""
-        found = self._db.execute(
+        found = self.row(
             f"SELECT row_tokens FROM episodes WHERE {OF_SAMPLE} AND row_index = ? ORDER BY turn DESC LIMIT 1",
             (run_id, group_id, sample, life, row_index),
-        ).fetchone()
+        )
         return 0 if found is None else int(found[0])
 
     def add(self, turn: JournaledTurn, location: Location) -> None:
         """Record a turn and the location of its bytes. It is sealed here, because a trigger would cost as much again."""
         row = turn._asdict() | {"last": int(turn.last)} | location._asdict()
-        self._db.execute(
+        self.db.execute(
             f"INSERT INTO episodes ({', '.join(row)}, seal) VALUES ({', '.join('?' * len(row))}, ?)",
             (*row.values(), row_checksums.of("episodes", row)),
         )
 
     def of_group(self, run_id: str, group_id: int) -> list[sqlite3.Row]:
         """Return the turns of a group, sample by sample, in their order."""
-        return self._db.execute(
+        return self.rows(
             "SELECT * FROM episodes WHERE run_id = ? AND group_id = ? ORDER BY sample, life, turn",
             (run_id, group_id),
-        ).fetchall()
+        )
 
     def total(self, run_id: str, group_id: int) -> Total:
         """Return the tokens of a group's turns and the oldest version among them."""
-        row = self._db.execute(
-            "SELECT COALESCE(SUM(tokens), 0), MIN(oldest_step) FROM episodes WHERE run_id = ? AND group_id = ?",
-            (run_id, group_id),
-        ).fetchone()
-        return Total(int(row[0]), row[1])
+        query = "SELECT COALESCE(SUM(tokens), 0), MIN(oldest_step) FROM episodes WHERE run_id = ? AND group_id = ?"
+        return Total(*self.rows(query, (run_id, group_id))[0])
 
     def damaged(self, run_id: str, damaged: DamagedRecord) -> sqlite3.Row | None:
         """Return the turn whose bytes a damaged record holds."""
-        row: sqlite3.Row | None = self._db.execute(
+        return self.row(
             "SELECT * FROM episodes INDEXED BY segment_episodes WHERE segment = ? AND run_id = ?"
             " AND (start = ? OR start + header_size = ?)",
             (damaged.segment, run_id, damaged.start, damaged.start),
-        ).fetchone()
-        return row
+        )
 
     def remove(self, run_id: str, group_id: int) -> list[sqlite3.Row]:
         """Remove the turns of a group. Return (segment, start) of each."""
-        return self._db.execute(
+        return self.rows(
             "DELETE FROM episodes WHERE run_id = ? AND group_id = ? RETURNING segment, start",
             (run_id, group_id),
-        ).fetchall()
+        )
 
     # Lives
 
     def lives(self, run_id: str, group_id: int, sample: int) -> Lives:
-        """Return the lives of a sample."""
-        row = self._db.execute(
-            "SELECT COALESCE(MAX(life), 0) + 1, COALESCE(SUM(counts), 0), COALESCE(MAX(given_up), 0) FROM restarts"
-            " WHERE run_id = ? AND group_id = ? AND sample = ?",
-            (run_id, group_id, sample),
-        ).fetchone()
-        return Lives(int(row[0]), int(row[1]), bool(row[2]))
+        return self.lives_of_group(run_id, group_id).get(sample, Lives(1, 0, False))
 
     def lives_of_group(self, run_id: str, group_id: int) -> dict[int, Lives]:
         """Return the lives of each sample of a group that has an ended one."""
-        rows = self._db.execute(
+        rows = self.rows(
             "SELECT sample, MAX(life) + 1, SUM(counts), MAX(given_up) FROM restarts WHERE run_id = ? AND group_id = ?"
             " GROUP BY sample ORDER BY sample",
             (run_id, group_id),
-        ).fetchall()
+        )
         return {row[0]: Lives(row[1], row[2], bool(row[3])) for row in rows}
 
     def ended(self, run_id: str, group_id: int) -> list[sqlite3.Row]:
         """Return the ended lives of a group's samples, in their order."""
-        return self._db.execute(
+        return self.rows(
             "SELECT * FROM restarts WHERE run_id = ? AND group_id = ? ORDER BY sample, life",
             (run_id, group_id),
-        ).fetchall()
+        )
 
     def end(self, life: EndedLife) -> list[sqlite3.Row]:
         """Record the end of a life and remove its turns. Return (segment, start) of each."""
         self.add_ended([life])
-        return self._db.execute(
-            f"DELETE FROM episodes WHERE {OF_SAMPLE} RETURNING segment, start", life[:4]
-        ).fetchall()
+        return self.rows(f"DELETE FROM episodes WHERE {OF_SAMPLE} RETURNING segment, start", life[:4])
 
     def add_ended(self, lives: Sequence[EndedLife]) -> None:
         """Record lives whose turns are removed elsewhere."""
         rows = [
             life._asdict() | {"given_up": int(life.given_up), "counts": int(life.counts)} for life in lives
         ]
-        self._db.executemany(
+        self.db.executemany(
             f"INSERT INTO restarts ({', '.join(EndedLife._fields)}, seal)"
             f" VALUES ({', '.join('?' * len(EndedLife._fields))}, ?)",
             [(*row.values(), row_checksums.of("restarts", row)) for row in rows],
@@ -190,12 +174,12 @@ class Episodes:
 
     def remove_ended(self, run_id: str, group_id: int) -> None:
         """Remove the ended lives of a group that is only measured, because it begins anew."""
-        self._db.execute("DELETE FROM restarts WHERE run_id = ? AND group_id = ?", (run_id, group_id))
+        self.db.execute("DELETE FROM restarts WHERE run_id = ? AND group_id = ?", (run_id, group_id))
 
     def clear_failures(self, run_id: str) -> None:
         """Let no failure count against samples of groups that nobody holds, because a person has removed the cause: samples
         that were given up begin again."""
-        self._db.execute(
+        self.db.execute(
             "UPDATE restarts SET counts = 0, given_up = 0 WHERE run_id = ? AND counts + given_up > 0 AND group_id IN"
             " (SELECT group_id FROM groups WHERE run_id = ? AND state = 'admitted')",
             (run_id, run_id),
@@ -204,22 +188,22 @@ class Episodes:
     def remove_class(self, run_id: str, group_class: str) -> list[sqlite3.Row]:
         """Remove turns and ended lives of the groups of an evaluation. Return (segment, start) of the turns."""
         in_class = "SELECT group_id FROM groups INDEXED BY groups_by_state WHERE run_id = ? AND class = ?"
-        self._db.execute(
+        self.db.execute(
             f"DELETE FROM restarts WHERE run_id = ? AND group_id IN ({in_class})",
             (run_id, run_id, group_class),
         )
-        return self._db.execute(
+        return self.rows(
             f"DELETE FROM episodes WHERE run_id = ? AND group_id IN ({in_class}) RETURNING segment, start",
             (run_id, run_id, group_class),
-        ).fetchall()
+        )
 
     def tokens_by_reason(self, run_id: str) -> dict[str, int]:
         """Return the tokens of ended lives of the groups to train, by reason."""
-        rows = self._db.execute(
+        rows = self.rows(
             "SELECT r.reason, SUM(r.tokens) FROM restarts r JOIN groups g USING (run_id, group_id)"
             " WHERE run_id = ? AND g.class = 'train' GROUP BY r.reason",
             (run_id,),
-        ).fetchall()
+        )
         return {str(row[0]): int(row[1]) for row in rows}
 
 

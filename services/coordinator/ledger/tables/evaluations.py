@@ -6,30 +6,23 @@ import json
 import sqlite3
 from typing import Any
 
+from paceline.services.coordinator.ledger.database import Queries
 
-class Evaluations:
+
+class Evaluations(Queries):
     """Key by run and step: the version to evaluate, at least. Methods that write run inside a transaction of the ledger."""
-
-    def __init__(self, db: sqlite3.Connection):
-        self._db = db
 
     def add(self, run_id: str, step: int) -> None:
         """Add an evaluation that rollout workers make."""
-        self._db.execute("INSERT INTO evaluations (run_id, step) VALUES (?, ?)", (run_id, step))
+        self.db.execute("INSERT INTO evaluations (run_id, step) VALUES (?, ?)", (run_id, step))
 
     def exists(self, run_id: str, step: int) -> bool:
         """Return whether an evaluation of the step was asked for."""
-        row = self._db.execute(
-            "SELECT 1 FROM evaluations WHERE run_id = ? AND step = ?", (run_id, step)
-        ).fetchone()
-        return row is not None
+        return self.row("SELECT 1 FROM evaluations WHERE run_id = ? AND step = ?", (run_id, step)) is not None
 
     def get(self, run_id: str, step: int) -> sqlite3.Row | None:
         """Return the evaluation of a step."""
-        row: sqlite3.Row | None = self._db.execute(
-            "SELECT * FROM evaluations WHERE run_id = ? AND step = ?", (run_id, step)
-        ).fetchone()
-        return row
+        return self.row("SELECT * FROM evaluations WHERE run_id = ? AND step = ?", (run_id, step))
 
     def has_ended(self, run_id: str, kind: str) -> bool:
         """Return whether the evaluation of a class of groups has its result."""
@@ -39,71 +32,64 @@ class Evaluations:
     # Pending ones
 
     def first_pending(self, run_id: str) -> sqlite3.Row | None:
-        """Return the first evaluation that is not done."""
-        row: sqlite3.Row | None = self._db.execute(
+        return self.row(
             "SELECT * FROM evaluations WHERE run_id = ? AND done = 0 ORDER BY step LIMIT 1", (run_id,)
-        ).fetchone()
-        return row
+        )
 
     def pending_steps(self, run_id: str) -> list[int]:
-        """Return the steps of the evaluations that are not done."""
-        rows = self._db.execute(
-            "SELECT step FROM evaluations WHERE run_id = ? AND done = 0", (run_id,)
-        ).fetchall()
+        rows = self.rows("SELECT step FROM evaluations WHERE run_id = ? AND done = 0", (run_id,))
         return [row["step"] for row in rows]
 
     def pin(self, run_id: str, step: int, member_id: str, session: int, pinned_step: int) -> None:
         """Give an evaluation to a worker, for the version that the worker has."""
-        self._db.execute(
+        self.db.execute(
             "UPDATE evaluations SET member_id = ?, pinned_session = ?, pinned_step = ? WHERE run_id = ? AND step = ?",
             (member_id, session, pinned_step, run_id, step),
         )
 
     def unpin_member(self, run_id: str, member_id: str) -> None:
         """Take the pending evaluations of a worker back."""
-        self._db.execute(
+        self.db.execute(
             "UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND member_id = ? AND done = 0",
             (run_id, member_id),
         )
 
     def unpin_all(self, run_id: str) -> None:
         """Take all pending evaluations back."""
-        self._db.execute("UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND done = 0", (run_id,))
+        self.db.execute("UPDATE evaluations SET member_id = NULL WHERE run_id = ? AND done = 0", (run_id,))
 
     # Results
 
     def finish(self, run_id: str, step: int, result: dict[str, Any]) -> None:
         """Record the result of a pending evaluation."""
-        self._db.execute(
+        self.db.execute(
             "UPDATE evaluations SET done = 1, result_json = ? WHERE run_id = ? AND step = ?",
             (json.dumps(result), run_id, step),
         )
 
     def add_result(self, run_id: str, step: int, result: dict[str, Any]) -> None:
         """Record a measurement that the learner made of the version of a step."""
-        self._db.execute(
+        self.db.execute(
             "INSERT OR REPLACE INTO evaluations (run_id, step, done, result_json) VALUES (?, ?, 1, ?)",
             (run_id, step, json.dumps(result)),
         )
 
     def results(self, run_id: str) -> list[dict[str, Any]]:
         """Return the results of the finished evaluations, in the order of their steps."""
-        rows = self._db.execute(
+        rows = self.db.execute(
             "SELECT result_json FROM evaluations WHERE run_id = ? AND done = 1 ORDER BY step", (run_id,)
         )
         return [json.loads(row["result_json"]) for row in rows]
 
     def ended_steps(self, run_id: str) -> list[int]:
         """Return the steps of the finished evaluations that rollout workers made, ascending."""
-        rows = self._db.execute(
+        rows = self.rows(
             "SELECT step FROM evaluations WHERE run_id = ? AND done = 1 AND pinned_step IS NOT NULL ORDER BY step",
             (run_id,),
-        ).fetchall()
+        )
         return [row["step"] for row in rows]
 
     def finished_steps(self, run_id: str) -> set[int]:
         """Return the steps that have a result: those that were asked for, and those of the versions that were measured."""
-        rows = self._db.execute(
-            "SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1", (run_id,)
-        ).fetchall()
+        rows = self.rows("SELECT step, pinned_step FROM evaluations WHERE run_id = ? AND done = 1", (run_id,))
         return {step for row in rows for step in row}

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.services.coordinator.ledger.folders import resolved, stored
+from paceline.services.coordinator.ledger.database import Queries
+from paceline.services.coordinator.ledger.tables.checkpoints import resolved, stored
 
 MAX_CHANGES = 1000
 """Changes of a model that are read; the newest ones."""
@@ -51,11 +52,12 @@ class ModelChange(NamedTuple):
     changed_s: float
 
 
-class RegisteredModels:
+class RegisteredModels(Queries):
     """Keys by name and version, and by name and sequence. Methods that write run inside a transaction of the ledger."""
 
     def __init__(self, db: sqlite3.Connection, folder: Path):
-        self._db, self._folder = db, folder
+        super().__init__(db)
+        self._folder = folder
 
     def add(self, model: ModelVersion) -> None:
         """Record a version that is not on record."""
@@ -64,56 +66,49 @@ class RegisteredModels:
             "evaluations": json.dumps(model.evaluations),
             "verdicts": json.dumps(model.verdicts),
         }
-        self._db.execute(
+        self.db.execute(
             f"INSERT INTO models ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})",
             list(values.values()),
         )
 
     def get(self, name: str, version: int) -> ModelVersion | None:
         """Return a version; None where there is none."""
-        row = self._db.execute(
-            "SELECT * FROM models WHERE name = ? AND version = ?", (name, version)
-        ).fetchone()
+        row = self.row("SELECT * FROM models WHERE name = ? AND version = ?", (name, version))
         return None if row is None else self.from_row(row)
 
     def newest(self, name: str) -> int:
         """Return the newest version; 0 for a model without any."""
-        row = self._db.execute("SELECT MAX(version) AS newest FROM models WHERE name = ?", (name,)).fetchone()
-        return int(row["newest"] or 0)
+        return int(self.value("SELECT MAX(version) AS newest FROM models WHERE name = ?", (name,)) or 0)
 
     def after(self, name: str, version: int, limit: int, only: str = "") -> list[ModelVersion]:
         """Return the versions that follow one in the order of names, of a name the newest first; with `only` of one model."""
-        rows = self._db.execute(
+        rows = self.rows(
             "SELECT * FROM models WHERE (name > ?1 OR (name = ?1 AND version < ?2)) AND (?3 = '' OR name = ?3)"
             " ORDER BY name, version DESC LIMIT ?4",
             (name, version, only, limit),
-        ).fetchall()
+        )
         return [self.from_row(row) for row in rows]
 
     def of_run(self, run_id: str) -> list[ModelVersion]:
-        """Return the versions that a run has trained."""
-        rows = self._db.execute(
-            "SELECT * FROM models WHERE run_id = ? ORDER BY name, version", (run_id,)
-        ).fetchall()
+        rows = self.rows("SELECT * FROM models WHERE run_id = ? ORDER BY name, version", (run_id,))
         return [self.from_row(row) for row in rows]
 
     def set_stage(self, name: str, version: int, stage: str) -> None:
-        """Set the stage of a version."""
-        self._db.execute("UPDATE models SET stage = ? WHERE name = ? AND version = ?", (stage, name, version))
+        self.db.execute("UPDATE models SET stage = ? WHERE name = ? AND version = ?", (stage, name, version))
 
     # Aliases
 
     def holder(self, name: str, alias: str) -> int:
         """Return the version that has an alias; 0 for none."""
-        row = self._db.execute(
+        row = self.row(
             "SELECT version FROM model_changes WHERE name = ? AND alias = ? ORDER BY sequence DESC LIMIT 1",
             (name, alias),
-        ).fetchone()
+        )
         return 0 if row is None else int(row["version"])
 
     def aliases(self, name: str) -> dict[str, int]:
         """Return the version that has each alias of a model."""
-        rows = self._db.execute(
+        rows = self.db.execute(
             "SELECT alias, version FROM model_changes c WHERE name = ? AND sequence ="
             " (SELECT MAX(sequence) FROM model_changes WHERE name = c.name AND alias = c.alias) ORDER BY alias",
             (name,),
@@ -122,24 +117,24 @@ class RegisteredModels:
 
     def changes(self, name: str) -> list[ModelChange]:
         """Return the newest changes of a model's aliases, oldest first."""
-        rows = self._db.execute(
+        rows = self.rows(
             f"SELECT {', '.join(ModelChange._fields)} FROM model_changes WHERE name = ? ORDER BY sequence DESC LIMIT ?",
             (name, MAX_CHANGES),
-        ).fetchall()
+        )
         return [ModelChange(*row) for row in reversed(rows)]
 
     def promotion(self, name: str, alias: str, version: int) -> ModelChange | None:
         """Return the newest promotion of a version to an alias."""
-        row = self._db.execute(
+        row = self.row(
             f"SELECT {', '.join(ModelChange._fields)} FROM model_changes WHERE name = ? AND alias = ? AND version = ?"
             " AND kind = 'promote' ORDER BY sequence DESC LIMIT 1",
             (name, alias, version),
-        ).fetchone()
+        )
         return None if row is None else ModelChange(*row)
 
     def add_change(self, name: str, change: ModelChange) -> None:
         """Record a change; its sequence number is the next one, whatever it says."""
-        self._db.execute(
+        self.db.execute(
             "INSERT INTO model_changes (name, sequence, kind, alias, version, previous, reason, caller, changed_s)"
             " SELECT ?, COALESCE(MAX(sequence), 0) + 1, ?, ?, ?, ?, ?, ?, ? FROM model_changes WHERE name = ?",
             (name, *change[1:], name),

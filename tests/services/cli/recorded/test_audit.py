@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from paceline.services.cli.main import main
 from paceline.services.coordinator.audit_log.log import AuditLog
-from paceline.services.coordinator.audit_log.record import Entry
+from paceline.services.coordinator.audit_log.records import Entry
 from paceline.services.coordinator.ledger.ledger import Ledger
 
 

@@ -16,7 +16,7 @@ from trained_ledger import COMPLETION_LENGTHS, RUN_ID, Writer
 
 from paceline.data.example_rows import read_preference
 from paceline.data.prompts import open_prompts
-from paceline.services.coordinator.audit.reading.reader import records_in
+from paceline.services.coordinator.records.reader import records_in
 from paceline.spec.reading import spec_to_yaml
 from paceline.spec.sections.data import DataSection
 

@@ -25,12 +25,12 @@ from paceline.services.common.access.rights import EXCHANGE, RPCS
 from paceline.services.common.access.token_guard import Call, TokenGuard, worker_guard
 from paceline.services.common.access.token_table import create
 from paceline.services.common.serving.grpc_server import GrpcServer
-from paceline.services.coordinator.access_servicer import AccessServicer
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
+from paceline.services.coordinator.main import CoordinatorService
 from paceline.services.coordinator.members.registry import Members
-from paceline.services.coordinator.records_servicer import RecordsServicer
-from paceline.services.coordinator.serving import CoordinatorService
+from paceline.services.coordinator.records.servicer import RecordsServicer
+from paceline.services.coordinator.servicers import AccessServicer
 from paceline.services.learner.servicer import LearnerServicer
 from paceline.services.reward.main import RewardServicer
 from paceline.services.rollout.servicer import RolloutServicer

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.services.common.reporting.metric_table import PAGE, PARTS, STATE, metric_of, page
-from paceline.services.coordinator.reporting.state_otel import GAUGES as GAUGE_NAMES
+from paceline.services.coordinator.reporting.otel import GAUGES as GAUGE_NAMES
 
 ROOT = Path(__file__).resolve().parents[4]
 

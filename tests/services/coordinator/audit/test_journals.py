@@ -11,11 +11,11 @@ from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, World
 from ledger_files import both_forms, opened
 
 from paceline.groups import Version
-from paceline.services.coordinator.audit.reading.reader import records_in
 from paceline.services.coordinator.audit.repair import repair
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.ledger.backup import back_up
 from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.records.reader import records_in
 
 pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 VERSION = Version(1, 0)

@@ -16,11 +16,11 @@ from ledger_files import opened
 
 from paceline.errors import Conflict, NotFound
 from paceline.files.names import EXPORT_MANIFEST
-from paceline.services.coordinator.audit import artifacts
-from paceline.services.coordinator.audit.record import Record
+from paceline.services.coordinator.audit import side_records
+from paceline.services.coordinator.audit.evidence import Record
 from paceline.services.coordinator.audit.verify import COMPARISONS, verify
-from paceline.services.coordinator.ledger.integrity import row_checksums
-from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.ledger import row_checksums
+from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
 
 
@@ -227,7 +227,7 @@ def test_what_is_pruned_while_verify_reads_is_no_problem(
     trained: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner deletes a checkpoint that the ledger has forgotten after the snapshot was taken."""
-    compare = artifacts.checkpoints
+    compare = side_records.checkpoints
 
     def prune_first(record: Record, report: VerifyReport) -> None:
         if (tmp_path / "checkpoint").exists():

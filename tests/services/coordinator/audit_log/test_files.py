@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.coordinator.audit_log import files
-from paceline.services.coordinator.audit_log.files import AuditFiles, audit_files, has_record
-from paceline.services.coordinator.audit_log.record import Entry, Record, read_line
+from paceline.services.coordinator.audit_log import records as module
+from paceline.services.coordinator.audit_log.records import (
+    AuditFiles,
+    Entry,
+    Record,
+    audit_files,
+    has_record,
+    read_line,
+)
 from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
 
 
@@ -32,7 +38,7 @@ def read(folder: Path) -> list[Record]:
 
 
 def test_the_chain_goes_on_over_files_and_openings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_FILE_BYTES", 500)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 500)
     head = write(tmp_path, 4)
     head = write(tmp_path, 4, head)
     records = read(tmp_path)
@@ -46,8 +52,8 @@ def test_the_chain_goes_on_over_files_and_openings(tmp_path: Path, monkeypatch: 
 def test_the_oldest_files_are_deleted_beyond_the_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "MAX_FILE_BYTES", 1)
-    monkeypatch.setattr(files, "MAX_FILES", 3)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1)
+    monkeypatch.setattr(module, "MAX_FILES", 3)
     write(tmp_path, 6)
     assert list(audit_files(tmp_path)) == [4, 5, 6]
     assert [record.sequence for record in read(tmp_path)] == [4, 5, 6]

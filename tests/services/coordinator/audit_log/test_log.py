@@ -18,7 +18,7 @@ from paceline.services.coordinator.audit_log.log import (
     AuditLog,
     RefusalLimits,
 )
-from paceline.services.coordinator.audit_log.record import Entry
+from paceline.services.coordinator.audit_log.records import Entry
 from paceline.services.coordinator.audit_log.verification import records, verify
 from paceline.services.coordinator.ledger.ledger import Ledger
 
@@ -89,7 +89,7 @@ def test_a_log_that_cannot_be_written_is_a_fault_of_the_ledger(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("paceline.services.coordinator.audit_log.files.os.write", refuse)
+            patch.setattr("paceline.services.coordinator.audit_log.records.os.write", refuse)
             log.record(Entry("x/Y"))
         log.record(Entry("x/Z"))  # nothing more: a part of the record before may be there
         log.close()

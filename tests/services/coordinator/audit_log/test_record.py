@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from paceline.services.coordinator.audit_log.record import MAX_LINE_BYTES, Entry, chained, read_line
+from paceline.services.coordinator.audit_log.records import MAX_LINE_BYTES, Entry, chained, read_line
 
 ENTRY = Entry("paceline.v1.RunService/Cancel", who="ann", roles=("submitter",), subject="sums-1")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.coordinator.audit_log import files
+from paceline.services.coordinator.audit_log import records
 from paceline.services.coordinator.audit_log.log import AuditLog
-from paceline.services.coordinator.audit_log.record import Entry, chained
+from paceline.services.coordinator.audit_log.records import Entry, chained
 from paceline.services.coordinator.audit_log.verification import check_end, verify
-from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.services.coordinator.ledger.file_check import VerifyReport
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
 
@@ -178,7 +178,7 @@ def test_a_cut_with_a_ledger_that_was_made_to_fit_is_found_by_the_checkpoint(dir
 def test_files_that_follow_and_those_that_were_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "MAX_FILE_BYTES", 1)
+    monkeypatch.setattr(records, "MAX_FILE_BYTES", 1)
     add_records(tmp_path, 4)
     assert problems(tmp_path) == []
     (tmp_path / "audit" / "000003.jsonl").rename(tmp_path / "kept")

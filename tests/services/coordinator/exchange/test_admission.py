@@ -11,7 +11,7 @@ from exchange_drivers import MakeWorld, Rollout
 
 from paceline.services.coordinator.exchange.admission import admissible, may_lease, must_wait, step_of_group
 from paceline.services.coordinator.ledger import groups
-from paceline.services.coordinator.ledger.batch_split import balance
+from paceline.services.coordinator.ledger.tables.batches import balance
 
 
 @pytest.mark.parametrize(

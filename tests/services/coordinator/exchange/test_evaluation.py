@@ -21,12 +21,12 @@ from exchange_drivers import (
 
 from paceline.errors import NotFound
 from paceline.groups import Version
-from paceline.services.coordinator.audit.reading.reader import records_in
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.evaluation import FIRST_EVALUATION_GROUP
 from paceline.services.coordinator.ledger.segments import DamagedRecord
+from paceline.services.coordinator.records.reader import records_in
 from paceline.v1 import exchange_pb2 as pb
 
 EVAL = {"val_at_start": True}

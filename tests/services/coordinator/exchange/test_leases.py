@@ -414,7 +414,7 @@ def test_the_end_of_a_run_drops_what_is_open(world: World) -> None:
     world.end()
     assert world.counters["groups:dropped:run_ended"] == 4
     assert world.counters["tokens:dropped:run_ended"] == 9
-    assert world.ledger.open_groups(world.run_id) == 0
+    assert sum(world.ledger.group_queries.num_open(world.run_id).values()) == 0
     assert rollout.finish(leases[1]) == STALE
     assert learner.ask(1).reply.batch.state == pb.BATCH_STATE_END
 

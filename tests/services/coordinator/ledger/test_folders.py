@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.coordinator.ledger.folders import resolved, stored
 from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.services.coordinator.ledger.tables.checkpoints import resolved, stored
 from paceline.v1.worker_pb2 import CheckpointReport
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import Conflict
+from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.groups import Generated, Groups, NewLease, Scored, State
-from paceline.services.coordinator.ledger.integrity import row_checksums
 from paceline.services.coordinator.ledger.ledger import Ledger
 
 RUN = "run"

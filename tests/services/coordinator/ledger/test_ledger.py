@@ -13,7 +13,7 @@ import pytest
 from ledger_files import both_forms, opened
 
 from paceline.errors import Conflict, LedgerFault, NotFound
-from paceline.services.coordinator.ledger.integrity import row_checksums
+from paceline.services.coordinator.ledger import row_checksums
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.schema import SCHEMA, SCHEMA_VERSION, UPGRADES
 from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead

@@ -16,10 +16,9 @@ from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.errors import Conflict, LedgerFault, NotFound
 from paceline.services.coordinator.audit.verify import verify
-from paceline.services.coordinator.ledger import reencryption
-from paceline.services.coordinator.ledger.backup import back_up
+from paceline.services.coordinator.ledger import backup
+from paceline.services.coordinator.ledger.backup import back_up, encrypt_ledger
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.ledger.reencryption import encrypt_ledger
 
 KEY = StorageKey(bytes.fromhex(KEY_TEXT))
 OTHER = StorageKey(bytes.fromhex(OTHER_KEY_TEXT))
@@ -125,7 +124,7 @@ def test_refusals_change_nothing(plain: World, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_reader_keeps_it_away_and_loses_nothing(plain: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reencryption, "READERS_S", 0.1)
+    monkeypatch.setattr(backup, "READERS_S", 0.1)
     with contextlib.closing(Ledger(plain.path)) as writer:
         reader = Ledger(plain.path, read_only=True)
         reader.db.execute("BEGIN")
@@ -157,7 +156,7 @@ def test_an_interruption_after_the_exchange_of_the_files_is_made_good(
 
     before = contents(plain)
     with monkeypatch.context() as patch:
-        patch.setattr(reencryption, "_remove_segments", dies)
+        patch.setattr(backup, "_remove_segments", dies)
         with pytest.raises(KeyboardInterrupt):
             encrypt_ledger(plain.path, None, KEY, print)
     (segment,) = plain.path.with_name("ledger.sqlite-segments").iterdir()

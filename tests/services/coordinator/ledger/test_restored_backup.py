@@ -9,7 +9,7 @@ import pytest
 from ledger_files import both_forms
 
 from paceline.encryption.storage_key import storage_key
-from paceline.services.coordinator.ledger import restored_backup
+from paceline.services.coordinator.ledger import database
 from paceline.services.coordinator.ledger.backup import back_up
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.segment_cipher import MAGIC
@@ -50,7 +50,7 @@ def path(tmp_path: Path, at_rest: str) -> Path:
 @both_forms
 @pytest.mark.usefixtures("at_rest")
 def test_the_log_and_the_segments_of_another_ledger_are_set_aside(path: Path) -> None:
-    assert restored_backup.is_backup(path, storage_key())
+    assert database.is_backup(path, storage_key())
     ledger = Ledger(path)
     assert run_ids(ledger) == ["first-1"]
     place = path.with_name("ledger.sqlite.set-aside-1")
@@ -70,7 +70,7 @@ def test_a_backup_is_taken_for_one_only_once(path: Path) -> None:
     with ledger.transaction():
         ledger.add_run("second-2", "{}", "second-2")
     # As a kill at this moment would leave it: what was committed is in the log alone.
-    assert not restored_backup.is_backup(path, storage_key())
+    assert not database.is_backup(path, storage_key())
     ledger.close()
     again = Ledger(path)
     assert again.set_aside is None
@@ -80,7 +80,7 @@ def test_a_backup_is_taken_for_one_only_once(path: Path) -> None:
 
 def test_a_copy_by_another_program_has_no_mark_and_its_neighbours_log_is_not_read(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[restored_backup.PLACE : restored_backup.PLACE + 4] = bytes(4)
+    content[database.PLACE : database.PLACE + 4] = bytes(4)
     path.write_bytes(content)
     ledger = Ledger(path)
     assert run_ids(ledger) == ["first-1"]
@@ -97,7 +97,7 @@ def test_a_reader_does_not_read_the_log_beside_a_backup(path: Path) -> None:
     assert run_ids(ledger) == ["first-1"]
     ledger.close()
     assert log.read_bytes() == before
-    assert restored_backup.is_backup(path, storage_key())
+    assert database.is_backup(path, storage_key())
 
 
 @both_forms
@@ -129,9 +129,9 @@ def test_a_second_backup_put_back_gets_a_place_of_its_own(path: Path) -> None:
 def test_a_backup_alone_and_a_ledger_of_our_own_need_nothing(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     back_up(ledger, tmp_path / "backup.sqlite")
-    assert not restored_backup.is_backup(tmp_path / "ledger.sqlite", storage_key())
+    assert not database.is_backup(tmp_path / "ledger.sqlite", storage_key())
     ledger.close()
     alone = Ledger(tmp_path / "backup.sqlite")
     assert alone.set_aside is None
     alone.close()
-    assert not restored_backup.is_backup(tmp_path / "nothing", storage_key())
+    assert not database.is_backup(tmp_path / "nothing", storage_key())

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from ledger_files import both_forms
 
-from paceline.services.coordinator.ledger import wal_checkpointer
+from paceline.services.coordinator.ledger import connection as wal_checkpointer
+from paceline.services.coordinator.ledger.connection import WalCheckpointer
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.ledger.wal_checkpointer import WalCheckpointer
 
 pytestmark = [both_forms, pytest.mark.usefixtures("at_rest")]
 
@@ -42,8 +42,8 @@ async def test_a_writer_moves_nothing_by_itself_and_the_keeper_does(tmp_path: Pa
 async def test_a_long_log_is_written_from_its_start_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wal_checkpointer, "MAX_PAGES", 100)
-    monkeypatch.setattr(wal_checkpointer, "PERIOD_S", 0.0)
+    monkeypatch.setattr(wal_checkpointer, "MAX_LOG_PAGES", 100)
+    monkeypatch.setattr(wal_checkpointer, "LOG_PERIOD_S", 0.0)
     ledger, lock = Ledger(tmp_path / "ledger.sqlite"), asyncio.Lock()
     keeping = asyncio.create_task(WalCheckpointer(ledger, lock).run())
     write(ledger, 100)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from paceline.errors import Busy, DataError
-from paceline.services.coordinator.lifecycle.dataset_openings import MAX_OPENINGS, Openings
+from paceline.services.coordinator.lifecycle.run_data import MAX_OPENINGS, Openings
 
 PATIENCE_S = 60.0
 

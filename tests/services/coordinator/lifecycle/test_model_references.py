@@ -11,7 +11,7 @@ from exchange_drivers import make_spec
 from paceline.errors import SpecError
 from paceline.files.storage import Folder
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.lifecycle.model_references import references, with_locations
+from paceline.services.coordinator.lifecycle.run_queue import references, with_locations
 from paceline.spec.reading import spec_to_yaml
 
 

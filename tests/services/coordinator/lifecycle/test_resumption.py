@@ -11,7 +11,7 @@ from control_plane import Plane
 from paused_runs import state_of
 
 from paceline.services.coordinator.exchange.state import Notice
-from paceline.services.coordinator.lifecycle.resumption import changed_function_warnings, function_digests
+from paceline.services.coordinator.lifecycle.commands import changed_function_warnings, function_digests
 from paceline.spec import RewardFunctionSection
 from paceline.v1 import run_pb2
 
@@ -99,7 +99,7 @@ async def test_a_function_that_was_changed_is_recorded(
     rewards = (RewardFunctionSection(function=f"{code}:f"), RewardFunctionSection(function="length"))
     spec = exchange.active.spec.model_copy(update={"rewards": rewards})
     monkeypatch.setattr(
-        "paceline.services.coordinator.lifecycle.resumption.function_digests",
+        "paceline.services.coordinator.lifecycle.commands.function_digests",
         lambda _: function_digests(spec),
     )
     for content in ("def f(completions): ...", "import re\n\n\ndef f(completions): ..."):

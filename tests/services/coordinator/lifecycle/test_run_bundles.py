@@ -21,9 +21,9 @@ from paceline.data.preparation.prepared import prepared_data
 from paceline.errors import Unreadable
 from paceline.models.auto_settings import with_engine
 from paceline.services.common.worker.bundled_spec import BundledSpec
-from paceline.services.coordinator.blobs.store import BlobStore
+from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
-from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
+from paceline.services.coordinator.lifecycle.run_data import RunBundles
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec, spec_to_yaml
 from paceline.v1 import run_pb2, worker_pb2

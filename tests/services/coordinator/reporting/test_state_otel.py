@@ -12,7 +12,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from paceline.services.coordinator.exchange.state import Exchange
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.members.registry import Fault, Member, Members
-from paceline.services.coordinator.reporting.state_otel import OBSERVE_S, StateMeters
+from paceline.services.coordinator.reporting.otel import OBSERVE_S, StateMeters
 from paceline.v1 import common_pb2
 
 Series = dict[tuple[str, str], float]

@@ -8,8 +8,8 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from paceline.services.coordinator.reporting import weight_otel as step_otel
-from paceline.services.coordinator.reporting.weight_otel import StepMeters
+from paceline.services.coordinator.reporting import otel as state_otel
+from paceline.services.coordinator.reporting.otel import StepMeters
 
 
 def values(reader: InMemoryMetricReader) -> dict[str, float]:
@@ -42,7 +42,7 @@ def test_the_newest_step_is_in_gauges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_number_of_gauges_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_otel, "MAX_GAUGES", 2)
+    monkeypatch.setattr(state_otel, "MAX_GAUGES", 2)
     reader = InMemoryMetricReader()
     meters = StepMeters(MeterProvider([reader]).get_meter("test"))
     meters.record("run-1", "train", 0, {f"logged/{number}": 1.0 for number in range(9)})

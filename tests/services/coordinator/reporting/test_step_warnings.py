@@ -10,8 +10,8 @@ from exchange_drivers import MakeWorld, World, make_spec
 
 from paceline.services.coordinator.exchange.state import Notice
 from paceline.services.coordinator.members.registry import Members
+from paceline.services.coordinator.reporting.rules import no_signal, out_of_scale
 from paceline.services.coordinator.reporting.run_log import RunLog
-from paceline.services.coordinator.reporting.step_warnings import no_signal, out_of_scale
 
 NOTHING = {"zero_advantage_fraction": 1.0}
 

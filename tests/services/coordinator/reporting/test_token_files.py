@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.coordinator.reporting import token_files as module
-from paceline.services.coordinator.reporting.token_files import TokenFiles, fault_of, path_of
+from paceline.services.coordinator.reporting import member_files as module
+from paceline.services.coordinator.reporting.member_files import TokenFiles, fault_of, path_of
 from paceline.v1 import worker_pb2
 
 
@@ -25,7 +25,7 @@ async def keep(files: TokenFiles, kept: worker_pb2.TokenStatistics) -> None:
 
 
 async def test_the_oldest_steps_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BYTES", 3 * report(1).ByteSize() + 2)
+    monkeypatch.setattr(module, "MAX_TOKEN_BYTES", 3 * report(1).ByteSize() + 2)
     files = TokenFiles(tmp_path)
     for step in range(1, 9):
         await keep(files, report(step))

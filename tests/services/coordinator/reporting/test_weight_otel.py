@@ -9,8 +9,8 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.groups import Version
+from paceline.services.coordinator.reporting.otel import SECONDS, WeightMeters
 from paceline.services.coordinator.reporting.weight_metrics import VersionRecord
-from paceline.services.coordinator.reporting.weight_otel import SECONDS, WeightMeters
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.services.coordinator.scaling.advice import PoolFacts, advise
 from paceline.services.coordinator.scaling.policy import PoolState
+from paceline.services.coordinator.scaling.scaler import PoolFacts, advise
 
 
 def pool(workers: int, rate: float, demand: float = 4.0, share: float = 1.0, cost: float = 0.0) -> PoolFacts:

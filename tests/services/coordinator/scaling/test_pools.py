@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.services.coordinator.scaling.policy import Bounds
-from paceline.services.coordinator.scaling.pools import PoolConfig, read_pool, read_pools
+from paceline.services.coordinator.scaling.policy import Bounds, PoolConfig, read_pool, read_pools
 
 
 def test_settings_become_a_pool() -> None:

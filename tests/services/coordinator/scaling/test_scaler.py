@@ -12,8 +12,7 @@ from exchange_drivers import Learner, Reward, Rollout, World, fill, make_spec
 from paceline.errors import NotFound, Unavailable
 from paceline.services.coordinator.exchange.state import Notice
 from paceline.services.coordinator.members.registry import Member, Members
-from paceline.services.coordinator.scaling.policy import Bounds
-from paceline.services.coordinator.scaling.pools import PoolConfig
+from paceline.services.coordinator.scaling.policy import Bounds, PoolConfig
 from paceline.services.coordinator.scaling.scaler import FORGET_S, NO_RUN, SETTLE_S, Scaler
 from paceline.v1 import common_pb2
 

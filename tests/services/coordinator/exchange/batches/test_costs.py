@@ -13,7 +13,8 @@ from exchange_drivers import COMMITTED, Learner, MakeWorld, Reward, Rollout, Wor
 from paceline.services.coordinator.exchange.batches import selection
 from paceline.services.coordinator.exchange.batches.selection import fix_if_due
 from paceline.services.coordinator.exchange.state import BATCH_DUE
-from paceline.services.coordinator.ledger import batch_split, pruning, segments
+from paceline.services.coordinator.ledger import ledger, segments
+from paceline.services.coordinator.ledger.tables import batches
 
 RANKS = 512
 
@@ -71,13 +72,13 @@ def test_a_batch_that_waits_is_looked_at_once_in_a_transaction(
 def test_a_batch_is_split_once_for_all_parts_and_receipts(
     large: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    splits, balance = [], batch_split.balance
+    splits, balance = [], batches.balance
 
     def counted(tokens: list[int], world_size: int) -> list[list[int]]:
         splits.append(world_size)
         return balance(tokens, world_size)
 
-    monkeypatch.setattr(batch_split, "balance", counted)
+    monkeypatch.setattr(batches, "balance", counted)
     learner = Learner(large, world_size=32)
     first = cost(large, lambda: learner.part(0, 0))
     later = cost(large, lambda: learner.part(0, 31))
@@ -88,15 +89,15 @@ def test_a_batch_is_split_once_for_all_parts_and_receipts(
 
 def test_splits_that_are_kept_are_bounded(large: World) -> None:
     session = large.new_session()
-    for world_size in range(1, 4 * batch_split.MAX_SPLITS):
+    for world_size in range(1, 4 * batches.MAX_SPLITS):
         assert Learner(large, world_size=world_size, session=session).part(0) is not None
-    assert len(large.exchange.splits._splits) == batch_split.MAX_SPLITS
+    assert large.exchange.splits._split.cache_info().currsize == batches.MAX_SPLITS
 
 
 def test_a_step_is_pruned_some_groups_at_a_time(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pruning, "GROUPS_AT_ONCE", 3)
+    monkeypatch.setattr(ledger, "GROUPS_AT_ONCE", 3)
     world = make_world(check=False, logger={"keep_samples": False}, grpo={"num_prompts_per_step": 4})
     rollout, reward, learner = Rollout(world), Reward(world), Learner(world)
     for step in range(3):

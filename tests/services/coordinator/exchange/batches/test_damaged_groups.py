@@ -17,8 +17,8 @@ from ledger_files import both_forms
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import LedgerFault
 from paceline.services.coordinator.ledger import segments
-from paceline.services.coordinator.ledger.batch_chain import batch_digest, extend_chain
 from paceline.services.coordinator.ledger.segments import BLOCK_BYTES, Record
+from paceline.services.coordinator.ledger.tables.batches import batch_digest, extend_chain
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
 

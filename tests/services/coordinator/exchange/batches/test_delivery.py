@@ -21,8 +21,8 @@ from exchange_drivers import (
     prune,
 )
 
-from paceline.services.coordinator.ledger.batch_chain import extend_chain
 from paceline.services.coordinator.ledger.tables.audit_heads import AuditHead
+from paceline.services.coordinator.ledger.tables.batches import extend_chain
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_group
 

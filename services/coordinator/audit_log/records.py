@@ -1,0 +1,235 @@
+"""Records of the audit log, and its files: `NUMBER.jsonl` in the folder `audit` of the coordinator's directory.
+
+A line is JSON with the fields in the order of `Entry`, and ends with `"hash"`: the SHA-256 of the line without that field, which
+names the hash before. So a changed, removed, added or moved record breaks the chain at its place.
+
+Promises: a record is with the operating system when `append` returns, so the death of the process loses none; the caller syncs
+it to the disk. Files are only appended to. A file that has MAX_FILE_BYTES is followed by the next one, whose first record continues the
+chain; beyond MAX_FILES the oldest is deleted, and the table `audit_heads` keeps the hash with which it ended. A line that a power
+cut left unfinished is cut off when the log is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LedgerFault
+from paceline.files.whole_file import sync_folder
+from paceline.services.coordinator.ledger.tables.audit_heads import NONE, AuditHead
+
+MAX_TEXT = 512
+"""Characters of each text of a record."""
+MAX_LINE_BYTES = 64 << 10
+"""Bytes of a line: eight texts, each character escaped to 12 bytes at most, and the rest."""
+OK = "OK"
+"""Result of a call that was carried out."""
+_HASH = b',"hash":"'
+_HASH_BYTES = len(_HASH) + 64 + len(b'"}')
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is recorded: never a token, a secret or a prompt, only digests of requests."""
+
+    what: str
+    """`package.Service/Method`, or `exchange/KIND`, or an event of the log itself, as `audit/start`."""
+    result: str = OK
+    """Name of a gRPC status."""
+    who: str = ""
+    """Name of the caller, by its token; empty where there is no valid one."""
+    roles: tuple[str, ...] = ()
+    certificate: str = ""
+    """Name in the client certificate; empty without one."""
+    address: str = ""
+    """Address of the peer, host:port; empty where it cannot be seen."""
+    subject: str = ""
+    """Member, run or registered model that the request names."""
+    why: str = ""
+    """Reason of a refusal."""
+    request_sha256: str = ""
+    """SHA-256 of the request's bytes; empty for one that was not read."""
+    count: int = 1
+    """Refusals that the record stands for."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the log."""
+
+    sequence: int
+    time: str
+    """Wall clock, UTC, as ISO 8601."""
+    previous: str
+    """Hash of the record before; empty for the first."""
+    hash: str
+    fields: dict[str, Any]
+    """All fields of the line."""
+
+
+def chained(sequence: int, time_s: float, entry: Entry, previous: str) -> tuple[bytes, str]:
+    """Return the line of a record, with its end of line, and its hash. `time_s` is in seconds since 1970."""
+    texts = {
+        name: value[:MAX_TEXT] if isinstance(value, str) else value
+        for name, value in vars(entry).items()
+        if value not in ("", (), 1)
+    }
+    when = datetime.fromtimestamp(time_s, UTC).isoformat(timespec="microseconds")
+    body = _json({"sequence": sequence, "time": when, **texts, "previous": previous})
+    digest = hashlib.sha256(body).hexdigest()
+    return body[:-1] + _HASH + digest.encode() + b'"}\n', digest
+
+
+def read_line(line: bytes) -> Record:
+    """Return the record of a line without its end. Raises ValueError for one that does not have its own hash."""
+    body, end = line[:-_HASH_BYTES] + b"}", line[-_HASH_BYTES:]
+    if not (end.startswith(_HASH) and end.endswith(b'"}')):
+        raise ValueError("it is no record")
+    given = end[len(_HASH) : -2].decode("ascii", "replace")
+    if hashlib.sha256(body).hexdigest() != given:
+        raise ValueError("its hash is not that of its content")
+    fields = json.loads(line)
+    sequence, time, previous = fields.get("sequence"), fields.get("time"), fields.get("previous")
+    if not (isinstance(sequence, int) and isinstance(time, str) and isinstance(previous, str)):
+        raise ValueError("it lacks its sequence, time or previous hash")
+    return Record(sequence, time, previous, given, fields)
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+
+
+MAX_FILE_BYTES = 16 << 20
+MAX_FILES = 64
+"""Files that are kept: 1 GB."""
+NAME = re.compile(r"(\d{6,})\.jsonl")
+
+
+def audit_files(folder: Path) -> dict[int, Path]:
+    """Return the files of a log by their numbers, the oldest first; none where there is no folder."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := NAME.fullmatch(path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def end_of(path: Path) -> tuple[AuditHead, int]:
+    """Return the newest record of a file and the bytes of the unfinished line behind it. Raises ValueError for a last line
+    that is no record. A file without a record has the head `NONE`."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 2 * MAX_LINE_BYTES))
+        content = file.read()
+    whole, _, torn = content.rpartition(b"\n")
+    if not whole:
+        return NONE, len(torn)
+    record = read_line(whole.rpartition(b"\n")[2])
+    return AuditHead(record.sequence, record.hash), len(torn)
+
+
+def has_record(folder: Path, head: AuditHead) -> bool:
+    """Return whether the files have a record. One that is older than all files counts as deleted with its file."""
+    files = list(audit_files(folder).values())
+    for path in reversed(files):
+        with path.open("rb") as file:
+            lines = file.read().splitlines()
+        try:
+            first = read_line(lines[0]).sequence if lines else head.sequence + 1
+            if first <= head.sequence:
+                index = head.sequence - first
+                return index < len(lines) and read_line(lines[index]).hash == head.hash
+        except ValueError:
+            return False
+    return bool(files) and next(iter(audit_files(folder))) > 1
+
+
+class AuditFiles:
+    """The one writer of a log. The caller sees to it that no two threads write at once."""
+
+    def __init__(self, folder: Path, head: AuditHead, clock: Callable[[], float]):
+        """`head` is the newest record that the ledger knows: the log goes on behind it, also where the files end before.
+        `clock` returns seconds since 1970. Raises LedgerFault when the folder cannot be written."""
+        self._folder, self._clock = folder, clock
+        self.repaired: list[str] = []
+        """What was found at the opening and has to be recorded."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._numbers = list(audit_files(folder))
+            self.head = self._find_end(head)
+            self._open(self._numbers[-1] if self._numbers else 1)
+        except OSError as error:
+            raise LedgerFault(f"the audit log {folder} cannot be written: {error}") from error
+
+    @property
+    def number(self) -> int:
+        """Return the number of the newest file."""
+        return self._numbers[-1]
+
+    def append(self, entry: Entry) -> AuditHead:
+        """Append a record and return it as the new head. Raises OSError."""
+        if self._size >= MAX_FILE_BYTES:
+            self._rotate()
+        line, digest = chained(self.head.sequence + 1, self._clock(), entry, self.head.hash)
+        if os.write(self._descriptor, line) != len(line):
+            raise OSError("the disk took a part of a record only")
+        self._size += len(line)
+        self.head = AuditHead(self.head.sequence + 1, digest)
+        return self.head
+
+    def duplicate(self) -> int:
+        """Return a descriptor of the newest file to sync, which the caller closes. Files before it are on the disk."""
+        return os.dup(self._descriptor)
+
+    def close(self) -> None:
+        """Close the newest file."""
+        os.close(self._descriptor)
+
+    def _find_end(self, known: AuditHead) -> AuditHead:
+        """Return the head to go on from, and cut an unfinished line off. The ledger's head counts where the files do not have
+        it: the gap then stays in the log for good."""
+        end = NONE
+        for number in reversed(self._numbers):
+            path = self._folder / _name(number)
+            try:
+                end, torn_bytes = end_of(path)
+            except ValueError as fault:
+                self.repaired.append(f"the last record of {path.name} is damaged: {fault}")
+                return known
+            if torn_bytes:
+                os.truncate(path, path.stat().st_size - torn_bytes)
+                self.repaired.append(f"an unfinished record of {torn_bytes} bytes was cut off {path.name}")
+            if end.sequence:
+                break
+        if known.sequence and not has_record(self._folder, known):
+            self.repaired.append(
+                f"the ledger knows record {known.sequence}, and the files, which end with {end.sequence}, do not have it"
+            )
+            return known
+        return end
+
+    def _rotate(self) -> None:
+        os.fdatasync(self._descriptor)
+        os.close(self._descriptor)
+        self._open(self.number + 1)
+        while len(self._numbers) > MAX_FILES:
+            (self._folder / _name(self._numbers.pop(0))).unlink(missing_ok=True)
+
+    def _open(self, number: int) -> None:
+        path = self._folder / _name(number)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._size = os.fstat(self._descriptor).st_size
+        if number not in self._numbers:
+            self._numbers.append(number)
+        sync_folder(self._folder)
+
+
+def _name(number: int) -> str:
+    return f"{number:06}.jsonl"

@@ -1,1 +1,0 @@
-"""Integrity of the ledger's SQLite file: checksums of rows, checks, reports."""

@@ -1,0 +1,107 @@
+"""Checksums of the ledger's rows: a row that the disk has changed no longer matches the checksum beside it.
+
+SQLite writes no checksums into its pages. Rows that no other checksum covers carry one in the column `seal`: CRC-32
+over all other columns. Triggers of the writer's own connection keep it, so no statement has to; they are not in the
+file, and so a row that another program has changed is found as well. Groups are sealed when they are trained or
+dropped, by the statements that end them (`assignment`): before that they change several times, each time a trigger
+would cost as much as the statement, and their state after each change is compared with other records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sqlite3
+from collections.abc import Mapping
+from typing import NamedTuple
+from zlib import crc32
+
+from paceline.services.coordinator.ledger.schema import SCHEMA
+
+SEALED = {
+    "meta": "",
+    "runs": "",
+    "groups": "{row}.state IN ('trained', 'dropped')",
+    "prompts": "",
+    "counters": "",
+    "batches": "",
+    "replaced_batches": "",
+    "session_faults": "",
+    "receipts": "",
+    "checkpoints": "",
+    "evaluations": "",
+    "events": "",
+    "episodes": "",
+    "restarts": "",
+    "audit_heads": "",
+    "models": "",
+    "model_changes": "",
+}
+"""Tables whose rows carry a checksum, and the condition under which they do; empty: always."""
+
+UNSEALED = {"runs": {"cursor", "next_slot"}, "episodes": {"header", "arrays", "segment", "start"}}
+"""Columns that change with every lease, which verify compares with the groups, and those of bytes that a backup moves into
+the row, which have checksums of their own."""
+
+
+class Table(NamedTuple):
+    """A table of the schema."""
+
+    name: str
+    columns: tuple[str, ...]
+    """Sealed columns, ordered by name, because an upgrade appends columns."""
+    key: tuple[str, ...]
+    """Columns of its primary key."""
+
+
+@functools.cache
+def tables() -> dict[str, Table]:
+    """Return all tables of the schema by name."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        found = {}
+        for name in names:
+            info = db.execute(f"PRAGMA table_info({name})").fetchall()
+            columns = {column[1] for column in info} - {"seal"} - UNSEALED.get(name, set())
+            key = tuple(column[1] for column in sorted(info, key=lambda c: int(c[5])) if column[5])
+            found[name] = Table(name, tuple(sorted(columns)), key)
+        return found
+
+
+def checksum(*values: object) -> int:
+    """Return the checksum of a row's values in the order of its columns. Text is escaped to ASCII, the same by every
+    version of Python."""
+    return crc32(ascii(values).encode())
+
+
+def of(name: str, row: Mapping[str, object]) -> int:
+    """Return the seal of a row that is to be inserted with it, which is cheaper than the trigger."""
+    return checksum(*(row[column] for column in tables()[name].columns))
+
+
+def assignment(**changed: str) -> str:
+    """Return the assignment of `seal` for an UPDATE of `groups`, which has no trigger; `changed` are the expressions that columns
+    are set to."""
+    columns = tables()["groups"].columns
+    return f"seal = row_checksum({', '.join(changed.get(column, column) for column in columns)})"
+
+
+def install(db: sqlite3.Connection) -> None:
+    """Register the checksum function with a connection; `keep` adds the triggers."""
+    db.create_function("row_checksum", -1, checksum, deterministic=True)
+
+
+def keep(db: sqlite3.Connection) -> None:
+    """Add triggers that seal each row that the connection inserts or updates, in the tables whose rows are always
+    sealed."""
+    for name in (name for name, condition in SEALED.items() if not condition):
+        table = tables()[name]
+        of_key = " AND ".join(f"{column} = NEW.{column}" for column in table.key)
+        value = f"row_checksum({', '.join(f'NEW.{column}' for column in table.columns)})"
+        update = f"UPDATE OF {', '.join(table.columns)}"  # not of the seal itself
+        for event, when in (("INSERT", "WHEN NEW.seal IS NULL"), (update, "")):
+            db.execute(
+                f"CREATE TEMP TRIGGER seal_{name}_{event[:6].lower()} AFTER {event} ON main.{name} {when}"
+                f" BEGIN UPDATE {name} SET seal = {value} WHERE {of_key}; END"
+            )

@@ -1,0 +1,151 @@
+"""What members report and the ledger does not keep, in files beside it: readings of their gauges every five seconds, which say who
+worked, waited, took weights or was away; and what the learner computed of single tokens, a protobuf message for each step.
+
+Promise: the files of either kind (of tokens: of a run) take 32 MB at most, the oldest go first, and a disk that is slow or full
+holds nothing up: a thread writes, and what comes while it still writes is left out.
+
+A line of readings is a JSON object: `time` in seconds since 1970 and `members` by id, each with its pool and its gauges. Nothing is
+written while there is no member.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from pathlib import Path
+
+from paceline.files.whole_file import write_whole
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.coordinator.members.registry import Member, Members
+from paceline.v1 import common_pb2, worker_pb2
+
+PERIOD_S = 5.0
+FOLDER = "gauges"
+MAX_FILE_BYTES = 4 << 20
+MAX_FILES = 8
+MAX_MEMBERS = 512
+"""Members of a reading; of more the first ones are written."""
+KEPT = ("tokens_per_s", "memory_gb", "gpu_use", "gpu_power_w")
+DIGITS = 4
+log = logging.getLogger(__name__)
+seldom = RateLimitedLog(log, interval_s=600.0)
+
+
+class GaugeHistory:
+    """The readings of one coordinator."""
+
+    def __init__(self, directory: Path, members: Members):
+        self._folder, self._members = directory / FOLDER, members
+        self._due_s = 0.0
+        self._paused_s: dict[str, float] = {}
+        """Seconds for which members stood still for weights, at the last reading."""
+        self._read_s = 0.0
+        self._writing: asyncio.Future[None] | None = None
+        """The last line's, which the loop's end waits for."""
+
+    def observe(self, now_s: float) -> None:
+        """Take a reading if one is due, and write it in a thread."""
+        if now_s < self._due_s:
+            return
+        elapsed_s, self._read_s, self._due_s = now_s - self._read_s, now_s, now_s + PERIOD_S
+        members = self._members.all()[:MAX_MEMBERS]
+        found = {member.member_id: self._reading(member, elapsed_s) for member in members}
+        self._paused_s = {member.member_id: member.paused_s for member in members}
+        if not found or (self._writing is not None and not self._writing.done()):
+            return
+        line = json.dumps({"time": round(time.time(), 1), "members": found}, separators=(",", ":")) + "\n"
+        self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, line)
+
+    def _reading(self, member: Member, elapsed_s: float) -> dict[str, str | float]:
+        paused_s = member.paused_s - self._paused_s.get(member.member_id, member.paused_s)
+        found: dict[str, str | float] = {"pool": member.role_name}
+        found |= {name: round(value, DIGITS) for name, value in shares(member, paused_s, elapsed_s).items()}
+        return found | {name: round(member.gauges[name], DIGITS) for name in KEPT if name in member.gauges}
+
+    def _write(self, line: str) -> None:
+        """Append a line to the newest file, or begin one; remove the oldest ones."""
+        try:
+            self._folder.mkdir(exist_ok=True)
+            files = files_of(self._folder)
+            if not files or files[-1].stat().st_size + len(line) > MAX_FILE_BYTES:
+                files.append(self._folder / f"gauges-{time.time_ns():020d}.jsonl")
+            with files[-1].open("a", encoding="utf-8") as file:
+                file.write(line)
+            for path in files[:-MAX_FILES]:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            seldom.warning("gauges", "the members' gauges cannot be written into %s: %s", self._folder, error)
+
+
+def shares(member: Member, paused_s: float, elapsed_s: float) -> dict[str, float]:
+    """Return what a member did, as shares of the time that add up to 1; nothing for a learner that is there, whose steps have times
+    of their own."""
+    if not member.connected or member.suspected:
+        return {"working": 0.0, "waiting": 0.0, "updating": 0.0, "away": 1.0}
+    if member.role == common_pb2.ROLE_LEARNER:
+        return {}
+    updating = min(1.0, max(0.0, paused_s) / elapsed_s) if elapsed_s > 0 else 0.0
+    if member.role == common_pb2.ROLE_ROLLOUT:
+        idle = member.gauges.get("wait_fraction", 1.0)
+    else:
+        idle = 1.0 - member.gauges.get("occupied", 0.0)
+    waiting = min(max(idle, 0.0), 1.0 - updating)
+    return {"working": 1.0 - updating - waiting, "waiting": waiting, "updating": updating, "away": 0.0}
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of readings, oldest first."""
+    return sorted(folder.glob("gauges-*.jsonl"))
+
+
+TOKEN_FOLDER = "token_stats"
+MAX_TOKEN_BYTES = 32 << 20
+MAX_REPORT_BYTES = 2 << 20
+MAX_COMPLETIONS = 4096
+
+
+class TokenFiles:
+    """The files of one coordinator's runs."""
+
+    def __init__(self, directory: Path):
+        self._folder = directory / TOKEN_FOLDER
+        self._writing: asyncio.Future[None] | None = None
+        """The last report's, which the loop's end waits for."""
+
+    def keep(self, report: worker_pb2.TokenStatistics) -> None:
+        """Write a report in a thread."""
+        if not report.completions or (self._writing is not None and not self._writing.done()):
+            return
+        data = report.SerializeToString()
+        path = path_of(self._folder.parent, report.run_id, report.step)
+        self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, path, data)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, data)
+            total = 0
+            for each in sorted(path.parent.glob("*.bin"), reverse=True):
+                total += each.stat().st_size
+                if total > MAX_TOKEN_BYTES:
+                    each.unlink(missing_ok=True)
+        except OSError as error:
+            seldom.warning(
+                "token statistics", "token statistics cannot be written into %s: %s", path.parent, error
+            )
+
+
+def path_of(directory: Path, run_id: str, step: int) -> Path:
+    """Return the file of a step; `directory` is the ledger's."""
+    return directory / TOKEN_FOLDER / run_id / f"{step:020d}.bin"
+
+
+def fault_of(report: worker_pb2.TokenStatistics) -> str:
+    """Return why a report is not kept; empty if it is."""
+    if len(report.completions) > MAX_COMPLETIONS or report.ByteSize() > MAX_REPORT_BYTES:
+        return f"it has {len(report.completions)} completions and {report.ByteSize()} bytes"
+    if any(len(each.logprobs) != len(each.entropies) for each in report.completions):
+        return "a completion has more log-probabilities than entropies, or fewer"
+    return ""

@@ -1,0 +1,244 @@
+"""Sessions of the learner: their numbers, the checkpoints that they begin from, and which checkpoints are kept.
+
+A checkpoint that cannot be loaded ends no run. It is marked in the ledger with the reason, its files stay, and the next session
+begins from the next older one, in the end from step 0. A person who resumes the run clears the marks.
+
+Versions and checkpoints are named by session and step. After a backup was put back the ledger knows less than the disk and the
+workers do, and a number given twice would be one name for two sets of weights: so a new one is unknown to all of them.
+
+Of checkpoints the newest are kept, or the newest and the best by a metric. The ledger deletes its rows first, then the learner deletes
+the files: if a process dies in between, a restart never gets a checkpoint that is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.errors import NotFound
+from paceline.files.names import CHECKPOINT_MANIFEST
+from paceline.files.run_folders import checkpoint_folder
+from paceline.files.storage import Folder
+from paceline.services.coordinator.exchange.state import ActiveRun
+from paceline.services.coordinator.ledger.database import free_name
+from paceline.services.coordinator.ledger.ledger import Ledger
+from paceline.spec import CheckpointingSection
+from paceline.v1.worker_pb2 import CheckpointReport, RunReport
+
+SHA256 = re.compile("[0-9a-f]{64}")
+
+
+class Start(NamedTuple):
+    """Start of a session. At step 0 there is no checkpoint: the weights are the model's."""
+
+    step: int = 0
+    path: str = ""
+    sha256: str = ""
+    chain: str = ""
+
+
+def starting_point(ledger: Ledger, run: ActiveRun) -> Start:
+    """Return the newest checkpoint that can be loaded, or step 0. Raises NotFound when the samples from there on are
+    gone."""
+    newest = ledger.checkpoints.newest(run.run_id)
+    start = Start() if newest is None else Start(newest.step, newest.path, newest.sha256, newest.chain)
+    if run.spec.logger.keep_samples:
+        return start
+    end = ledger.run(run.run_id)["next_step"]
+    gone = ledger.group_queries.first_step_without_payloads(run.run_id, start.step, end)
+    if gone is None:
+        return start
+    damaged = [each for each in reversed(ledger.checkpoints.kept(run.run_id)) if each.damaged]
+    reasons = "; ".join(f"{each.path}: {each.damaged}" for each in damaged) or "none is registered"
+    raise NotFound(
+        f"no checkpoint can be loaded from which training could go on ({reasons}), and the samples of step {gone} were "
+        f"not kept (logger.keep_samples is false). Put a checkpoint back, then `paceline resume {run.run_id}`"
+    )
+
+
+def mark_damaged(ledger: Ledger, run_id: str, path: str, reason: str) -> bool:
+    """Mark a checkpoint, so that no session begins from it until the marks are cleared; return False if it is not the
+    run's. Inside a transaction."""
+    marked = [checkpoint for checkpoint in ledger.checkpoints.kept(run_id) if checkpoint.path == path]
+    ledger.checkpoints.mark_damaged(run_id, marked, reason)
+    return bool(marked)
+
+
+def refusal(ledger: Ledger, run: ActiveRun, report: CheckpointReport) -> str:
+    """Return why a report of a checkpoint is refused; empty when it is accepted. The next session would open what it
+    names."""
+    expected = folder_of(ledger, run) / f"{report.session}-{report.step}"
+    if report.path != str(expected):
+        return f"path {report.path[:200]!r} is not {str(expected)!r}"
+    if not SHA256.fullmatch(report.sha256):
+        return f"{report.sha256[:80]!r} is no SHA-256"
+    if not 0 <= report.step <= run.spec.max_num_steps:
+        return f"step {report.step} is beyond the run's last, {run.spec.max_num_steps}"
+    return ""
+
+
+def folder_of(ledger: Ledger, run: ActiveRun) -> Folder:
+    """Return the folder of the run's checkpoints."""
+    return checkpoint_folder(run.spec.checkpointing, ledger.run_store(run.run_id), run.run_id)
+
+
+def session_in_the_way(ledger: Ledger, run: ActiveRun | None, report: RunReport) -> int | None:
+    """Return the session of the folder that a learner found in the place of its own checkpoint; None for another
+    folder."""
+    path, _, name = report.checkpoint_path.rpartition("/")
+    session = session_of(name)
+    if run is None or session is None or session < report.session or path != str(folder_of(ledger, run)):
+        return None
+    return session
+
+
+NAME = re.compile(r"(\d{1,18})-(\d{1,18})")
+MOST_LOST = 10_000
+"""Most sessions that a ledger may be behind; a name with a later session is ignored."""
+
+log = logging.getLogger(__name__)
+
+
+class OnDisk(NamedTuple):
+    """Content of the folder of a run's checkpoints."""
+
+    session: int = 0
+    """Largest session that a folder in it names."""
+    moved: tuple[str, ...] = ()
+    """Checkpoints ahead of the ledger that were set aside."""
+    place: str = ""
+    """Folder where they are now."""
+
+
+class SessionNumbers:
+    """Sessions that were found outside of the ledger, by run."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, int] = {}
+
+    def note_session(self, run_id: str, newest: int, session: int) -> bool:
+        """Note that something names this session of the run, whose newest on record is `newest`; return False for an
+        impossible number."""
+        if not 0 <= session <= newest + MOST_LOST:
+            log.warning("session %d of run %s cannot be, the newest is %d", session, run_id, newest)
+            return False
+        self._heard[run_id] = max(self._heard.get(run_id, 0), session)
+        return True
+
+    def next(self, run_id: str, newest: int) -> int:
+        return max(newest, self._heard.get(run_id, 0)) + 1
+
+
+def session_of(name: str) -> int | None:
+    """Return the session in the name of a checkpoint's folder; None for another name."""
+    match = NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def scan_checkpoints(
+    checkpoints: Path, position: tuple[int, int], known_paths: Collection[str], *, move: bool
+) -> OnDisk:
+    """Return the content of the folder of a run's checkpoints; `position` are the ledger's newest session and next
+    step.
+
+    With `move`, complete checkpoints that are ahead of the ledger are set aside in the same folder, where retention
+    does not delete them; checkpoints of `known` paths stay.
+    """
+    if not checkpoints.is_dir():
+        return OnDisk()
+    found = [
+        (int(match[1]), int(match[2]), each)
+        for each in checkpoints.iterdir()
+        if (match := NAME.fullmatch(each.name)) and each.is_dir()
+    ]
+    largest = max((session for session, _, _ in found), default=0)
+    ahead = [
+        each
+        for session, step, each in sorted(found)
+        if (session > position[0] or (session == position[0] and step > position[1]))
+        and str(each) not in known_paths
+        and (each / CHECKPOINT_MANIFEST).exists()
+    ]
+    if not ahead or not move:
+        return OnDisk(largest)
+    place = free_name(checkpoints / "set-aside")
+    place.mkdir()
+    for each in ahead:
+        each.rename(place / each.name)
+    return OnDisk(largest, tuple(each.name for each in ahead), str(place))
+
+
+class Candidate(NamedTuple):
+    """A complete checkpoint with the metric of its step."""
+
+    path: str
+    value: float | None
+    """Value of the metric; None if there is none."""
+    pending: bool = False
+    """True when the evaluation that gives the value is not done yet."""
+
+
+def choose(candidates: list[Candidate], settings: CheckpointingSection) -> list[str]:
+    """Return the paths to keep, of `candidates` from oldest to newest.
+
+    Without a metric: the newest `keep_top_k`. With a metric: the newest, which a restart needs, the `keep_top_k` best
+    (the newer of equal ones), and those whose value is still to come.
+    """
+    if settings.metric_name is None:
+        return [candidate.path for candidate in candidates[-settings.keep_top_k :]]
+    sign = 1.0 if settings.higher_is_better else -1.0
+    valued = [(sign * c.value, age, c.path) for age, c in enumerate(candidates) if c.value is not None]
+    best = {path for _, _, path in sorted(valued)[-settings.keep_top_k :]}
+    return [c.path for c in candidates if c.path in best or c.pending or c is candidates[-1]]
+
+
+def mark_surplus_removed(ledger: Ledger, run_id: str, settings: CheckpointingSection) -> None:
+    """Mark the checkpoints that are not to be kept as removed. Inside a transaction.
+
+    A checkpoint that could not be loaded is not counted, and stays for as long as it is newer than the oldest that is
+    kept.
+    """
+    kept = ledger.checkpoints.kept(run_id)
+    sound = [checkpoint for checkpoint in kept if not checkpoint.damaged]
+    candidates = [
+        Candidate(checkpoint.path, *_value(ledger, run_id, checkpoint.step, settings)) for checkpoint in sound
+    ]
+    keep = set(choose(candidates, settings))
+    resumable = ledger.checkpoints.newest(
+        run_id
+    )  # the newest may be ahead of the receipts, and is no help before they arrive
+    if resumable is not None:
+        keep.add(resumable.path)
+    oldest = min((checkpoint.step for checkpoint in sound if checkpoint.path in keep), default=0)
+    keep |= {checkpoint.path for checkpoint in kept if checkpoint.damaged and checkpoint.step > oldest}
+    ledger.checkpoints.mark_removed(
+        run_id, [checkpoint for checkpoint in kept if checkpoint.path not in keep]
+    )
+
+
+def kept_paths(ledger: Ledger, run_id: str) -> list[str]:
+    """Return the checkpoints that the ledger counts on, oldest first, and those that could not be loaded, because a
+    person may repair them."""
+    return [checkpoint.path for checkpoint in ledger.checkpoints.kept(run_id)]
+
+
+def _value(
+    ledger: Ledger, run_id: str, step: int, settings: CheckpointingSection
+) -> tuple[float | None, bool]:
+    """Return the metric of the weights after `step` steps, and whether it is still to come."""
+    if settings.metric_name is None:
+        return None, False
+    kind, _, name = settings.metric_name.partition(":")
+    if kind == "val":
+        evaluation = ledger.evaluations.get(run_id, step)
+        if evaluation is not None and not evaluation["done"]:
+            return None, True
+        metrics = None if evaluation is None else json.loads(evaluation["result_json"])
+    else:
+        metrics = ledger.metrics_of_step(run_id, step - 1)
+    value = None if metrics is None else metrics.get(name)
+    return (None if value is None else float(value)), False

@@ -1,0 +1,144 @@
+"""The store of files: complete or absent, within its quota, kept while a run refers to them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.bundle.manifest import BundledFile, Manifest
+from paceline.encryption.encrypted_file import WrongKey
+from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
+from paceline.errors import Busy, Conflict, InvalidInput, NotFound
+from paceline.services.coordinator.blobs import BlobStore
+from paceline.services.coordinator.bundle_servicer import Upload
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def put(store: BlobStore, data: bytes) -> str:
+    upload = Upload(store)
+    upload.take(sha(data), len(data), 0, data)
+    upload.finish()
+    upload.close()
+    return sha(data)
+
+
+def test_files_are_read_whole_and_by_ranges(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    digest = put(store, b"0123456789")
+    assert (tmp_path / digest[:2] / digest[2:]).is_file()
+    assert b"".join(store.read(digest)) == b"0123456789"
+    assert b"".join(store.read(digest, 3, 4)) == b"3456"
+    assert b"".join(store.read(digest, 8)) == b"89"
+    assert b"".join(store.read(digest, 99)) == b""
+    assert put(store, b"") == sha(b"")
+    assert list(store.read(sha(b""))) == []
+
+
+@pytest.mark.parametrize("digest", ["../../etc/passwd", "AB" * 32, "", "ab" * 31 + "a\n"])
+def test_names_that_are_no_digest_are_refused(tmp_path: Path, digest: str) -> None:
+    for call in (
+        BlobStore(tmp_path).has,
+        BlobStore(tmp_path).received,
+        lambda d: list(BlobStore(tmp_path).read(d)),
+    ):
+        with pytest.raises(InvalidInput, match="not a SHA-256"):
+            call(digest)
+
+
+def test_a_damaged_file_is_removed_so_that_it_is_sent_again(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    digest = put(store, b"0123456789")
+    (tmp_path / digest[:2] / digest[2:]).write_bytes(b"012345678X")
+    with pytest.raises(NotFound, match="paceline resume"):
+        list(store.read(digest))
+    assert not store.has(digest)
+
+
+def test_quota_and_size_are_limits_before_a_byte_is_written(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, quota_bytes=25, max_blob_bytes=20)
+    put(store, b"x" * 10)
+    with pytest.raises(InvalidInput, match="more than the 0 MB that this coordinator takes"):
+        put(store, b"y" * 21)
+    store.begin(sha(b"z" * 10), 10, 0)
+    assert not (tmp_path / "partial" / sha(b"z" * 10)).exists()
+    with pytest.raises(Busy, match="--bundle-quota-mb"):
+        put(store, b"y" * 6)
+    store.end(sha(b"z" * 10))  # nothing of it came
+    put(store, b"y" * 15)
+    with pytest.raises(Busy, match="--bundle-quota-mb"):
+        put(BlobStore(tmp_path, quota_bytes=25), b"z")  # counted anew after a restart
+    with pytest.raises(Busy, match="free, of which --min-free-mb keeps"):
+        put(BlobStore(tmp_path, min_free_bytes=1 << 60), b"z")
+
+
+def test_one_client_sends_a_file_at_a_time(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    store.begin(sha(b"abc"), 3, 0)
+    with pytest.raises(Conflict, match="another client"):
+        store.begin(sha(b"abc"), 3, 0)
+    store.end(sha(b"abc"))
+    with pytest.raises(Conflict, match="goes on at byte 0, not 2"):
+        store.begin(sha(b"abc"), 3, 2)
+
+
+def test_unused_files_are_removed_after_a_while(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    used, unused, fresh = put(store, b"used"), put(store, b"unused"), put(store, b"fresh")
+    manifest = Manifest.of([BundledFile("a", "code", 4, used)])
+    bundle = put(store, manifest.text)
+    for digest in (used, unused, bundle):
+        os.utime(tmp_path / digest[:2] / digest[2:], (1, 1))
+    (tmp_path / "partial" / ("ab" * 32)).write_bytes(b"abc")
+    os.utime(tmp_path / "partial" / ("ab" * 32), (1, 1))
+    assert store.remove_unused(["cd" * 32]) == 0  # a bundle whose files are unknown
+    assert store.remove_unused([bundle]) == 2
+    assert [store.has(digest) for digest in (used, unused, fresh, bundle)] == [True, False, True, True]
+    assert store.manifest(bundle) == manifest
+    with pytest.raises(InvalidInput, match="manifest"):
+        store.manifest(used)
+    with pytest.raises(NotFound):
+        store.manifest(unused)
+
+
+def test_encrypted_files_are_read_whole_and_by_ranges(tmp_path: Path, given_key: StorageKey) -> None:
+    store = BlobStore(tmp_path)
+    data = b"0123456789" * 30_000
+    digest = put(store, data)
+    assert data[:50] not in (tmp_path / digest[:2] / digest[2:]).read_bytes()
+    assert b"".join(store.read(digest)) == data
+    assert b"".join(store.read(digest, 65_530, 20)) == data[65_530:65_550]
+    bundle = put(store, Manifest.of([BundledFile("a", "data", len(data), digest)]).text)
+    assert store.manifest(bundle).files[0].sha256 == digest
+
+
+def test_a_file_of_another_key_is_named_and_stays(
+    tmp_path: Path, given_key: StorageKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = put(BlobStore(tmp_path), b"0123456789")
+    monkeypatch.setenv(KEY_VARIABLE, os.urandom(32).hex())
+    with pytest.raises(WrongKey, match=f"encrypted with the key {given_key.name.hex()}"):
+        list(BlobStore(tmp_path).read(digest))
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(WrongKey, match="no key is given"):
+        list(BlobStore(tmp_path).read(digest))
+    assert BlobStore(tmp_path).has(digest)
+
+
+def test_a_damaged_encrypted_file_is_removed_so_that_it_is_sent_again(
+    tmp_path: Path, given_key: StorageKey
+) -> None:
+    store = BlobStore(tmp_path)
+    digest = put(store, b"0123456789")
+    path = tmp_path / digest[:2] / digest[2:]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(NotFound, match="paceline resume"):
+        list(store.read(digest))
+    assert not store.has(digest)
