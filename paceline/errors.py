@@ -19,7 +19,8 @@ PacelineError
 └── NonFiniteLoss         a training step met NaN or infinity; names the groups
 """
 
-from paceline.calls.retry_hint import USUAL_S
+USUAL_S = 1.0
+"""Seconds after which a refused call may come again, where the refusing side knows no better number."""
 
 
 class PacelineError(Exception):

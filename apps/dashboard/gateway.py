@@ -18,8 +18,9 @@ from google.protobuf import json_format
 
 from paceline.apps.dashboard.backends import Backend
 from paceline.apps.dashboard.methods import Method, methods
-from paceline.calls.retry_hint import USUAL_S, from_error, to_header
+from paceline.calls.retry_hint import from_error, to_header
 from paceline.errors import (
+    USUAL_S,
     AccessDenied,
     Busy,
     Conflict,

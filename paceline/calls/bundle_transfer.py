@@ -16,8 +16,17 @@ from paceline.bundle.collecting import Bundle
 from paceline.bundle.layout import localized
 from paceline.bundle.manifest import BundledFile, Kind, Manifest
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.calls.retry_hint import USUAL_S, from_error
-from paceline.errors import Busy, InvalidInput, NotFound, PacelineError, SpecError, Unavailable, Unreadable
+from paceline.calls.retry_hint import from_error
+from paceline.errors import (
+    USUAL_S,
+    Busy,
+    InvalidInput,
+    NotFound,
+    PacelineError,
+    SpecError,
+    Unavailable,
+    Unreadable,
+)
 from paceline.spec import RunSpec
 
 if TYPE_CHECKING:

@@ -12,9 +12,6 @@ from typing import Any
 KEY = "grpc-retry-pushback-ms"
 """Milliseconds, as in gRPC's proposal A6."""
 
-USUAL_S = 1.0
-"""Seconds where the refusing side knows no better number."""
-
 MAX_S = 3600.0
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.calls.retry_hint import USUAL_S, from_error
+from paceline.calls.retry_hint import from_error
 from paceline.errors import (
+    USUAL_S,
     AccessDenied,
     Busy,
     Conflict,

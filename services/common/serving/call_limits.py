@@ -18,7 +18,8 @@ from typing import Any
 
 import grpc
 
-from paceline.calls.retry_hint import USUAL_S, to_metadata
+from paceline.calls.retry_hint import to_metadata
+from paceline.errors import USUAL_S
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.caller import current_caller
 from paceline.services.common.grpc_peers import host_of

@@ -19,8 +19,8 @@ from typing import cast
 
 from aiohttp import web
 
-from paceline.calls.retry_hint import USUAL_S, to_header
-from paceline.errors import Busy, Conflict, InvalidInput
+from paceline.calls.retry_hint import to_header
+from paceline.errors import USUAL_S, Busy, Conflict, InvalidInput
 from paceline.rate_limited_log import SeldomFilter
 from paceline.services.common.access.tls import server_context
 from paceline.tls.folder import tls_folder

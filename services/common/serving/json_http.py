@@ -11,10 +11,10 @@ from typing import Any
 
 from aiohttp import web
 
-from paceline.calls.retry_hint import USUAL_S, to_header
+from paceline.calls.retry_hint import to_header
 from paceline.chat.api_errors import error_answer, error_body
 from paceline.chat.messages import Json
-from paceline.errors import Busy, InvalidInput, PacelineError
+from paceline.errors import USUAL_S, Busy, InvalidInput, PacelineError
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.serving.http_guard import HttpGuard, needs_token
 from paceline.services.common.serving.http_listener import MAX_BODY_BYTES, Handler, HttpListener
