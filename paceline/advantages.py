@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
 
+from paceline.array_frames import RowArrays
 from paceline.rewards import (
     FLOAT32_ERROR,
     Float64Array,
@@ -24,7 +25,6 @@ from paceline.rewards import (
     merged,
     weights_at,
 )
-from paceline.row_arrays import RowArrays
 from paceline.spec import RunSpec
 
 Preset = Literal["trl", "nemo", "dr_grpo", "rloo"]

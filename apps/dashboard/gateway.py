@@ -18,7 +18,7 @@ from google.protobuf import json_format
 
 from paceline.apps.dashboard.backends import Backend
 from paceline.apps.dashboard.methods import Method, methods
-from paceline.calls.retry_hint import from_error, to_header
+from paceline.calls.backoff import from_error, to_header
 from paceline.errors import (
     USUAL_S,
     AccessDenied,

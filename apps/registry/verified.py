@@ -16,8 +16,8 @@ from pathlib import Path
 import click
 
 from paceline.apps.registry.fetch import check_files, checked_copy
+from paceline.files.bounded_cache import spool_folder
 from paceline.files.names import STATEMENT
-from paceline.files.spool import spool_folder
 from paceline.files.storage import Folder
 from paceline.services.cli.registered_models import registered_model
 

@@ -20,11 +20,11 @@ from paceline.apps.tracking.names import Style
 from paceline.apps.tracking.opening import Setting, open_tracker
 from paceline.apps.tracking.tracker import Refused, TrackedRun, Tracker
 from paceline.calls.backoff import ExponentialBackoff
+from paceline.client import ENDED_STATES
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.records import Records
-from paceline.run_states import ENDED_STATES
 from paceline.spec.sections.system import TrackerSection
 
 POLL_S = 2.0

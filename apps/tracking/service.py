@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 from paceline.apps.tracking.cursor import is_done
 from paceline.apps.tracking.follower import Follower, Target
 from paceline.apps.tracking.opening import Setting, named
+from paceline.client import ENDED_STATES, state_name
 from paceline.errors import PacelineError, SpecError
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.records import Records
-from paceline.run_states import ENDED_STATES, state_name
 from paceline.spec.reading import spec_of_run
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from paceline.bundle.imports import imports_of, literal_files
+from paceline.bundle.imports import imports_of, literal_files, undeclared
 from paceline.bundle.layout import (
     data_names,
     is_path,
@@ -27,7 +27,6 @@ from paceline.bundle.layout import (
     split_glob,
 )
 from paceline.bundle.manifest import BundledFile, Kind, Manifest
-from paceline.bundle.requirements import undeclared
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
 from paceline.spec.code_paths import code_paths, file_of

@@ -15,8 +15,7 @@ from paceline.bundle.allowed import refusal_of_bundle
 from paceline.bundle.collecting import Bundle
 from paceline.bundle.layout import localized
 from paceline.bundle.manifest import BundledFile, Kind, Manifest
-from paceline.calls.backoff import ExponentialBackoff
-from paceline.calls.retry_hint import from_error
+from paceline.calls.backoff import ExponentialBackoff, from_error
 from paceline.errors import (
     USUAL_S,
     Busy,

@@ -4,6 +4,8 @@ Each entry is a folder with two locks beside it. A process that uses the folder 
 removes it; the process that fills the folder holds the second one alone. An entry that nobody uses may be removed, the one that
 was used longest ago first. An entry is made beside its place and moved there whole; so it is, while others still read the
 damaged one that it replaces.
+
+Beside the caches is the spool: a folder of this machine for files on their way to a store. It needs no backup.
 """
 
 from __future__ import annotations
@@ -63,11 +65,8 @@ class CacheKind:
     def of_user(self, folder_name: str) -> BoundedCache:
         """Return the cache that the environment names, else `paceline/<folder_name>` in the user's cache. Raises InvalidInput."""
         given = os.environ.get(self.folder_variable)
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / folder_name
-        text = os.environ.get(self.size_variable) or str(self.default_mb)
-        if not text.isdecimal() or not int(text):
-            raise InvalidInput(f"{self.size_variable} is {text!r}; set it to a number of MB")
-        return BoundedCache(Path(given) if given else base, int(text) << 20, self)
+        folder = Path(given) if given else _in_user_cache(folder_name)
+        return BoundedCache(folder, _bytes_by(self.size_variable, self.default_mb), self)
 
 
 class BoundedCache:
@@ -209,3 +208,30 @@ class BoundedCache:
                     ) from None
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.25)
+
+
+FOLDER_VARIABLE = "PACELINE_SPOOL"
+SIZE_VARIABLE = "PACELINE_SPOOL_MB"
+DEFAULT_MB = 65_536
+
+
+def spool_folder() -> Path:
+    """Return the folder that PACELINE_SPOOL names, else `paceline/spool` in the user's cache."""
+    given = os.environ.get(FOLDER_VARIABLE)
+    return Path(given) if given else _in_user_cache("spool")
+
+
+def quota_bytes() -> int:
+    """Return the bytes of checkpoints that may wait for a store, by PACELINE_SPOOL_MB. Raises InvalidInput."""
+    return _bytes_by(SIZE_VARIABLE, DEFAULT_MB)
+
+
+def _in_user_cache(name: str) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / name
+
+
+def _bytes_by(variable: str, default_mb: int) -> int:
+    text = os.environ.get(variable) or str(default_mb)
+    if not text.isdecimal() or not int(text):
+        raise InvalidInput(f"{variable} is {text!r}; set it to a number of MB")
+    return int(text) << 20

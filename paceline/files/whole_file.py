@@ -1,10 +1,11 @@
-"""Writing a file so that it appears under its name whole or not at all."""
+"""Writing a file so that it appears under its name whole or not at all; and stamps of files, which show that one was changed without
+reading it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -41,3 +42,20 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+MAX_FILES = 1000
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+def stamp(folder: Path, patterns: Iterable[str]) -> Stamp:
+    """Return name, time of the last change in ns, and size in bytes of the files in `folder` that match a pattern, MAX_FILES
+    at most; nothing for a folder that cannot be read."""
+    found: list[tuple[str, int, int]] = []
+    try:
+        for path in sorted({path for pattern in patterns for path in folder.glob(pattern)})[:MAX_FILES]:
+            status = path.stat()
+            found.append((path.name, status.st_mtime_ns, status.st_size))
+    except OSError:
+        return ()
+    return tuple(found)

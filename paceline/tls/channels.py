@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 from paceline.tls.folder import Material, TlsFolder, tls_folder
@@ -59,22 +60,6 @@ class RenewedChannel:
         self._channels = [opened()]
         self._is_closed, self._lock = False, threading.Lock()
 
-    def unary_unary(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call with one message each way."""
-        return self._method(lambda channel: channel.unary_unary(*method, **how))
-
-    def unary_stream(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call that is answered by a stream."""
-        return self._method(lambda channel: channel.unary_stream(*method, **how))
-
-    def stream_unary(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call that sends a stream."""
-        return self._method(lambda channel: channel.stream_unary(*method, **how))
-
-    def stream_stream(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call with a stream each way."""
-        return self._method(lambda channel: channel.stream_stream(*method, **how))
-
     def close(self, *grace: float | None) -> Any:
         """End all running calls. Of asyncio's channels, return the awaitable of the newest; the others end with their last call."""
         self._is_closed = True
@@ -89,18 +74,23 @@ class RenewedChannel:
         if not inspect.iscoroutinefunction(channel.close):
             channel.close()
 
-    def _method(self, made: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+    def _method(self, kind: str, *method: Any, **how: Any) -> Callable[..., Any]:
         """Return a call that is made once for each channel."""
         newest = self._channels[-1]
-        call = made(newest)
+        call = getattr(newest, kind)(*method, **how)
 
         def begin(*given: Any, **options: Any) -> Any:
             nonlocal newest, call
             if (current := self._current()) is not newest:
-                newest, call = current, made(current)
+                newest, call = current, getattr(current, kind)(*method, **how)
             return call(*given, **options)
 
         return begin
+
+    unary_unary = partialmethod(_method, "unary_unary")
+    unary_stream = partialmethod(_method, "unary_stream")
+    stream_unary = partialmethod(_method, "stream_unary")
+    stream_stream = partialmethod(_method, "stream_stream")
 
     def _current(self) -> Any:
         if self._folder is None or self._is_closed:  # gRPC refuses a call on a closed channel itself

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from paceline.errors import InvalidInput
 from paceline.tls.certificates import read_certificate
-from paceline.tls.folder import Material, TlsFolder, tls_folder
-from paceline.tls.sockets import ResetSafeSocket
+from paceline.tls.folder import Material, ResetSafeSocket, TlsFolder, tls_folder
 
 LIMIT_S = 3.0
 

@@ -125,3 +125,11 @@ def tls_folder(path: str | os.PathLike[str] | None = None) -> TlsFolder | None:
     """Return the folder at `path`, by default that of the environment; None without one: then nothing is encrypted."""
     named = os.fspath(path) if path is not None else os.environ.get(VARIABLE, "")
     return _folder(named) if named else None
+
+
+class ResetSafeSocket(ssl.SSLSocket):
+    """`SSLContext.wrap_socket` raises without closing what it has made where the peer has reset the connection before; this closes it.
+    For `SSLContext.sslsocket_class`."""
+
+    def __del__(self) -> None:
+        self.close()

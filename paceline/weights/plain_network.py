@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
-from paceline.calls.address import is_loopback
+from paceline.calls.connection import is_loopback
 from paceline.errors import InvalidInput
 from paceline.tls.folder import tls_folder
 

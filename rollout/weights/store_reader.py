@@ -21,7 +21,7 @@ import torch
 
 from paceline.errors import NotFound, PacelineError, WireError
 from paceline.groups import Version
-from paceline.host.cores import usable_cores
+from paceline.host.memory import usable_cores
 from paceline.rollout.weights.held_weights import HeldWeights
 from paceline.rollout.weights.part_fetcher import PartFetcher
 from paceline.rollout.weights.tensor_part import TensorPart

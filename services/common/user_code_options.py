@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from paceline.user_code.box import why_no_isolation
-from paceline.user_code.surroundings import VARIABLE, Isolation
-from paceline.user_code.variables import PASSED_VARIABLE
+from paceline.user_code.surroundings import PASSED_VARIABLE, VARIABLE, Isolation
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])

@@ -11,8 +11,8 @@ import click
 
 from paceline.errors import InvalidInput, PacelineError
 from paceline.files.names import LEDGER_NAME
-from paceline.files.store_root import store_root
-from paceline.host.freed_memory import keep_freed_memory
+from paceline.files.storage import store_root
+from paceline.host.memory import keep_freed_memory
 from paceline.services.common.access.insecure import check_host, insecure_option
 from paceline.services.common.directory import make_directory
 from paceline.services.common.options import (

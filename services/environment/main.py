@@ -26,7 +26,7 @@ from paceline.services.common.user_code_options import user_code_options
 from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.environment.worker import EnvironmentWorker
 from paceline.tracing import set_up_tracing
-from paceline.user_code.temporary_folder import remove_left_over
+from paceline.user_code.surroundings import remove_left_over
 
 NAME = "paceline.v1.EnvironmentWorker"
 """Name in health checks; there are no calls of it."""

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.host.cores import thread_variables
+from paceline.host.memory import thread_variables
 from paceline.services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
 from paceline.services.common.processes.restart_policy import FROM_OUTSIDE
 from paceline.services.common.processes.supervisor import ending

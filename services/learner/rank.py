@@ -30,9 +30,9 @@ import click
 import torch
 import torch.distributed as dist
 
-from paceline.calls.address import checked_address
+from paceline.calls.connection import checked_address
 from paceline.errors import Busy, PacelineError, Unavailable
-from paceline.host.freed_memory import return_large_tensors
+from paceline.host.memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
 from paceline.learner.collectives import broadcast_bytes

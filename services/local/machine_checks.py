@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.host.cores import usable_cores
+from paceline.host.memory import usable_cores
 
 MIN_PYTHON = (3, 11)
 MIN_FREE_BYTES = 5 << 30

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import PacelineError
 from paceline.files.names import BLOBS_NAME
-from paceline.host.freed_memory import return_large_tensors
+from paceline.host.memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
 from paceline.learner.batch.examples import ExampleSource

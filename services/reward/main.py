@@ -42,7 +42,7 @@ from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.reward.worker import RewardWorker
 from paceline.spec import RewardFunctionSection
 from paceline.tracing import set_up_tracing
-from paceline.user_code.temporary_folder import remove_left_over
+from paceline.user_code.surroundings import remove_left_over
 from paceline.v1 import reward_pb2, reward_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bundle.requirements import check_requirements
+from paceline.bundle.imports import check_requirements
 from paceline.calls.backoff import ExponentialBackoff, pause_after
 from paceline.errors import InvalidInput, Unreadable, WireError
-from paceline.files.stamps import Stamp, stamp
+from paceline.files.whole_file import Stamp, stamp
 from paceline.groups import Completion, IntArray
 from paceline.reward.reference import ReferenceScorer
 from paceline.reward.results import RewardResult

@@ -28,8 +28,7 @@ import numpy as np
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
-from paceline.error_texts import error_text
-from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable
+from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable, error_text
 from paceline.groups import Completion, Group, IntArray
 from paceline.models.folder_size import named_size
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams

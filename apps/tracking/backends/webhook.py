@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from paceline.apps.tracking.tracker import TITLES, AlertKind, Refused, Row, Step, TrackedRun
+from paceline.client import ENDED_STATES
 from paceline.errors import InvalidInput
-from paceline.run_states import ENDED_STATES
 from paceline.spec.sections.alerts import WebhookSection
 
 TIMEOUT_S = 10.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from paceline.calls.address import checked_address, is_loopback
+from paceline.calls.connection import checked_address, is_loopback
 from paceline.client import Client
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import DEFAULT_DIRECTORY, runs_of

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.calls.address import FORM, is_loopback
+from paceline.calls.connection import FORM, is_loopback
 from paceline.services.common.access.tls_option import tls_option
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from paceline.tls.folder import tls_folder

@@ -10,7 +10,7 @@ import os
 
 import click
 
-from paceline.calls.address import FORM, is_loopback
+from paceline.calls.connection import FORM, is_loopback
 from paceline.errors import InvalidInput
 from paceline.user_code.box import why_no_isolation
 from paceline.user_code.surroundings import (

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from paceline.calls.retry_hint import to_metadata
+from paceline.calls.backoff import to_metadata
 from paceline.errors import USUAL_S
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.caller import current_caller

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from paceline.calls.retry_hint import to_metadata
+from paceline.calls.backoff import to_metadata
 from paceline.errors import Busy, Conflict, PacelineError
 from paceline.rate_limited_log import SeldomFilter, unforeseen
 from paceline.services.common.access.insecure import insecurity

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import grpc
 from aiohttp import web
 
-from paceline.calls.address import is_loopback
+from paceline.calls.connection import is_loopback
 from paceline.errors import AccessDenied, NotPermitted
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.caller import CallerRole

@@ -19,7 +19,7 @@ from typing import cast
 
 from aiohttp import web
 
-from paceline.calls.retry_hint import to_header
+from paceline.calls.backoff import to_header
 from paceline.errors import USUAL_S, Busy, Conflict, InvalidInput
 from paceline.rate_limited_log import SeldomFilter
 from paceline.services.common.access.tls import server_context

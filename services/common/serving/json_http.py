@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from paceline.calls.retry_hint import to_header
+from paceline.calls.backoff import to_header
 from paceline.chat.api_errors import error_answer, error_body
 from paceline.chat.messages import Json
 from paceline.errors import USUAL_S, Busy, InvalidInput, PacelineError

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from paceline.bundle import allowed as allowed_code
 from paceline.bundle.layout import with_original_paths
 from paceline.bundle.manifest import Kind
 from paceline.calls.bundle_transfer import unpacked_spec
 from paceline.calls.token import open_channel
 from paceline.errors import InvalidInput
-from paceline.files import function_files
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
 from paceline.spec import RunSpec
 from paceline.spec.code_paths import code_paths
@@ -29,7 +29,7 @@ def refusal_of_files(spec: RunSpec, bundle: str, allowed: Sequence[Path]) -> str
             f"{field}: {code} comes from no bundle, and --require-isolation takes code of bundles only; submit the run with a client that "
             "sends its files"
         )
-    return function_files.refusal(spec, allowed)
+    return allowed_code.refusal_of_files(spec, allowed)
 
 
 class BundledSpec:

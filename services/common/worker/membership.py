@@ -29,8 +29,8 @@ import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from paceline.calls.address import checked_address
 from paceline.calls.backoff import ExponentialBackoff
+from paceline.calls.connection import checked_address
 from paceline.calls.token import metadata, read_token, token_path
 from paceline.errors import Conflict, WireError
 from paceline.host import gpu_gauges

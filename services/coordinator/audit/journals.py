@@ -6,12 +6,12 @@ import json
 import sqlite3
 from typing import TYPE_CHECKING
 
-from paceline.episodes import TurnArrays
 from paceline.groups import Version
 from paceline.services.coordinator.audit.evidence import read_checked
 from paceline.services.coordinator.exchange.uploads.turn_checks import context_digest, turn_digest
 from paceline.services.coordinator.ledger.groups import State
 from paceline.services.coordinator.ledger.integrity.report import VerifyReport
+from paceline.wire import TurnArrays
 
 if TYPE_CHECKING:
     from paceline.services.coordinator.audit.record import Record

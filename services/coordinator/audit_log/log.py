@@ -28,7 +28,7 @@ from typing import Any
 
 import grpc
 
-from paceline.calls.address import FORM
+from paceline.calls.connection import FORM
 from paceline.errors import LedgerFault
 from paceline.files.names import AUDIT_NAME
 from paceline.services.common.access.token_guard import OF_GUARD, Call

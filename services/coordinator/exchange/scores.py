@@ -8,8 +8,7 @@ import sqlite3
 import numpy as np
 
 from paceline.advantages import has_advantage, turn_rewards
-from paceline.error_texts import ALIKE
-from paceline.errors import LedgerFault, WireError
+from paceline.errors import ALIKE, LedgerFault, WireError
 from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
 from paceline.rewards import totals
 from paceline.services.common.worker.logged_extra import extra_line

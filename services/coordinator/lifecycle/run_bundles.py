@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from paceline.bundle import allowed as allowed_code
 from paceline.bundle.allowed import refusal_of_bundle
 from paceline.bundle.cache import BundleCache
 from paceline.bundle.layout import REPORT, localized, with_original_paths
 from paceline.bundle.manifest import Kind
 from paceline.errors import DataError, InvalidInput, NotFound, SpecError, Unreadable
-from paceline.files import function_files
 from paceline.services.coordinator.blobs.store import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.run_data import RunData, open_data
@@ -43,7 +43,11 @@ class RunBundles:
     def check(self, spec: RunSpec, bundle: str) -> None:
         """Check that the functions may be used and that the whole bundle is here. Raises SpecError, InvalidInput."""
         allowed = () if bundle else self._functions_from
-        if why := function_files.refusal(spec, allowed) if not (bundle and self._functions_from) else "":
+        if (
+            why := allowed_code.refusal_of_files(spec, allowed)
+            if not (bundle and self._functions_from)
+            else ""
+        ):
             raise SpecError(why)
         if not bundle:
             return

@@ -13,8 +13,7 @@ from typing import Any
 
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import Busy, InvalidInput, NotPermitted
-from paceline.files.storage import Folder
-from paceline.files.store_root import refusal as refusal_of_store
+from paceline.files.storage import Folder, refusal_of_store
 from paceline.models.auto_settings import is_open, planned
 from paceline.models.memory_plan import Room
 from paceline.models.shape import read_shape

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import re
 
-from paceline.calls.address import FORM
+from paceline.calls.connection import FORM
 from paceline.errors import Conflict, InvalidInput
 from paceline.services.coordinator.members.registry import Member
 from paceline.v1 import common_pb2, worker_pb2

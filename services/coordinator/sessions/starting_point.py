@@ -11,8 +11,7 @@ import re
 from typing import NamedTuple
 
 from paceline.errors import NotFound
-from paceline.files.run_folders import checkpoint_folder
-from paceline.files.storage import Folder
+from paceline.files.storage import Folder, checkpoint_folder
 from paceline.services.coordinator.exchange.state import ActiveRun
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.sessions.session_numbers import session_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.calls.retry_hint import KEY, MAX_S, from_error, to_header, to_metadata
+from paceline.calls.backoff import KEY, MAX_S, from_error, to_header, to_metadata
 from paceline.errors import USUAL_S, Busy
 
 

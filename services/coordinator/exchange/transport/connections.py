@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.host.freed_memory import give_freed_memory_back
+from paceline.host.memory import give_freed_memory_back
 from paceline.services.common.serving.zmq_keepalive import in_brackets
 from paceline.wire import MAX_MESSAGE_BYTES
 

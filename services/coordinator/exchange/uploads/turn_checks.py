@@ -14,11 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from paceline.array_frames import Buffer
-from paceline.episodes import MAX_NOTE_BYTES, TurnArrays
+from paceline.array_frames import Buffer, RowArrays
 from paceline.errors import WireError
 from paceline.groups import FloatArray, Group, IntArray, Version, VersionSpan
-from paceline.row_arrays import RowArrays
 from paceline.services.coordinator.exchange.uploads.array_checks import (
     FINISHED,
     Limits,
@@ -27,7 +25,7 @@ from paceline.services.coordinator.exchange.uploads.array_checks import (
     check_text_size,
 )
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import parse_message
+from paceline.wire import MAX_NOTE_BYTES, TurnArrays, parse_message
 
 ENDINGS = ("done", "truncated")
 """How a finished sample can end. One that is given up has no last turn."""

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.calls.retry_hint import from_error
+from paceline.calls.backoff import from_error
 from paceline.calls.token import metadata
 from paceline.services.common.access.caller import Caller, CallerRole
 from paceline.services.common.access.rights import RPCS

@@ -13,7 +13,7 @@ import pytest
 from control_plane import DEADLINE_S, Plane, learner, refusal
 from exchange_drivers import make_spec
 
-from paceline.calls.retry_hint import from_error
+from paceline.calls.backoff import from_error
 from paceline.errors import Busy
 from paceline.files.storage import Folder
 from paceline.services.common.access.caller import Caller, CallerRole, set_caller
