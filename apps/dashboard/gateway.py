@@ -31,8 +31,8 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.rate_limited_log import unforeseen
-from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.page_keys import Access, Role
+from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import PREFIX, digest_of
 from paceline.v1 import access_pb2
 

@@ -16,6 +16,7 @@ from paceline.apps.dashboard.pieces import Pieces
 from paceline.calls.token import TOKEN_NAME, token_path
 from paceline.errors import NotFound
 from paceline.files.names import LEDGER_NAME
+from paceline.services.common.access.callers import WorkerCallers
 from paceline.services.common.access.insecure import (
     check_coordinator,
     check_host,
@@ -23,13 +24,11 @@ from paceline.services.common.access.insecure import (
     insecurity,
 )
 from paceline.services.common.access.page_keys import Access
-from paceline.services.common.access.worker_callers import WorkerCallers
 from paceline.services.common.options import directory_option, token_file_option
-from paceline.services.common.processes.ready_file import announce
-from paceline.services.common.serving.grpc_server import run_service
-from paceline.services.common.serving.reminder import remind
+from paceline.services.common.processes.parent_death import announce
+from paceline.services.common.serving.advertise import in_brackets
+from paceline.services.common.serving.grpc_server import remind, run_service
 from paceline.services.common.serving.scrape import metrics_endpoint
-from paceline.services.common.serving.zmq_keepalive import in_brackets
 from paceline.services.local.ledger_calls import LedgerCalls
 
 USUAL_PORT = 7080

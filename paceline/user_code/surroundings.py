@@ -5,7 +5,7 @@ By `isolation()`, hidden are:
 
 OPEN      nothing
 SECRETS   the token or the coordinator's directory, the certificates, the storage key's file, and the bundles of other runs; workers beyond
-          loopback choose it where the kernel can (`paceline.services.common.access.secret_hiding`)
+          loopback choose it where the kernel can (`paceline.services.common.user_code_options`)
 REQUIRED  these and `CREDENTIALS`; a service does not start where that cannot be kept
 
 With SECRETS and REQUIRED, what Python loads when the next such process starts, before its box, is read-only (`loaded_code`).

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from paceline.services.cli import render
-from paceline.services.common.access.revoked_certificates import FILE_NAME, revoke
+from paceline.services.common.access.token_table import REVOKED_NAME, revoke_certificate
 from paceline.services.common.options import directory_option, json_option, print_json
 from paceline.tls.authority import (
     AUTHORITY,
@@ -86,7 +86,7 @@ def renew_command(folder: Path, names: tuple[str, ...], days: float | None) -> N
 def revoke_command(name: str, directory: Path) -> None:
     """Revoke the certificates of NAME at the coordinator whose directory this is, for good: within five seconds calls over its
     connections are refused, its streams end, and its workers are out. Issue the next one to another name."""
-    revoke(directory / FILE_NAME, name)
+    revoke_certificate(directory / REVOKED_NAME, name)
     click.echo(f"the certificates of {name} do not count any more")
 
 

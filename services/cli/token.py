@@ -10,7 +10,7 @@ import click
 
 from paceline.calls.token import TOKEN_NAME, read_token, token_path
 from paceline.errors import Conflict
-from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import BOOTSTRAP, DAY_S, FILE_NAME, read_table
 from paceline.services.common.access.token_table import create as create_token
 from paceline.services.common.access.token_table import revoke as revoke_token

@@ -14,7 +14,7 @@ from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
 from paceline.services.cli import render
 from paceline.services.cli.chat import changed, open_talk, spec_of_model
 from paceline.services.common.options import coordinator_option, directory_option, json_option, print_json
-from paceline.services.common.processes.quiet_libraries import quiet_libraries
+from paceline.services.common.processes.parent_death import quiet_libraries
 from paceline.services.common.reporting.visible_text import visible
 
 if TYPE_CHECKING:

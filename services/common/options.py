@@ -1,4 +1,7 @@
-"""Options that several commands share, and their JSON output."""
+"""Options that several commands share, and their JSON output.
+
+The coordinator's directory, which `--directory` names.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import click
 
 from paceline.calls.token import VARIABLE
 from paceline.client import DEFAULT_ADDRESS
+from paceline.errors import Unreadable
 from paceline.files.names import LEDGER_NAME
 from paceline.services.common.access.insecure import check_coordinator, check_host, insecure_option
 
@@ -167,3 +171,17 @@ def _finite(value: Any) -> Any:
         case float() if value != value or value in (float("inf"), float("-inf")):
             return None
     return value
+
+
+def make_directory(directory: Path) -> None:
+    """Make the folder and those above it. Raises Unreadable when it cannot be made or nothing can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unreadable(
+            f"--directory {directory} cannot be made: {error.strerror}; name a folder in which you can write"
+        ) from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise Unreadable(
+            f"--directory {directory} cannot be used: you cannot write there; name a folder in which you can write"
+        )

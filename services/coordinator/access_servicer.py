@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 from paceline.errors import AccessDenied, InvalidInput
-from paceline.services.common.access.caller import current_caller
 from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.rights import current_caller
 from paceline.services.common.access.token_guard import Call
 from paceline.services.common.serving.grpc_server import with_status
 from paceline.v1 import access_pb2, access_pb2_grpc

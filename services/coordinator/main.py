@@ -14,14 +14,14 @@ from paceline.files.names import LEDGER_NAME
 from paceline.files.storage import store_root
 from paceline.host.memory import keep_freed_memory
 from paceline.services.common.access.insecure import check_host, insecure_option
-from paceline.services.common.directory import make_directory
 from paceline.services.common.options import (
     directory_option,
     functions_from_option,
+    make_directory,
     store_option,
     token_file_option,
 )
-from paceline.services.common.processes.file_limit import Capacity, raise_file_limit
+from paceline.services.common.processes.parent_death import Capacity, raise_file_limit
 from paceline.services.common.serving.grpc_server import run_service
 from paceline.services.coordinator.disk_space import NEEDED_BYTES, is_disk_full
 from paceline.services.coordinator.ledger.integrity.file_damage import damage_in, sentence

@@ -40,8 +40,7 @@ from paceline.environment.protocols import (
 from paceline.errors import InvalidInput, PacelineError, PromptTooLong, WireError, error_text
 from paceline.groups import Group, Version
 from paceline.rate_limited_log import unforeseen
-from paceline.services.common.reporting.occupancy import Occupancy
-from paceline.services.common.reporting.progress_log import ProgressLog
+from paceline.services.common.reporting.progress_log import Occupancy, ProgressLog
 from paceline.services.common.worker.membership import Membership
 from paceline.services.environment.engine_list import Wanted
 from paceline.services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost

@@ -22,10 +22,8 @@ from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, Tok
 from paceline.environment.setting import EpisodeSetting
 from paceline.errors import Unreadable
 from paceline.host.memory import usable_cores
-from paceline.services.common.worker.assigned_run import AssignedRun
-from paceline.services.common.worker.bundled_spec import BundledSpec, refusal_of_files
+from paceline.services.common.worker.assigned_run import AssignedRun, BundledSpec, refusal_of_files, spec_of
 from paceline.services.common.worker.membership import Membership
-from paceline.services.common.worker.run_setup import spec_of
 from paceline.services.environment.engines import Engines
 from paceline.services.environment.run import EnvironmentRun
 from paceline.services.environment.sessions.server import SessionServer

@@ -22,8 +22,8 @@ from paceline.services.common.access.insecure import (
     insecurity,
 )
 from paceline.services.common.fabric import fabric_option
-from paceline.services.common.processes.file_limit import raise_file_limit
-from paceline.services.common.serving.reminder import REMIND_S
+from paceline.services.common.processes.parent_death import raise_file_limit
+from paceline.services.common.serving.grpc_server import REMIND_S
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.local_socket import listen, socket_name
 from paceline.weights.hosts.tls_transport import transport_of

@@ -40,14 +40,12 @@ from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.fabric import fabric_option
 from paceline.services.common.host_agent import HostAgentConnection, zone_option
 from paceline.services.common.options import device_option, worker_options
-from paceline.services.common.processes.file_limit import raise_file_limit
-from paceline.services.common.processes.parent_death import die_with_starter
-from paceline.services.common.processes.ready_file import announce
+from paceline.services.common.processes.parent_death import announce, die_with_starter, raise_file_limit
 from paceline.services.common.serving.advertise import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer
+from paceline.services.common.worker.assigned_run import failed_set_up
 from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.common.worker.membership import LEAVE_WAIT_S, Membership
-from paceline.services.common.worker.run_setup import failed_set_up
 from paceline.services.learner.background_loop import BackgroundLoop
 from paceline.services.learner.device import set_up_device
 from paceline.services.learner.orders import Orders

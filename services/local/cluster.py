@@ -28,9 +28,7 @@ from paceline.calls.token import TOKEN_NAME, VARIABLE, token_path
 from paceline.errors import NotFound, PacelineError
 from paceline.host.memory import THREADS_VARIABLE, threads_beside
 from paceline.services.common.gpus import for_cuda, learner_gpus, named_in, share_gpus, visible_gpus
-from paceline.services.common.processes.log_tail import last_lines
-from paceline.services.common.processes.restart_policy import MAX_BACKOFF_S
-from paceline.services.common.processes.supervisor import Service
+from paceline.services.common.processes.supervisor import MAX_BACKOFF_S, Service, last_lines
 from paceline.services.local.folder_lock import FolderLock
 from paceline.spec import ClusterSection
 

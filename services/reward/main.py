@@ -22,7 +22,6 @@ from paceline.errors import Busy, Conflict, InvalidInput, Unavailable
 from paceline.host.process import keep_private
 from paceline.reward.builtin import BUILTIN_FUNCTIONS
 from paceline.reward.runner import RewardRunner
-from paceline.services.common.access.secret_hiding import choose_isolation
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.options import (
     functions_from_option,
@@ -30,14 +29,15 @@ from paceline.services.common.options import (
     token_file_option,
     worker_options,
 )
-from paceline.services.common.processes.file_limit import raise_file_limit
-from paceline.services.common.processes.parent_death import die_with_starter
-from paceline.services.common.processes.quiet_libraries import quiet_libraries
-from paceline.services.common.processes.ready_file import announce
+from paceline.services.common.processes.parent_death import (
+    announce,
+    die_with_starter,
+    quiet_libraries,
+    raise_file_limit,
+)
 from paceline.services.common.serving.advertise import advertised_host
-from paceline.services.common.serving.grpc_server import GrpcServer, run_service, with_status
-from paceline.services.common.serving.reminder import remind
-from paceline.services.common.user_code_options import user_code_options
+from paceline.services.common.serving.grpc_server import GrpcServer, remind, run_service, with_status
+from paceline.services.common.user_code_options import choose_isolation, user_code_options
 from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.reward.worker import RewardWorker
 from paceline.spec import RewardFunctionSection

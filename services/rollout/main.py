@@ -17,10 +17,12 @@ from paceline.services.common.fabric import fabric_option
 from paceline.services.common.gpus import unused_gpus
 from paceline.services.common.host_agent import zone_option
 from paceline.services.common.options import device_option, token_file_option, worker_options
-from paceline.services.common.processes.file_limit import raise_file_limit
-from paceline.services.common.processes.parent_death import die_with_starter
-from paceline.services.common.processes.quiet_libraries import quiet_libraries
-from paceline.services.common.processes.ready_file import announce
+from paceline.services.common.processes.parent_death import (
+    announce,
+    die_with_starter,
+    quiet_libraries,
+    raise_file_limit,
+)
 from paceline.services.common.serving.advertise import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer, run_service
 from paceline.services.common.worker.member_metrics import member_metrics

@@ -15,9 +15,8 @@ from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import EngineDied
 from paceline.services.common.gpus import refuse_cpu
 from paceline.services.common.host_agent import HostAgentConnection, goes_by_host
-from paceline.services.common.worker.assigned_run import AssignedRun
+from paceline.services.common.worker.assigned_run import AssignedRun, spec_of
 from paceline.services.common.worker.membership import Membership
-from paceline.services.common.worker.run_setup import spec_of
 from paceline.services.rollout.engine_settings import with_engine_settings
 from paceline.services.rollout.openai.server import Endpoint
 from paceline.services.rollout.run import RolloutRun

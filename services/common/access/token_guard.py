@@ -2,6 +2,8 @@
 
 Health and reflection stay open. `services/common/access/rights.py` says who may call what. Streams end when their caller's token
 is revoked or expires: a task looks at their callers every RECHECK_S while there are any.
+
+The one table from an error to the gRPC status that answers it.
 """
 
 from __future__ import annotations
@@ -9,22 +11,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from paceline.calls.token import KEY
-from paceline.errors import AccessDenied, InvalidInput, NotPermitted, PacelineError, Unavailable
+from paceline.errors import (
+    AccessDenied,
+    Busy,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    PacelineError,
+    Unavailable,
+    WireError,
+)
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.access.caller import Caller, CallerRole, set_caller
-from paceline.services.common.access.callers import Callers
-from paceline.services.common.access.rights import RPCS, Right
-from paceline.services.common.access.tls import certificate_name
-from paceline.services.common.access.worker_callers import WorkerCallers
-from paceline.services.common.error_status import status_of
-from paceline.services.common.grpc_peers import address_of
+from paceline.services.common.access.callers import Callers, WorkerCallers
+from paceline.services.common.access.rights import RPCS, Caller, CallerRole, Right, set_caller
+from paceline.services.common.access.tls import address_of, certificate_name
 
 OPEN = ("/grpc.health.", "/grpc.reflection.")
 RECHECK_S = 1.0
@@ -315,3 +324,23 @@ def _check_role(method: str, right: Right | None, caller: Caller) -> None:
         raise NotPermitted(
             f"{method} is for the roles {allowed}; {caller.name} has {roles}. Use another token, or ask an operator for one"
         )
+
+
+STATUS: Sequence[tuple[type[Exception], grpc.StatusCode]] = (
+    (DecodeError, grpc.StatusCode.INVALID_ARGUMENT),  # of a message in a stream
+    (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT),
+    (WireError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotFound, grpc.StatusCode.NOT_FOUND),
+    (Conflict, grpc.StatusCode.FAILED_PRECONDITION),
+    (Busy, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (AccessDenied, grpc.StatusCode.UNAUTHENTICATED),
+    (NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
+    (PacelineError, grpc.StatusCode.INTERNAL),
+)
+"""Error and status; the first match wins."""
+
+
+def status_of(error: Exception) -> grpc.StatusCode | None:
+    """Return the status of an error; None for one that nobody foresaw."""
+    return next((code for kind, code in STATUS if isinstance(error, kind)), None)

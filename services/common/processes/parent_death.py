@@ -1,10 +1,25 @@
-"""Tie of a child service to its starter: the child must not outlive it, however the starter ends."""
+"""Tie of a child service to its starter: the child must not outlive it, however the starter ends.
+
+A service's log without what its libraries write there by themselves.
+
+The ready file: a service writes its address there once it listens, because its starter does not know a free port
+that it took.
+
+The limit on open files: it is raised at the start, and it bounds the members that a coordinator can serve.
+
+A usual soft limit is 1,024, and a process at its limit can neither take a connection nor list a folder. The hard limit,
+which needs no right to be used, is mostly far higher.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import signal
+from pathlib import Path
 
+from paceline.files.whole_file import write_whole
 from paceline.host.process import die_with_parent
 
 STARTER_VARIABLE = "PACELINE_STARTER"
@@ -18,3 +33,83 @@ def die_with_starter() -> None:
     starter = os.environ.get(STARTER_VARIABLE)
     if starter:
         die_with_parent(int(starter), signal.SIGTERM)
+
+
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""Variables to set before torch and huggingface_hub are imported. A link's store warns of every connection that its peer closed, as
+at each normal stop, with the frames of a C++ stack; transformers draws a bar for the weights of each model, which makes a line of
+hundreds of characters in a file."""
+
+
+def quiet_libraries() -> None:
+    """Set the variables that are not set, for this process and its later children."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def announce(ready_file: Path | None, address: str) -> None:
+    """Write `address` to `ready_file`, whole or not at all."""
+    if ready_file is not None:
+        write_whole(ready_file, address + "\n")
+
+
+FILES_PER_MEMBER = 2
+"""A control stream and a connection to the exchange. A second port for people may have as many connections as that for members."""
+
+RESERVED_FILES = 160
+"""Files for the ledger, its segments, files of runs, libraries, and for clients that watch."""
+
+RESERVED_FOR_CLIENTS = 64
+"""Connections to the control plane beyond those of members; part of RESERVED_FILES."""
+
+MAX_MEMBERS = 8192
+"""Most members, whatever the limit of open files: each connection takes memory."""
+
+TIGHT = 0.9
+"""Share of the possible members from which on a warning is logged."""
+
+log = logging.getLogger(__name__)
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard limit, log both, and return the limit that holds now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:  # a system may not allow its own hard limit
+            log.warning("the limit of open files stays %d, %d cannot be set: %s", soft, hard, error)
+            return soft
+    log.info("limit of open files: %d (soft limit at start: %d)", hard, soft)
+    return hard
+
+
+class Capacity:
+    """Number of members that a coordinator with a limit of open files can serve."""
+
+    def __init__(self, max_files: int, *, has_people_port: bool = False):
+        self._max_files = max_files
+        files = FILES_PER_MEMBER + has_people_port
+        spare = max_files - RESERVED_FILES - has_people_port * RESERVED_FOR_CLIENTS
+        self.max_members = min(MAX_MEMBERS, max(1, spare // files))
+        self.max_connections = self.max_members + RESERVED_FOR_CLIENTS
+        """Connections to each port of the control plane."""
+        self._said = False
+
+    def refusal(self, members: int) -> str:
+        """Return why no further member can be taken; empty when it can. Warns once when few places are left."""
+        if members >= self.max_members:
+            return self._sentence()
+        if members + 1 >= TIGHT * self.max_members:
+            if not self._said:
+                log.warning("%d members: %s", members + 1, self._sentence())
+            self._said = True
+        return ""
+
+    def _sentence(self) -> str:
+        if self.max_members == MAX_MEMBERS:
+            return f"a coordinator serves {MAX_MEMBERS} members at most; start another one for other runs"
+        return (
+            f"this coordinator can serve about {self.max_members} members with its limit of {self._max_files} open files; "
+            "raise ulimit -n"
+        )

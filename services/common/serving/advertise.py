@@ -2,11 +2,24 @@
 
 The control plane and the exchange do not need it, because workers dial out to the coordinator. It is for direct
 connections between workers (weights) and for clients that call a worker.
+
+Detection of dead connections at both ends of the exchange.
+
+A network that fails need not close a connection: a lost packet, a relay that has forgotten the connection or a host
+without power give no sign, and TCP alone waits for minutes, or for ever where nothing is to be sent. So both ends send
+a PING of ZMTP every `PING_S` seconds and close a connection on which nothing came for `SILENCE_S` after it, as the
+control plane does. The worker then connects again and sends unanswered requests again.
+
+A frame counts when it is whole: a frame that takes longer than `SILENCE_S` never arrives. A group of some megabytes
+does, on a line of a few Mbit/s.
 """
 
 from __future__ import annotations
 
 import socket
+from typing import Any
+
+import zmq
 
 from paceline.errors import InvalidInput
 
@@ -32,3 +45,32 @@ def advertised_host(host: str, advertise_host: str, coordinator: str) -> str:
             f"--host {host!r} listens on every address, and which of them others should use could not be found "
             f"by way of the coordinator {coordinator!r} ({error}); give --advertise-host"
         ) from None
+
+
+PING_S = 2.0
+SILENCE_S = 10.0
+CONNECT_S = 5.0
+"""Limit of an attempt to connect. The kernel's own attempts come further and further apart."""
+
+
+def watch(socket: zmq.Socket[Any]) -> None:
+    """Set the keepalive of a socket, before it is bound or connected."""
+    for option, seconds in (
+        (zmq.HEARTBEAT_IVL, PING_S),
+        (zmq.HEARTBEAT_TIMEOUT, SILENCE_S),
+        (zmq.HANDSHAKE_IVL, SILENCE_S),
+        (zmq.CONNECT_TIMEOUT, CONNECT_S),
+    ):
+        socket.setsockopt(option, int(seconds * 1000))
+
+
+def use_ipv6(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Allow a socket to be bound or connected to an endpoint whose host is an IPv6 address, as `tcp://[::1]:7071`. Call
+    it before."""
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+
+
+def in_brackets(host: str) -> str:
+    """Return a host as in an endpoint: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,4 +1,12 @@
-"""The base of all gRPC servers of Paceline: reflection, health, limits, errors as statuses, a graceful stop."""
+"""The base of all gRPC servers of Paceline: reflection, health, limits, errors as statuses, a graceful stop.
+
+A sentence that a process says to its log again and again, for as long as what it warns of lasts.
+
+The mark in a response's initial metadata with which a rollout worker says that it has begun to work on a request.
+
+A call that ends without an answer was lost in the middle of the work only if it has this mark: a worker that could not be
+reached, or that refused the request, never sent it.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +31,9 @@ from paceline.errors import Busy, Conflict, PacelineError
 from paceline.rate_limited_log import SeldomFilter, unforeseen
 from paceline.services.common.access.insecure import insecurity
 from paceline.services.common.access.tls import server_credentials
-from paceline.services.common.access.token_guard import TokenGuard
-from paceline.services.common.error_status import status_of
-from paceline.services.common.serving.call_limits import CallLimits
-from paceline.services.common.serving.outermost_interceptor import OutermostInterceptor
-from paceline.services.common.serving.reminder import remind
-from paceline.services.common.serving.zmq_keepalive import in_brackets
+from paceline.services.common.access.token_guard import TokenGuard, status_of
+from paceline.services.common.serving.advertise import in_brackets
+from paceline.services.common.serving.call_limits import CallLimits, OutermostInterceptor
 from paceline.tls.folder import TlsFolder, tls_folder
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -272,3 +277,24 @@ async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> Non
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await main(stop)
+
+
+REMIND_S = 600.0
+"""Seconds between two lines."""
+log = logging.getLogger(__name__)
+
+
+async def remind(sentence: str) -> None:
+    """Write a warning to the log, now and every `REMIND_S` seconds, until cancelled; return at once where it is empty."""
+    while sentence:
+        log.warning("%s", sentence)
+        await asyncio.sleep(REMIND_S)
+
+
+ACCEPTED_KEY = "paceline-accepted"
+ACCEPTED = ((ACCEPTED_KEY, "1"),)
+
+
+async def was_accepted(call: Any) -> bool:
+    """Wait for a call's initial metadata or its end; return whether the worker has accepted the request."""
+    return ACCEPTED_KEY in dict(await call.initial_metadata() or ())

@@ -1,14 +1,35 @@
 """Calls, seconds and failures of each reward function: sums that travel with a reward worker's heartbeats as gauges.
 
 Promise: the numbers of a step are over all calls that came with heartbeats since the step before, whatever the worker.
+
+Values that reward functions log: sums and counts that travel with a reward worker's heartbeats as gauges.
+
+Promise: the mean of a step is over all values that came with heartbeats since the step before, whatever the worker.
+
+Further columns of a group that reward functions log by `log_extra`, on the wire and in the run's folder.
+
+They are for people: a line of `extra.jsonl` for each group, written when its scores are committed, encrypted with the storage key where
+there is one. The ledger does not have
+them, so a line may be missing after a crash, and nothing depends on one.
+
+The state of the training that goes with a score task: TRL's `trainer_state` for reward functions.
+
+It travels as a column with a name that no argument of a function can have, so a data set's columns cannot meet it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from paceline.encryption.encrypted_file import WrongKey
+from paceline.encryption.storage_key import storage_key
+from paceline.files.line_file import LineReader
 from paceline.reward.results import RewardResult
-from paceline.spec import RewardFunctionSection
+from paceline.reward.trainer_view import POOL_WORKERS
+from paceline.spec import RewardFunctionSection, RunSpec
 
 PREFIX = "fn/"
 CALLS, SECONDS, FAILURES = "calls", "seconds", "failures"
@@ -72,3 +93,122 @@ class FunctionSums:
             elif kind in ENDPOINT_METRICS:
                 found[f"{ENDPOINT_METRICS[kind]}/{label}"] = value
         return found
+
+
+SUM, COUNT = "logged_sum/", "logged_count/"
+MAX_NAMES = 32
+"""Names of one worker; further ones are left out."""
+
+
+class LoggedMetrics:
+    """Sum and number of values by name."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, tuple[float, int]] = {}
+
+    def add(self, metrics: Mapping[str, tuple[float, int]]) -> None:
+        """Add sums and numbers."""
+        for name, (total, count) in metrics.items():
+            if name in self._metrics or len(self._metrics) < MAX_NAMES:
+                before = self._metrics.get(name, (0.0, 0))
+                self._metrics[name] = (before[0] + total, before[1] + count)
+
+    def take(self) -> dict[str, tuple[float, int]]:
+        """Return sums and numbers by name, and begin anew."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    def take_gauges(self) -> dict[str, float]:
+        """Return them as gauges of a heartbeat, and begin anew."""
+        taken = self.take().items()
+        sums = {f"{SUM}{name}": total for name, (total, _) in taken}
+        return sums | {f"{COUNT}{name}": float(count) for name, (_, count) in taken}
+
+    def add_gauges(self, gauges: Mapping[str, float]) -> dict[str, float]:
+        """Add the sums and numbers among a heartbeat's gauges; return the other gauges."""
+        for gauge, total in gauges.items():
+            name = gauge.removeprefix(SUM)
+            count = gauges.get(f"{COUNT}{name}", 0.0)
+            if gauge.startswith(SUM) and count >= 1:
+                self.add({name: (total, int(count))})
+        return {gauge: value for gauge, value in gauges.items() if not gauge.startswith((SUM, COUNT))}
+
+    def means(self) -> dict[str, float]:
+        """Return `logged/NAME` for each name: the mean of its values."""
+        return {f"logged/{name}": total / count for name, (total, count) in self._metrics.items()}
+
+
+EXTRA_NAME = "extra.jsonl"
+MAX_BYTES = 256 << 10
+"""Size of one group's columns on the wire."""
+
+
+def extra_json(columns: Mapping[str, list[Any]]) -> str:
+    """Return the columns as a JSON object, without the last ones where it would be longer than MAX_BYTES; empty for none."""
+    kept = dict(columns)
+    while kept:
+        text = json.dumps(kept)
+        if len(text) <= MAX_BYTES:
+            return text
+        kept.popitem()
+    return ""
+
+
+def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> str:
+    """Return the line of a group whose text has this digest; empty unless `text` is a JSON object with a list of that many
+    values for each name."""
+    if not text or len(text) > MAX_BYTES:
+        return ""
+    try:
+        columns = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(columns, dict) or not all(
+        isinstance(values, list) and len(values) == num_completions for values in columns.values()
+    ):
+        return ""
+    return json.dumps({"group_id": group_id, "digest": digest, "extra": columns}) + "\n"
+
+
+def read_extra(folder: Path, digests: Collection[str]) -> dict[str, dict[str, list[Any]]]:
+    """Return the columns of groups by the digest of their text; the newest line of each counts. Lines that cannot be read are
+    left out. Raises WrongKey for a file that is encrypted with another storage key than this process has."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    try:
+        lines = LineReader(folder / EXTRA_NAME, storage_key())
+    except OSError:
+        return found
+    with lines:
+        for start, _, line in lines.stored():
+            try:
+                row = json.loads(lines.opened(line, start).decode(errors="replace"))
+            except (ValueError, RecursionError, WrongKey):
+                continue
+            if isinstance(row, dict) and row.get("digest") in digests and isinstance(row.get("extra"), dict):
+                found[row["digest"]] = row["extra"]
+    return found
+
+
+TRAINER_STATE = "paceline.trainer_state"
+
+
+def trainer_state(
+    spec: RunSpec, trained_steps: int, num_rows: int, reward_workers: int = 1
+) -> dict[str, Any]:
+    """Return the state after `trained_steps`: the steps, the run's steps, and the epochs that they are. The number of reward
+    workers goes with it, by which they divide limits of services; user functions do not see it."""
+    prompts = trained_steps * spec.grpo.num_prompts_per_step
+    return {
+        "global_step": trained_steps,
+        "max_steps": spec.max_num_steps,
+        "epoch": prompts / num_rows if num_rows else 0.0,
+        POOL_WORKERS: max(1, reward_workers),
+    }
+
+
+def with_trainer_state(columns_json: str, state: dict[str, Any]) -> str:
+    """Return the columns of a group, a JSON object, with the state beside them."""
+    if not columns_json.startswith("{"):
+        return columns_json  # a damaged record, which the worker answers for
+    inside = columns_json.strip()[1:-1].strip()
+    return f'{{{inside}{", " if inside else ""}"{TRAINER_STATE}": {json.dumps(state)}}}'

@@ -36,8 +36,8 @@ from paceline.errors import Conflict, WireError
 from paceline.host import gpu_gauges
 from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
+from paceline.services.common.serving.advertise import use_ipv6, watch
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
-from paceline.services.common.serving.zmq_keepalive import use_ipv6, watch
 from paceline.tls.channels import open_aio_channel
 from paceline.tls.diagnosis import why_no_channel
 from paceline.tls.folder import tls_folder

@@ -31,8 +31,8 @@ import grpc
 from paceline.calls.connection import FORM
 from paceline.errors import LedgerFault
 from paceline.files.names import AUDIT_NAME
+from paceline.services.common.access.tls import address_of
 from paceline.services.common.access.token_guard import OF_GUARD, Call
-from paceline.services.common.grpc_peers import address_of
 from paceline.services.coordinator.audit_log.files import AuditFiles
 from paceline.services.coordinator.audit_log.record import OK, Entry
 from paceline.services.coordinator.ledger.ledger import Ledger

@@ -1,4 +1,7 @@
-"""Leases: from admitted to leased, and back where a worker is gone. submissions.py handles the results."""
+"""Leases: from admitted to leased, and back where a worker is gone. submissions.py handles the results.
+
+Sampling parameters of a run as the coordinator sends them; `paceline.rollout.engine.SamplingParams` reads them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from paceline.data.messages import tools_of_prompt
 from paceline.data.prompts import PromptSource
 from paceline.errors import Unreadable
 from paceline.groups import Version, held_attempt, with_holder
-from paceline.services.common.sampling_params import params_message
 from paceline.services.coordinator.exchange import evaluation, journals, quarantine
 from paceline.services.coordinator.exchange.admission import admissible, step_of_group
 from paceline.services.coordinator.exchange.batches import damaged_groups
@@ -26,7 +28,9 @@ from paceline.services.coordinator.ledger.segments import (
     UnopenedSegment,
     read_frame,
 )
+from paceline.spec import GenerationSection
 from paceline.tracing import group_traceparent, span
+from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import parse_message
 
@@ -318,3 +322,15 @@ def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = Fa
     released = exchange.groups.revoke_leases([member_id])
     exchange.groups.revoke_tasks([member_id])
     return released
+
+
+def params_message(generation: GenerationSection) -> common_pb2.SamplingParams:
+    """Return `policy.generation` as a message with every field set."""
+    return common_pb2.SamplingParams(
+        max_new_tokens=generation.max_new_tokens,
+        min_new_tokens=generation.min_new_tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        stop_token_ids=generation.stop_token_ids,
+    )

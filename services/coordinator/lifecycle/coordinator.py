@@ -25,8 +25,8 @@ from pathlib import Path
 from paceline.errors import LedgerFault
 from paceline.files.names import BLOBS_NAME
 from paceline.rate_limited_log import unforeseen
-from paceline.services.common.access.caller import Caller
 from paceline.services.common.access.insecure import insecurity
+from paceline.services.common.access.rights import Caller
 from paceline.services.coordinator.blobs.store import BlobStore
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice

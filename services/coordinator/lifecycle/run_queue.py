@@ -17,7 +17,7 @@ from paceline.files.storage import Folder, refusal_of_store
 from paceline.models.auto_settings import is_open, planned
 from paceline.models.memory_plan import Room
 from paceline.models.shape import read_shape
-from paceline.services.common.access.caller import Caller, current_caller
+from paceline.services.common.access.rights import Caller, current_caller
 from paceline.services.coordinator.exchange.uploads.group_checks import refuse_large_groups
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.restored_backup import free_name

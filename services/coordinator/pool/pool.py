@@ -26,7 +26,7 @@ from paceline.errors import AccessDenied, LedgerFault
 from paceline.groups import Version
 from paceline.models.folder_size import named_size
 from paceline.rate_limited_log import unforeseen
-from paceline.services.common.access.caller import current_caller
+from paceline.services.common.access.rights import current_caller
 from paceline.services.coordinator.exchange import evaluation, leases, overdue, quarantine
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.engines import holds_leases

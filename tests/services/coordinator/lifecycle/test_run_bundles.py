@@ -20,7 +20,7 @@ from paceline.calls.bundle_transfer import send
 from paceline.data.preparation.prepared import prepared_data
 from paceline.errors import Unreadable
 from paceline.models.auto_settings import with_engine
-from paceline.services.common.worker.bundled_spec import BundledSpec
+from paceline.services.common.worker.assigned_run import BundledSpec
 from paceline.services.coordinator.blobs.store import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
