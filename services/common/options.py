@@ -1,7 +1,4 @@
-"""Options that several commands share, and their JSON output.
-
-The coordinator's directory, which `--directory` names.
-"""
+"""Options that several commands share, and their JSON output."""
 
 from __future__ import annotations
 

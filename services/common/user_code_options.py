@@ -1,9 +1,5 @@
 """The options of services that run user code: `--require-isolation`, `--no-isolation` and `--pass-env`. Without either of the first two
-`paceline.services.common.user_code_options` chooses.
-
-Whether a worker hides secrets from user code where no option says so: beyond loopback it does, if the kernel can.
-
-A worker beyond loopback that cannot says so in its log, at its start and every ten minutes.
+a worker beyond loopback hides secrets from user code, if the kernel can (`choose_isolation`). One that cannot says so in its log, at its start and every ten minutes.
 """
 
 from __future__ import annotations
@@ -28,6 +24,7 @@ from paceline.user_code.surroundings import (
     secret_paths,
 )
 
+log = logging.getLogger(__name__)
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -76,9 +73,6 @@ def user_code_options(command: CommandT) -> CommandT:
     """Add the options."""
     decorated: CommandT = _require_option(_pass_option(command))
     return decorated
-
-
-log = logging.getLogger(__name__)
 
 
 def choose_isolation(coordinator: str, host: str) -> str:

@@ -1,13 +1,10 @@
-"""The callers that a coordinator accepts, by their tokens: the bootstrap token, and those of `tokens.json`.
+"""The callers that a service accepts, by their tokens. A coordinator's are the bootstrap token and those of `tokens.json`; to a worker's
+services the coordinator says who callers are, by the digests of their tokens.
 
 The token decides the role. A client certificate says on which host it is used: its name is recorded, and a call over a connection
 of a revoked name is refused whatever its token. A change of either file counts within a second.
 
-A small file that commands replace while a service runs: read anew when it has changed, within CHECK_S.
-
-The callers of a worker's services: the coordinator says who they are, by the digests of their tokens.
-
-An answer counts for FRESH_S, so a revoked token is refused within that time. While the coordinator does not answer, its last
+The coordinator's answer to a worker counts for FRESH_S, so a revoked token is refused within that time. While the coordinator does not answer, its last
 answer counts for KEPT_S, and a caller with the worker's own token is a worker.
 """
 
@@ -140,7 +137,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class PolledFile(Generic[ContentT]):
-    """One file. When it is damaged at first, that is an error; later its content stays as it was, with a warning."""
+    """A small file that commands replace while a service runs: read anew when it has changed, within CHECK_S. When it is damaged at first, that is an error; later its content stays as it was, with a warning."""
 
     def __init__(
         self,
@@ -227,9 +224,8 @@ class WorkerCallers:
         try:
             found = await self._ask(digest, own)
         except grpc.aio.AioRpcError as error:
-            if (
-                error.code() is grpc.StatusCode.UNIMPLEMENTED and is_own
-            ):  # a coordinator with one token for all
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED and is_own:
+                # A coordinator with one token for all.
                 return _Answer(Caller(BOOTSTRAP, ALL_ROLES, digest), "", now_s)
             if error.code() in AWAY and kept is not None and now_s - kept.time_s < KEPT_S:
                 return kept

@@ -1,9 +1,8 @@
-"""Consent to connections beyond this host that are not encrypted: `--insecure`. With `--tls-dir` none is needed.
+"""`--tls-dir`, the folder with the certificates of a process or a person, and `--insecure`: consent to connections beyond this host that
+are not encrypted, which need none with certificates.
 
 A process that uses the consent says so: in its log at its start and every ten minutes, in a gauge, and the coordinator in
 `paceline status`.
-
-`--tls-dir`: the folder with the certificates of a process or a person.
 """
 
 from __future__ import annotations

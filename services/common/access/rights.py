@@ -1,9 +1,7 @@
-"""The one table of rights: which roles may make which call, and which workers may send which request to the exchange.
+"""Who calls, and the one table of rights: which roles may make which call, and which workers may send which request to the exchange.
 
 A call without a row is refused to everybody. Tests compare the table with the methods of every proto, and with what real
 servers permit.
-
-A caller: the name and the roles of whoever makes a call, and the caller of the call under way.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""TLS of servers: gRPC's credentials and contexts for HTTP, which present the folder's newest certificate to each connection.
-
-gRPC's names of peers, such as `ipv4:10.0.0.7:5432` and `ipv6:%5B::1%5D:5432`, taken apart.
+"""TLS of servers: gRPC's credentials and contexts for HTTP, which present the folder's newest certificate to each connection;
+and what a call's connection says of its peer.
 """
 
 from __future__ import annotations
 
 import functools
 import ssl
-from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,6 +17,9 @@ from paceline.tls.folder import Material, TlsFolder
 
 MAX_CACHED = 4096
 """Client certificates whose names are kept."""
+MAX_PEERS = 8192
+"""Names of peers whose parts are kept."""
+MAX_HOST = 64
 
 
 def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
@@ -95,18 +96,13 @@ def _context(folder: TlsFolder) -> ssl.SSLContext:
     return context
 
 
-MAX_PEERS = 8192
-"""Names of peers whose parts are kept."""
-MAX_HOST = 64
-
-
 def address_of(name: str) -> str:
-    """Return host:port by a peer's name; the name of another kind as it is."""
+    """Return host:port by gRPC's name of a peer, such as `ipv4:10.0.0.7:5432` and `ipv6:%5B::1%5D:5432`; the name of another kind as it is."""
     kind, colon, address = unquote(name).partition(":")
     return address if colon and kind in ("ipv4", "ipv6") else name
 
 
-@lru_cache(MAX_PEERS)
+@functools.lru_cache(MAX_PEERS)
 def host_of(name: str) -> str:
     """Return the host by a peer's name, without scope, and that of IPv4 in its own form, because a socket may take both kinds; the
     beginning of the name of another kind, such as `unix:/tmp/socket`."""

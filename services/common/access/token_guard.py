@@ -2,8 +2,6 @@
 
 Health and reflection stay open. `services/common/access/rights.py` says who may call what. Streams end when their caller's token
 is revoked or expires: a task looks at their callers every RECHECK_S while there are any.
-
-The one table from an error to the gRPC status that answers it.
 """
 
 from __future__ import annotations
@@ -50,6 +48,7 @@ ENDS_OF_STREAMS = (
 """Statuses with which a stream ends without a refusal: its peer left or went away, or this service stops."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]]
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
@@ -132,9 +131,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         self._watching: asyncio.Task[None] | None = None
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that checks the call, then calls the method's handler."""
         details: Any = handler_call_details
@@ -318,12 +315,15 @@ def _check_role(method: str, right: Right | None, caller: Caller) -> None:
     """Raises NotPermitted."""
     if right is None:
         raise NotPermitted(f"nobody may call {method}: it has no row in services/common/access/rights.py")
-    if not right.roles & caller.roles:
-        allowed = ", ".join(role for role in CallerRole if role in right.roles)
-        roles = ", ".join(sorted(caller.roles)) or "none"
-        raise NotPermitted(
-            f"{method} is for the roles {allowed}; {caller.name} has {roles}. Use another token, or ask an operator for one"
-        )
+    check_roles(method, right.roles, caller, ". Use another token, or ask an operator for one")
+
+
+def check_roles(what: str, allowed: frozenset[CallerRole], caller: Caller, remedy: str = "") -> None:
+    """Raises NotPermitted for a caller that has none of the roles, here and at HTTP ports."""
+    if not allowed & caller.roles:
+        roles = ", ".join(role for role in CallerRole if role in allowed)
+        has = ", ".join(sorted(caller.roles)) or "none"
+        raise NotPermitted(f"{what} is for the roles {roles}; {caller.name} has {has}{remedy}")
 
 
 STATUS: Sequence[tuple[type[Exception], grpc.StatusCode]] = (
@@ -338,7 +338,7 @@ STATUS: Sequence[tuple[type[Exception], grpc.StatusCode]] = (
     (NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
     (PacelineError, grpc.StatusCode.INTERNAL),
 )
-"""Error and status; the first match wins."""
+"""The one table from an error to the gRPC status that answers it; the first match wins."""
 
 
 def status_of(error: Exception) -> grpc.StatusCode | None:

@@ -1,17 +1,12 @@
-"""The named tokens of a coordinator, in `tokens.json` in its directory (mode 0600, replaced whole).
+"""Two private files in the coordinator's directory, of mode 0600 and replaced whole: the named tokens in `tokens.json`, and in
+`revoked-certificates.json` the names of client certificates that do not count any more. Commands edit them under a lock, the coordinator
+reads them anew within a second.
 
 A token is 32 random bytes, so nobody can guess one from its digest, and a plain SHA-256 protects it at rest: a slow or a keyed
 hash protects secrets that people choose. The file has digests alone; the token is shown once, when it is made.
 
-Commands edit the file under a lock, the coordinator reads it anew within a second.
-
-A private JSON file that commands edit: one process at a time, replaced whole, mode 0600.
-
-The names of client certificates that do not count any more, in `revoked-certificates.json` in the coordinator's directory.
-
 A certificate says who somebody is until it expires; its name can be revoked at once. A revoked name stays revoked, also for
-certificates that are issued to it later: the next holder gets another name. Commands edit the file under a lock, the coordinator
-reads it anew within a second.
+certificates that are issued to it later: the next holder gets another name.
 """
 
 from __future__ import annotations
@@ -24,10 +19,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.files.whole_file import sync_folder
@@ -42,6 +37,11 @@ PREFIX = "plt_"
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 MAX_TOKENS = 10_000
 DAY_S = 86_400.0
+REVOKED_NAME = "revoked-certificates.json"
+MAX_NAME = 64
+"""Characters of a common name in X.509."""
+MAX_NAMES = 10_000
+RowT = TypeVar("RowT")
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,15 @@ def digest_of(token: str) -> str:
 
 def read_table(path: Path) -> Mapping[str, NamedToken]:
     """Return the tokens by their digest; none where there is no file. Raises Conflict for a file that is no table."""
-    try:
-        content = json.loads(path.read_text())
-        if content["format"] != FORMAT:
-            raise Conflict(f"{path} has format {content['format']!r}, this version reads {FORMAT}; update it")
+
+    def parsed(content: Any) -> Mapping[str, NamedToken]:
         tokens = [NamedToken(**row) for row in content["tokens"]]
         for token in tokens:
             if token.role:
                 CallerRole(token.role)
         return {token.sha256: token for token in tokens}
-    except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError, TypeError) as error:
-        raise Conflict(
-            f"{path} is damaged ({type(error).__name__}); restore it, or delete it and make the tokens again"
-        ) from None
-    except OSError as error:
-        raise Conflict(f"{path} cannot be read: {error.strerror}") from None
+
+    return _read(path, parsed, "make the tokens again")
 
 
 def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
@@ -156,28 +148,14 @@ def replace_whole(path: Path, content: Any) -> None:
     sync_folder(path.parent)
 
 
-REVOKED_NAME = "revoked-certificates.json"
-MAX_NAME = 64
-"""Characters of a common name in X.509."""
-MAX_NAMES = 10_000
-
-
 def read_revoked(path: Path) -> Mapping[str, float]:
     """Return the revoked names, with the time in seconds since 1970; none where there is no file. Raises Conflict for a file
     that is no list of them."""
-    try:
-        content = json.loads(path.read_text())
-        if content["format"] != FORMAT:
-            raise Conflict(f"{path} has format {content['format']!r}, this version reads {FORMAT}; update it")
+
+    def parsed(content: Any) -> Mapping[str, float]:
         return {str(row["name"]): float(row["revoked_s"]) for row in content["names"]}
-    except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError, TypeError) as error:
-        raise Conflict(
-            f"{path} is damaged ({type(error).__name__}); restore it, or delete it and revoke the names again"
-        ) from None
-    except OSError as error:
-        raise Conflict(f"{path} cannot be read: {error.strerror}") from None
+
+    return _read(path, parsed, "revoke the names again")
 
 
 def revoke_certificate(path: Path, name: str) -> None:
@@ -193,3 +171,20 @@ def revoke_certificate(path: Path, name: str) -> None:
         names[name] = time.time()
         rows = [{"name": each, "revoked_s": revoked_s} for each, revoked_s in names.items()]
         replace_whole(path, {"format": FORMAT, "names": rows})
+
+
+def _read(path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str) -> Mapping[str, RowT]:
+    """Return the rows of a file; none where there is no file. Raises Conflict; `again` is what to do after deleting it."""
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise Conflict(f"{path} has format {content['format']!r}, this version reads {FORMAT}; update it")
+        return parsed(content)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise Conflict(
+            f"{path} is damaged ({type(error).__name__}); restore it, or delete it and {again}"
+        ) from None
+    except OSError as error:
+        raise Conflict(f"{path} cannot be read: {error.strerror}") from None

@@ -1,14 +1,8 @@
-"""Tie of a child service to its starter: the child must not outlive it, however the starter ends.
+"""What services do as they start: they tie themselves to their starter, keep libraries quiet, raise the limit on open files, and write
+their address to the ready file, because their starter does not know a free port that they took.
 
-A service's log without what its libraries write there by themselves.
-
-The ready file: a service writes its address there once it listens, because its starter does not know a free port
-that it took.
-
-The limit on open files: it is raised at the start, and it bounds the members that a coordinator can serve.
-
-A usual soft limit is 1,024, and a process at its limit can neither take a connection nor list a folder. The hard limit,
-which needs no right to be used, is mostly far higher.
+A usual soft limit on open files is 1,024, and a process at its limit can neither take a connection nor list a folder. The hard limit,
+which needs no right to be used, is mostly far higher. It bounds the members that a coordinator can serve (`Capacity`).
 """
 
 from __future__ import annotations

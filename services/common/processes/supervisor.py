@@ -1,21 +1,17 @@
 """Supervision of one child process: start it, notice its death, log why, start it again.
 
 Promises: a service that dies is started again, at first after half a second and ever more slowly while it keeps dying
-(`restart_policy.py`). It is given up, with the reason, only if `max_deaths` is set. All its lives write into one log, in
+(`RestartPolicy`). It is given up, with the reason, only if `max_deaths` is set. All its lives write into one log, in
 which a line ends each. No process of its process group outlives it, and it does not outlive this process.
 
 One thread (the keeper) owns each child: it alone starts, waits for and reaps it. Callers only send signals, under the
 lock that also covers reaping, so a signal never meets a process id that the system has given to another process.
 Nothing waits for a keeper except `stop`, which has a deadline.
 
-The rule for restarts of a service that died, and for the log lines about it. Pure, fed with deaths.
-
 A death by a signal from outside, or after a life that was long enough for some work, is not likely to repeat: the
 service is restarted at once. A service that keeps failing is restarted ever more slowly, and logged ever more rarely.
 
-The end of a service's log, and the line in it that says why the service died.
-
-Services, Python and libraries each write the reason in their own form: a log line with the level ERROR, the last line of a
+`reason_in` finds the line of a log that says why the service died. Services, Python and libraries each write the reason in their own form: a log line with the level ERROR, the last line of a
 traceback, the `Error: ...` of a command. Warnings often follow it, as those of Python's resource tracker about a process
 that did not clean up.
 """
@@ -76,7 +72,7 @@ class Death:
 
 
 class RestartPolicy:
-    """The rule for one service, with its deaths so far."""
+    """The rule for restarts of one service and for the log lines about them, with its deaths so far. Pure."""
 
     def __init__(self, max_backoff_s: float = MAX_BACKOFF_S):
         self._max_backoff_s = max_backoff_s

@@ -1,9 +1,6 @@
-"""Lines in a worker's log that tell what it has done, at most one in a period, so that a service that runs by itself shows
-that it works.
-
-Taken share of a worker's room, for its heartbeats: the mean over the time since the heartbeat before.
-
-The mean, because work that takes milliseconds would be missed, or count for a second, if the room was looked at once a second.
+"""What a worker tells of its work: lines in its log, at most one in a period, so that a service that runs by itself shows that it works;
+and for its heartbeats the taken share of its room, as the mean over the time since the heartbeat before. The mean, because work that
+takes milliseconds would be missed, or count for a second, if the room was looked at once a second.
 """
 
 from __future__ import annotations

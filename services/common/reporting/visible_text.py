@@ -1,9 +1,7 @@
-"""Text that a model or a person elsewhere wrote, made safe for a terminal.
+"""Text for a terminal: what a model or a person elsewhere wrote, made safe; and curves, such as the reward over steps.
 
 A completion can hold sequences that move the cursor, change the title or reverse the order of what is shown. Each such character is
 printed as its name in Python, `\\x1b`, so that it can be seen and does nothing.
-
-Draws a curve with characters: the reward over steps, for a terminal or a log.
 """
 
 from __future__ import annotations

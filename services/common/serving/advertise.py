@@ -1,17 +1,14 @@
-"""The address by which others reach a worker, because a peer cannot always dial the address that a server binds.
+"""Addresses and connections: the address by which others reach a worker, and the detection of dead connections at both ends of the
+exchange.
 
-The control plane and the exchange do not need it, because workers dial out to the coordinator. It is for direct
-connections between workers (weights) and for clients that call a worker.
-
-Detection of dead connections at both ends of the exchange.
+A peer cannot always dial the address that a server binds. The control plane and the exchange do not need another, because workers dial
+out to the coordinator. It is for direct connections between workers (weights) and for clients that call a worker.
 
 A network that fails need not close a connection: a lost packet, a relay that has forgotten the connection or a host
 without power give no sign, and TCP alone waits for minutes, or for ever where nothing is to be sent. So both ends send
 a PING of ZMTP every `PING_S` seconds and close a connection on which nothing came for `SILENCE_S` after it, as the
-control plane does. The worker then connects again and sends unanswered requests again.
-
-A frame counts when it is whole: a frame that takes longer than `SILENCE_S` never arrives. A group of some megabytes
-does, on a line of a few Mbit/s.
+control plane does. The worker then connects again and sends unanswered requests again. A frame counts when it is whole: a frame
+that takes longer than `SILENCE_S` never arrives. A group of some megabytes does, on a line of a few Mbit/s.
 """
 
 from __future__ import annotations

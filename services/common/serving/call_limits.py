@@ -4,9 +4,7 @@ Promise: a call beyond a limit is refused before its handler runs, with RESOURCE
 taken, and what is kept here is bounded. A caller is the one that the token's guard has found; where there is none (health,
 reflection) it is the peer's address.
 
-The outermost interceptor of a server: it frees what an aborted call holds.
-
-gRPC keeps the exception of an aborted call in the state of the call. The exception's traceback, and that of the error before it, hold
+The outermost interceptor of a server frees what an aborted call holds: gRPC keeps the exception of an aborted call in the state of the call. The exception's traceback, and that of the error before it, hold
 frames that hold the call's context, which holds that state: a cycle of some 60 objects and 10 kB for each refused call, which waits
 for the collector of cycles. So both tracebacks are cut off; their texts are in the status and in the log by then.
 """
@@ -18,7 +16,7 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +28,7 @@ from paceline.errors import USUAL_S
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.rights import current_caller
 from paceline.services.common.access.tls import host_of
+from paceline.services.common.access.token_guard import Continuation
 
 MAX_KEPT = 8192
 """Callers and methods whose calls are counted; beyond it those that have been quiet the longest begin anew."""
@@ -130,9 +129,7 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         self._in_all: Counter[str] = Counter()
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that counts the call, then calls the method's handler."""
         details: Any = handler_call_details
@@ -200,9 +197,7 @@ class OutermostInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
     """The interceptor; it has to be the first."""
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that calls the method's handler."""
         handler: Any = await continuation(handler_call_details)

@@ -1,12 +1,4 @@
-"""The base of all gRPC servers of Paceline: reflection, health, limits, errors as statuses, a graceful stop.
-
-A sentence that a process says to its log again and again, for as long as what it warns of lasts.
-
-The mark in a response's initial metadata with which a rollout worker says that it has begun to work on a request.
-
-A call that ends without an answer was lost in the middle of the work only if it has this mark: a worker that could not be
-reached, or that refused the request, never sent it.
-"""
+"""The base of all gRPC servers of Paceline: reflection, health, limits, errors as statuses, a graceful stop."""
 
 from __future__ import annotations
 
@@ -59,6 +51,9 @@ MAX_CONNECTIONS = 4096
 STOP_GRACE_S = 1.0
 """Seconds that calls under way have when the service ends."""
 
+REMIND_S = 600.0
+"""Seconds between two lines of a reminder."""
+
 LIMITS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -88,6 +83,7 @@ GRPC_LOG = "grpc._cython.cygrpc"
 """Logger of gRPC's traceback for each request that cannot be decoded."""
 
 seldom = SeldomFilter()
+log = logging.getLogger(__name__)
 CallT = TypeVar("CallT", bound=Callable[..., Awaitable[Any]])
 StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
 
@@ -279,11 +275,6 @@ async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> Non
     await main(stop)
 
 
-REMIND_S = 600.0
-"""Seconds between two lines."""
-log = logging.getLogger(__name__)
-
-
 async def remind(sentence: str) -> None:
     """Write a warning to the log, now and every `REMIND_S` seconds, until cancelled; return at once where it is empty."""
     while sentence:
@@ -293,6 +284,9 @@ async def remind(sentence: str) -> None:
 
 ACCEPTED_KEY = "paceline-accepted"
 ACCEPTED = ((ACCEPTED_KEY, "1"),)
+"""The mark in a response's initial metadata with which a rollout worker says that it has begun to work on a request. A call that ends
+without an answer was lost in the middle of the work only if it has this mark: a worker that could not be reached, or that refused the
+request, never sent it."""
 
 
 async def was_accepted(call: Any) -> bool:

@@ -3,10 +3,8 @@
 Promise: whoever can reach the port takes a bounded number of connections, bodies and bytes, every error is answered to its
 sender as the API's JSON, and no request ends the service.
 
-The check of a request's token at an HTTP port: beyond this host, where the process has certificates.
-
-`Authorization: Bearer TOKEN`, as clients of the OpenAI API send their key and Prometheus its credentials. On loopback, and without
-TLS, a request needs no token: it would travel in the clear.
+Beyond this host, where the process has certificates, a request needs a token: `Authorization: Bearer TOKEN`, as clients of the OpenAI
+API send their key and Prometheus its credentials. On loopback it needs none, nor without TLS: it would travel in the clear.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from paceline.errors import USUAL_S, AccessDenied, Busy, InvalidInput, NotPermit
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.services.common.access.callers import Callers
 from paceline.services.common.access.rights import CallerRole
-from paceline.services.common.access.token_guard import Call, status_of
+from paceline.services.common.access.token_guard import Call, check_roles, status_of
 from paceline.services.common.serving.http_listener import MAX_BODY_BYTES, Handler, HttpListener
 from paceline.tls.folder import tls_folder
 
@@ -58,12 +56,7 @@ class HttpGuard:
                     "OpenAI API); an operator makes one with `paceline token create`"
                 )
             caller = await self._callers.caller(header.removeprefix(SCHEME).strip())
-            if not self._roles & caller.roles:
-                allowed = ", ".join(role for role in CallerRole if role in self._roles)
-                roles = ", ".join(sorted(caller.roles)) or "none"
-                raise NotPermitted(
-                    f"{request.path[:80]} is for the roles {allowed}; {caller.name} has {roles}"
-                )
+            check_roles(request.path[:80], self._roles, caller)
         except (AccessDenied, NotPermitted) as error:
             self._seldom.warning("http", "refused an HTTP request from %s: %s", request.remote, error)
             code = status_of(error) or grpc.StatusCode.INTERNAL
@@ -76,56 +69,29 @@ def needs_token(host: str) -> bool:
     return tls_folder() is not None and not is_loopback(host)
 
 
-class JsonListener:
+class JsonListener(HttpListener):
     """A port with routes."""
 
-    def __init__(
-        self,
-        name: str,
-        remedy: str,
-        *,
-        max_connections: int | None = None,
-        max_bodies: int | None = None,
-        share_of_address: float | None = None,
-        guard: HttpGuard | None = None,
-        encrypted: bool = True,
-    ) -> None:
-        """`name` and `remedy` are for the message about a taken port; the limits, and `encrypted`, are those of `HttpListener`.
+    def __init__(self, name: str, remedy: str, *, guard: HttpGuard | None = None, **limits: Any) -> None:
+        """`name` and `remedy` are for the message about a taken port; `limits`, and `encrypted`, are those of `HttpListener`.
         `guard` checks each request where `needs_token` says so."""
         self.app = web.Application(
             middlewares=[_with_errors, self._with_token], client_max_size=MAX_BODY_BYTES
         )
         self._guard, self._needs_token = guard, False
-        self._listener = HttpListener(
-            self.app,
-            name,
-            remedy,
-            max_connections=max_connections,
-            max_bodies=max_bodies,
-            share_of_address=share_of_address,
-            encrypted=encrypted,
-        )
+        super().__init__(self.app, name, remedy, **limits)
 
     async def start(self, host: str, port: int) -> int:
         """See `HttpListener.start`."""
         self._needs_token = self._guard is not None and needs_token(host)
-        return await self._listener.start(host, port)
-
-    @property
-    def scheme(self) -> str:
-        """Return `https` or `http`."""
-        return self._listener.scheme
-
-    async def close(self) -> None:
-        """Take no more requests; answers under way are finished first."""
-        await self._listener.close()
+        return await super().start(host, port)
 
     async def body(self, request: web.Request) -> Any:
         """Return the document in a request. Raises InvalidInput where there is none, Busy beyond the limit."""
         # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
         if request.content_type != "application/json":
             raise InvalidInput(f"the content type is {request.content_type!r}, must be 'application/json'")
-        content = await self._listener.body(request)
+        content = await super().body(request)
         try:
             return json.loads(content)
         except ValueError as error:

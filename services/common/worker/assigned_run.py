@@ -1,9 +1,5 @@
-"""The run that the coordinator's directives assign to a rollout or reward worker.
-
-Set-up of a run on a worker: the assigned spec, and the report when the worker cannot work on it.
-
-The spec of a run with the paths of its bundle's files, which a worker fetches from the coordinator, and what it refuses to load.
-"""
+"""The run that the coordinator's directives assign to a worker: its spec, with the paths of its bundle's files, which the worker fetches;
+what the worker refuses to load; and the report when it cannot work on the run."""
 
 from __future__ import annotations
 
@@ -26,6 +22,7 @@ from paceline.spec.reading import spec_from_ledger
 from paceline.user_code.surroundings import isolation_is_required
 from paceline.v1 import worker_pb2
 
+log = logging.getLogger(__name__)
 Report = Callable[[worker_pb2.ConnectRequest], Awaitable[None]]
 
 
@@ -80,9 +77,6 @@ class AssignedRun:
 
 async def _ignore(ready: bool) -> None:
     """Default callback: do nothing."""
-
-
-log = logging.getLogger(__name__)
 
 
 def spec_of(assignment: worker_pb2.RunAssignment) -> RunSpec:

@@ -1,20 +1,11 @@
-"""Calls, seconds and failures of each reward function: sums that travel with a reward worker's heartbeats as gauges.
+"""What goes with score tasks and their answers beside the rewards: sums over calls and logged values, which travel with a reward worker's
+heartbeats as gauges; columns that reward functions log by `log_extra`; and the trainer's state, TRL's `trainer_state`.
 
-Promise: the numbers of a step are over all calls that came with heartbeats since the step before, whatever the worker.
+Promise: the numbers of a step are over all calls and values that came with heartbeats since the step before, whatever the worker.
 
-Values that reward functions log: sums and counts that travel with a reward worker's heartbeats as gauges.
-
-Promise: the mean of a step is over all values that came with heartbeats since the step before, whatever the worker.
-
-Further columns of a group that reward functions log by `log_extra`, on the wire and in the run's folder.
-
-They are for people: a line of `extra.jsonl` for each group, written when its scores are committed, encrypted with the storage key where
-there is one. The ledger does not have
-them, so a line may be missing after a crash, and nothing depends on one.
-
-The state of the training that goes with a score task: TRL's `trainer_state` for reward functions.
-
-It travels as a column with a name that no argument of a function can have, so a data set's columns cannot meet it.
+The columns are for people: a line of `extra.jsonl` for each group, written when its scores are committed, encrypted with the storage key
+where there is one. The ledger does not have them, so a line may be missing after a crash, and nothing depends on one. The trainer's
+state travels as a column with a name that no argument of a function can have, so a data set's columns cannot meet it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Leases: from admitted to leased, and back where a worker is gone. submissions.py handles the results.
-
-Sampling parameters of a run as the coordinator sends them; `paceline.rollout.engine.SamplingParams` reads them.
-"""
+"""Leases: from admitted to leased, and back where a worker is gone. submissions.py handles the results."""
 
 from __future__ import annotations
 
@@ -325,7 +322,7 @@ def revoke_from_member(exchange: Exchange, member_id: str, *, crashed: bool = Fa
 
 
 def params_message(generation: GenerationSection) -> common_pb2.SamplingParams:
-    """Return `policy.generation` as a message with every field set."""
+    """Return `policy.generation` as a message with every field set, which `paceline.rollout.engine.SamplingParams` reads."""
     return common_pb2.SamplingParams(
         max_new_tokens=generation.max_new_tokens,
         min_new_tokens=generation.min_new_tokens,
