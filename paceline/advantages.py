@@ -181,10 +181,8 @@ def discounted_turns(group: Sequence[Episode], discount: float, preset: Preset) 
 
 def turn_level(group: Sequence[Episode], weight: float, preset: Preset) -> list[Float64Array]:
     """Return [K] advantages of the turns of each sample: A_k = A + weight · advantages over the group's samples of r_k.
-
-    Turn k is compared with turn k of the group's other samples, as in turn-level credit assignment for GRPO (Zeng et al.
-    2025, arXiv 2505.11821). A turn without a reward gets the sample's advantage A.
-    """
+    Turn k is compared with turn k of the group's other samples, as in turn-level credit assignment for GRPO (Zeng et
+    al. 2025, arXiv 2505.11821). A turn without a reward gets the sample's advantage A."""
     longest = max((len(episode.rewards_K) for episode in group), default=0)
     rewards_CK = np.full((len(group), longest), np.nan)
     for row_K, episode in zip(rewards_CK, group, strict=True):

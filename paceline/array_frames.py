@@ -18,7 +18,6 @@ from paceline.groups import BoolArray, Completion, FloatArray, IntArray, Rows, T
 
 MAX_TENSOR_HEADER_BYTES = 64 << 10
 """Largest JSON header of a payload frame; five arrays need a few hundred bytes."""
-
 DTYPES = {
     name: np.dtype(code)
     for name, code in {
@@ -32,11 +31,9 @@ Buffer = bytes | memoryview
 
 
 def load_arrays(payload: Buffer) -> dict[str, np.ndarray]:
-    """Return the arrays of a safetensors blob as read-only views into `payload`: nothing is copied.
-
-    Layout (huggingface.co/docs/safetensors): header size as 8 bytes little endian, JSON header, then the arrays without
-    gaps, in any order of names.
-    """
+    """Return the arrays of a safetensors blob as read-only views into `payload`: nothing is copied. Layout
+    (huggingface.co/docs/safetensors): header size as 8 bytes little endian, JSON header, then the arrays without gaps,
+    in any order of names."""
     header_bytes = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or header_bytes > min(len(payload) - 8, MAX_TENSOR_HEADER_BYTES):
         raise _no_safetensors(payload, "its header does not fit into it")

@@ -1,23 +1,5 @@
 """Every error that Paceline raises on purpose.
 
-PacelineError
-├── InvalidInput          the caller's input cannot be accepted; says field, value and remedy
-│   ├── SpecError         a RunSpec
-│   ├── DataError         a data set, with the row where there is one
-│   ├── PromptTooLong     a prompt that leaves no room for a completion
-│   └── Unreadable        a file, folder or hub that cannot be read now
-├── WireError             a message that is truncated, foreign, oversized or of another version
-├── NotFound              no such run, group, checkpoint
-├── Conflict              the state does not allow it (a stale term, a run that ended, a locked ledger)
-├── CheckpointFault       a checkpoint that a session cannot begin from; an older one may do
-├── LedgerFault           the ledger cannot be read or written; the coordinator ends with it
-├── Busy                  as many requests as there is room for are under way; the same one may be taken later
-├── AccessDenied          the token of the call is missing, unknown, revoked or has expired
-├── NotPermitted          the caller is known, and may not make this call
-├── Unavailable           the other side does not answer (now); trying again may help
-│   └── EngineDied        the rollout engine stopped on an error; its worker starts a new one
-└── NonFiniteLoss         a training step met NaN or infinity; names the groups
-
 Below them: texts of exceptions that foreign code raises, such as a user's function, a chat template, a library that reads files.
 """
 

@@ -76,11 +76,9 @@ def totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection], step
 
 
 def group_totals(rewards_CF: Rewards, functions: Sequence[RewardFunctionSection], step: int) -> Float64Array:
-    """Return the `totals` of the completions of one group, where those are equal that would be without rounding.
-
-    0.1 + 0.2 is 0.3 here, and 1/3 + 2/3 in float32 is 1. Completions whose rewards differ in one function alone have different
-    totals, however near they are, because nothing was added that could be rounded differently.
-    """
+    """Return the `totals` of the completions of one group, where those are equal that would be without rounding. 0.1 +
+    0.2 is 0.3 here, and 1/3 + 2/3 in float32 is 1. Completions whose rewards differ in one function alone have
+    different totals, however near they are, because nothing was added that could be rounded differently."""
     parts_CF = np.asarray(gated(rewards_CF, functions), np.float64) * np.array(weights_at(functions, step))
     parts_CF[np.isnan(parts_CF)] = 0.0
 

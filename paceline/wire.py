@@ -36,10 +36,8 @@ from paceline.v1 import exchange_pb2 as pb
 
 PROTOCOL = 4
 """Version of the exchange's messages and of the worker stream."""
-
 MAX_MESSAGE_BYTES = 256 << 20
 """Largest frame that a socket takes; ZeroMQ closes the connection of a sender that exceeds it."""
-
 MAX_VERSION = 2**31 - 1
 """Largest session and step of a version: the learner keeps them in 32 bits."""
 
@@ -274,14 +272,11 @@ def _check_spans(spans: Sequence[VersionSpan], length: int, what: str = "") -> N
 
 MAX_ROW = 1 << 16
 """Most rows of a sample."""
-
 MAX_NOTE_BYTES = 16 << 20
 """Largest serialized TurnNote: messages, text and the environment's saved state."""
 
 
 class TurnArrays(NamedTuple):
-    """Tokens of one turn."""
-
     row: int
     """Row that the turn extends; one more than the rows so far begins a new one."""
     context_ids: IntArray

@@ -25,8 +25,8 @@ from paceline.services.common.access.insecure import (
 )
 from paceline.services.common.access.page_keys import Access
 from paceline.services.common.options import directory_option, token_file_option
-from paceline.services.common.processes.parent_death import announce
-from paceline.services.common.serving.advertise import in_brackets
+from paceline.services.common.processes.starting import announce
+from paceline.services.common.serving.endpoints import in_brackets
 from paceline.services.common.serving.grpc_server import remind, run_service
 from paceline.services.common.serving.scrape import metrics_endpoint
 from paceline.services.local.ledger_calls import LedgerCalls

@@ -22,7 +22,7 @@ from paceline.apps.evaluation.evaluation_spec import (
 from paceline.apps.evaluation.tasks import task_file, task_names
 from paceline.services.cli.chat import spec_of_model
 from paceline.services.common.options import device_option, directory_option, json_option, print_json
-from paceline.services.common.processes.parent_death import quiet_libraries
+from paceline.services.common.processes.starting import quiet_libraries
 from paceline.spec import RunSpec
 
 if TYPE_CHECKING:

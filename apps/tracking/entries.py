@@ -11,7 +11,7 @@ from paceline.apps.tracking.names import Style, renamed
 from paceline.apps.tracking.tracker import AlertKind, Row, Step, finite
 from paceline.errors import NotFound
 from paceline.records import RecordedEvent, Records
-from paceline.services.common.reporting.visible_text import visible
+from paceline.services.common.reporting.terminal import visible
 
 KINDS = ("step", "evaluation", "warning", "state")
 NOT_METRICS = {"step", "time", "sequence"}

@@ -19,11 +19,9 @@ from paceline.spec.code_paths import code_paths, file_of
 
 
 def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]) -> str:
-    """Return the reason why the code of a bundle may not be used, as a sentence; empty when it may.
-
-    `allowed` are the folders of `--functions-from`; without any, the code of every bundle may be used. With them each file
-    of code has to be the same as the submitter's path has on this machine, below one of the folders.
-    """
+    """Return the reason why the code of a bundle may not be used, as a sentence; empty when it may. `allowed` are the
+    folders of `--functions-from`; without any, the code of every bundle may be used. With them each file of code has to
+    be the same as the submitter's path has on this machine, below one of the folders."""
     if not allowed:
         return ""
     folders = [folder.expanduser().resolve() for folder in allowed]
@@ -59,10 +57,8 @@ def _origins(spec: RunSpec) -> dict[str, Path]:
 
 def refusal_of_files(spec: RunSpec, allowed: Sequence[Path] = ()) -> str:
     """Return the reason why a file of code may not be used, as a sentence; empty when it may. Links are followed first.
-
     `allowed` are the folders of `--functions-from`. Without any, a spec that records no folder, because a program made
-    it, may name any file.
-    """
+    it, may name any file."""
     folders = list(allowed) or ([Path(spec.folder)] if spec.folder else [])
     if not folders:
         return ""

@@ -79,12 +79,10 @@ class _Found:
 def collect(
     spec: RunSpec, data_of: Manifest | None = None, prepared: Mapping[str, Sequence[Path]] = NONE_PREPARED
 ) -> Bundle:
-    """Return the bundle of a spec, empty when all that it names is elsewhere. With `data_of` the data files are those of that
-    bundle, and only the others are read. `prepared` are files in place of the data sets of a field.
-
-    Raises SpecError, naming the field and the file: a link that leaves its folder, a device, a file that cannot be read or
-    is changed meanwhile, more than bundle.max_mb.
-    """
+    """Return the bundle of a spec, empty when all that it names is elsewhere. With `data_of` the data files are those
+    of that bundle, and only the others are read. `prepared` are files in place of the data sets of a field. Raises
+    SpecError, naming the field and the file: a link that leaves its folder, a device, a file that cannot be read or is
+    changed meanwhile, more than bundle.max_mb."""
     found = _Found(spec)
     kept = data_of.subset("data").files if data_of is not None else ()
     warnings = _add_code(found)

@@ -24,8 +24,6 @@ MAX_SOURCE_BYTES = 4 << 20
 
 @dataclass
 class Imports:
-    """The imports of one file."""
-
     files: set[Path] = field(default_factory=set)
     """The file and everything beside it that it needs."""
     others: dict[str, Path] = field(default_factory=dict)

@@ -22,14 +22,11 @@ MAX_PATH = 1024
 MAX_BYTES = 8 << 20
 """Largest text of a manifest."""
 MAX_SIZE = 1 << 42
-
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, order=True)
 class BundledFile:
-    """One file of a bundle."""
-
     path: str
     """Relative, with `/`, below the folder that the bundle is unpacked in."""
     kind: Kind

@@ -36,7 +36,6 @@ class ExponentialBackoff:
 
 KEY = "grpc-retry-pushback-ms"
 """Milliseconds, as in gRPC's proposal A6."""
-
 MAX_S = 3600.0
 
 

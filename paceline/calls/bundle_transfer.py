@@ -46,11 +46,9 @@ PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "FAILED_PRECONDITION
 
 
 def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s: float = PATIENCE_S) -> None:
-    """Send the files that the coordinator lacks, then the manifest.
-
-    Raises SpecError when a file was changed meanwhile; InvalidInput, with the coordinator's reason, when it refuses one;
-    Busy when it has no room for it; Unavailable when the coordinator does not answer for `wait_s`, or later for `patience_s`.
-    """
+    """Send the files that the coordinator lacks, then the manifest. Raises SpecError when a file was changed meanwhile;
+    InvalidInput, with the coordinator's reason, when it refuses one; Busy when it has no room for it; Unavailable when
+    the coordinator does not answer for `wait_s`, or later for `patience_s`."""
     import grpc
 
     backoff, progress, progress_s = ExponentialBackoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0, time.monotonic()
@@ -170,12 +168,9 @@ def fetch_manifest(channel: grpc.Channel, digest: str) -> Manifest:
 def unpacked_spec(
     channel: grpc.Channel, spec: RunSpec, digest: str, *kinds: Kind, allowed: Sequence[Path] = ()
 ) -> tuple[RunSpec, HeldFolder]:
-    """Return the spec with the paths of the bundle's files of some kinds in this user's cache, and the folder, which has to be
-    closed when they are no longer needed. `allowed` are the folders of `--functions-from`.
-
-    Raises Unreadable: a file that is damaged or gone, code that is not allowed; Unavailable; InvalidInput for a manifest that
-    is none.
-    """
+    """Return the spec with the paths of the bundle's files of some kinds in this user's cache, and the folder, which
+    has to be closed when they are no longer needed. `allowed` are the folders of `--functions-from`. Raises Unreadable:
+    a file that is damaged or gone, code that is not allowed; Unavailable; InvalidInput for a manifest that is none."""
     from paceline.bundle.cache import BundleCache
 
     def content(file: BundledFile) -> Iterator[bytes]:

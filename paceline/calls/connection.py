@@ -65,7 +65,6 @@ ERRORS = {
     "CANCELLED": Unavailable,
 }
 """Errors by status name; every other status is a PacelineError."""
-
 LASTING = (
     "NOT_FOUND",
     "INVALID_ARGUMENT",

@@ -28,7 +28,6 @@ VARIABLE = "PACELINE_TOKEN_FILE"
 TOKEN_NAME = "token"
 DEFAULT_PATH = Path("runs") / TOKEN_NAME
 """Default path for commands without a directory: that of a coordinator which was started here without options."""
-
 KEY = "authorization"
 Metadata = tuple[tuple[str, str], ...]
 

@@ -114,10 +114,8 @@ class EncryptingWriter(io.RawIOBase):
 
 
 class DecryptingReader(io.RawIOBase):
-    """Reads the plaintext of an encrypted file, from any position. Closes `source` with itself.
-
-    Raises WrongKey for a file of another key, and when a chunk is read that is damaged, moved or cut off.
-    """
+    """Reads the plaintext of an encrypted file, from any position. Closes `source` with itself. Raises WrongKey for a
+    file of another key, and when a chunk is read that is damaged, moved or cut off."""
 
     def __init__(self, source: IO[bytes], key: StorageKey | None, name: str):
         """`source` can seek; `name` is the file's name in errors."""

@@ -54,12 +54,10 @@ class CacheKind:
 
     @property
     def folder_variable(self) -> str:
-        """Environment variable of the folder."""
         return f"PACELINE_{self.name.upper()}_CACHE"
 
     @property
     def size_variable(self) -> str:
-        """Environment variable of the size in MB."""
         return f"{self.folder_variable}_MB"
 
     def of_user(self, folder_name: str) -> BoundedCache:
@@ -77,17 +75,14 @@ class BoundedCache:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the entries."""
         return self._folder
 
     def open(
         self, name: str, size: int, is_whole: Callable[[Path], bool], fill: Callable[[Path], None]
     ) -> HeldFolder:
         """Return the entry `name`, which takes `size` bytes; `fill` makes it in an empty folder unless it `is_whole`.
-
-        Raises Unreadable: more than the cache may hold, a disk that cannot be written; Unavailable when entries in use leave
-        no room; errors of `fill`.
-        """
+        Raises Unreadable: more than the cache may hold, a disk that cannot be written; Unavailable when entries in use
+        leave no room; errors of `fill`."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             return self._open(name, size, is_whole, fill)

@@ -64,7 +64,6 @@ class LineWriter:
         return offset
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -125,7 +124,6 @@ class LineReader:
             raise WrongKey(f"{self._name}: the line at byte {start} is damaged, cut off or moved") from None
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> LineReader:

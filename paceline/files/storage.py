@@ -42,10 +42,8 @@ def is_url(name: str) -> bool:
 
 
 def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL or a local path, and the path in it.
-
-    Raises SpecError, which names it as `what`, for a scheme that is unknown or whose package is not installed.
-    """
+    """Return the file system of a URL or a local path, and the path in it. Raises SpecError, which names it as `what`,
+    for a scheme that is unknown or whose package is not installed."""
     try:
         # Listings must not come from a cache: other processes write here too.
         store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
@@ -198,9 +196,7 @@ NO_CREDENTIALS = set(
 
 def store_root(text: str, directory: Path) -> str:
     """Return the root that `--store` names, an absolute path or a URL; empty for `directory`, the ledger's own folder.
-
-    Raises InvalidInput for a scheme that is unknown or whose package is not installed.
-    """
+    Raises InvalidInput for a scheme that is unknown or whose package is not installed."""
     if not text:
         return ""
     if is_url(text):

@@ -40,12 +40,9 @@ def open_copies(
     entries: Entries,
     key: StorageKey | None = None,
 ) -> HeldFolder:
-    """Return the folder with the copies of `entries`, which are files of `url`, as they are in the store now; encrypted with `key`, in a
-    folder of that key.
-
-    Raises Unavailable for a file that changes while it is copied, Unreadable for one that cannot be fetched, errors of the
-    store's client that are no OSError, and as `BoundedCache.open`.
-    """
+    """Return the folder with the copies of `entries`, which are files of `url`, as they are in the store now; encrypted
+    with `key`, in a folder of that key. Raises Unavailable for a file that changes while it is copied, Unreadable for
+    one that cannot be fetched, errors of the store's client that are no OSError, and as `BoundedCache.open`."""
     version = [url, *((name, *_version(entry)) for name, entry in sorted(entries.items()))]
     version += [] if key is None else [key.name.hex()]
     digest = hashlib.sha256(json.dumps(version).encode()).hexdigest()[:32]

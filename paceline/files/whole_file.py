@@ -11,10 +11,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_whole(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a path to write the file at; it becomes `path` when the block ends well and vanishes otherwise.
-
-    A `durable` file is on the disk under its name when the block has ended, also if the machine then loses power.
-    """
+    """Yield a path to write the file at; it becomes `path` when the block ends well and vanishes otherwise. A `durable`
+    file is on the disk under its name when the block has ended, also if the machine then loses power."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     try:

@@ -42,8 +42,6 @@ class Material:
 
 
 class TlsFolder:
-    """A folder with certificates."""
-
     def __init__(self, path: Path):
         self.path = path
         self._lock = threading.Lock()

@@ -41,12 +41,10 @@ BOOT = (
 async def spawn(
     module: str, surroundings: Surroundings | None
 ) -> tuple[Process, socket.socket, Place | None]:
-    """Start a process that runs `main()` of a module, in a session of its own, and return it with this side's socket, and with its
-    place, whose files the caller removes after its end.
-
-    `paceline.user_code.child.connect` is the process' side. -P keeps the working directory off its import path. Without
-    `surroundings`, for code of this project, it has this process' environment and no box. Raises ProcessNotStarted.
-    """
+    """Start a process that runs `main()` of a module, in a session of its own, and return it with this side's socket,
+    and with its place, whose files the caller removes after its end. `paceline.user_code.child.connect` is the process'
+    side. -P keeps the working directory off its import path. Without `surroundings`, for code of this project, it has
+    this process' environment and no box. Raises ProcessNotStarted."""
     place: Place | None = None
     try:
         place = None if surroundings is None else surroundings.place()
@@ -137,10 +135,8 @@ class UserProcess(_Child):
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start a new process, after ending the one before, and load the user's code.
-
-        Raises InvalidInput when it cannot be loaded (Unreadable: not now), ProcessTimeout, ProcessDied (also while importing).
-        """
+        """Start a new process, after ending the one before, and load the user's code. Raises InvalidInput when it
+        cannot be loaded (Unreadable: not now), ProcessTimeout, ProcessDied (also while importing)."""
         await self.close()
         process, self._reader, self._writer = await self._connected()
         self._watch = asyncio.create_task(self._wait_for_end(process), name="user process")
@@ -151,10 +147,8 @@ class UserProcess(_Child):
             raise kind(str(reply["refused"]))
 
     async def ask(self, *frames: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send `frames` and return the reply. Raises ProcessTimeout or ProcessDied; the process is gone then.
-
-        A cancelled call ends the process too, because one in the middle of a call cannot serve the next caller.
-        """
+        """Send `frames` and return the reply. Raises ProcessTimeout or ProcessDied; the process is gone then. A
+        cancelled call ends the process too, because one in the middle of a call cannot serve the next caller."""
         if self._reader is None or self._writer is None or self._process is None or self._watch is None:
             raise ProcessDied("was not running")
         process, watch = self._process, self._watch

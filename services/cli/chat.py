@@ -14,8 +14,8 @@ from paceline.files.model_source import model_source
 from paceline.files.storage import is_url
 from paceline.services.cli.recorded.source import opened_ledger
 from paceline.services.common.options import directory_option, find_run
-from paceline.services.common.processes.parent_death import quiet_libraries
-from paceline.services.common.reporting.visible_text import visible
+from paceline.services.common.processes.starting import quiet_libraries
+from paceline.services.common.reporting.terminal import visible
 from paceline.spec import RunSpec
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.services.common.reporting.visible_text import scaled, sparkline, visible
+from paceline.services.common.reporting.terminal import scaled, sparkline, visible
 from paceline.services.coordinator.ledger.groups import OPEN_STATES
 
 if TYPE_CHECKING:

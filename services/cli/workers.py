@@ -14,8 +14,8 @@ from paceline.errors import InvalidInput, NotFound, PacelineError, Unavailable
 from paceline.services.cli import render
 from paceline.services.cli.chat import changed, open_talk, spec_of_model
 from paceline.services.common.options import coordinator_option, directory_option, json_option, print_json
-from paceline.services.common.processes.parent_death import quiet_libraries
-from paceline.services.common.reporting.visible_text import visible
+from paceline.services.common.processes.starting import quiet_libraries
+from paceline.services.common.reporting.terminal import visible
 
 if TYPE_CHECKING:
     from paceline.groups import Completion

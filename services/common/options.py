@@ -95,11 +95,9 @@ def coordinator_option(command: CommandT) -> CommandT:
 def worker_options(
     name: str, *, grace: str, host: str = "Address to listen on.", port: str = "gRPC port"
 ) -> Callable[[CommandT], CommandT]:
-    """Return the options that every worker has: --coordinator, --host, --insecure, --port, --advertise-host, --name, --grace,
-    --metrics-port, --ready-file.
-
-    `name` is the default of --name; `grace`, `host` and `port` are the help of those options.
-    """
+    """Return the options that every worker has: --coordinator, --host, --insecure, --port, --advertise-host, --name,
+    --grace, --metrics-port, --ready-file. `name` is the default of --name; `grace`, `host` and `port` are the help of
+    those options."""
     options = (
         _address_option,
         click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help=host),

@@ -70,18 +70,14 @@ _pass_option = click.option(
 
 
 def user_code_options(command: CommandT) -> CommandT:
-    """Add the options."""
     decorated: CommandT = _require_option(_pass_option(command))
     return decorated
 
 
 def choose_isolation(coordinator: str, host: str) -> str:
-    """Choose what is hidden from this process' user code, and log it. Return the warning of a worker beyond loopback that can hide nothing;
-    empty else.
-
-    coordinator: HOST:PORT that it connects to; host: address that it listens on. Raises click.ClickException where the folder of bundles
-    is not known.
-    """
+    """Choose what is hidden from this process' user code, and log it. Return the warning of a worker beyond loopback
+    that can hide nothing; empty else. coordinator: HOST:PORT that it connects to; host: address that it listens on.
+    Raises click.ClickException where the folder of bundles is not known."""
     address = FORM.fullmatch(coordinator)
     is_beyond = not (is_loopback(address[1] if address else coordinator) and is_loopback(host))
     is_chosen = bool(os.environ.get(VARIABLE))

@@ -21,7 +21,7 @@ from paceline.services.common.options import (
     store_option,
     token_file_option,
 )
-from paceline.services.common.processes.parent_death import Capacity, raise_file_limit
+from paceline.services.common.processes.starting import Capacity, raise_file_limit
 from paceline.services.common.serving.grpc_server import run_service
 from paceline.services.coordinator.disk_space import NEEDED_BYTES, is_disk_full
 from paceline.services.coordinator.ledger.integrity.file_damage import damage_in, sentence

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from paceline.errors import InvalidInput, Unavailable
-from paceline.services.common.processes.parent_death import Capacity
+from paceline.services.common.processes.starting import Capacity
 from paceline.services.common.serving.grpc_server import with_status, with_stream_status
 from paceline.services.coordinator.lifecycle.coordinator import Coordinator
 from paceline.services.coordinator.members.caller_certificate import check_certificate

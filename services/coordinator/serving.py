@@ -18,8 +18,8 @@ from paceline.files.names import BLOBS_NAME, LEDGER_NAME
 from paceline.services.common.access.callers import TokenCallers
 from paceline.services.common.access.token_guard import TokenGuard
 from paceline.services.common.access.token_table import FILE_NAME as TOKENS_NAME
-from paceline.services.common.processes.parent_death import Capacity, announce
-from paceline.services.common.serving.advertise import in_brackets
+from paceline.services.common.processes.starting import Capacity, announce
+from paceline.services.common.serving.endpoints import in_brackets
 from paceline.services.common.serving.grpc_server import STOP_GRACE_S, GrpcServer
 from paceline.services.common.serving.scrape import metrics_endpoint
 from paceline.services.coordinator.access_servicer import AccessServicer

@@ -21,8 +21,8 @@ from paceline.services.common.access.insecure import (
     insecure_option,
     insecurity,
 )
-from paceline.services.common.fabric import fabric_option
-from paceline.services.common.processes.parent_death import raise_file_limit
+from paceline.services.common.host_agent import fabric_option
+from paceline.services.common.processes.starting import raise_file_limit
 from paceline.services.common.serving.grpc_server import REMIND_S
 from paceline.weights.hosts.agent import Agent
 from paceline.weights.hosts.local_socket import listen, socket_name

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.host.memory import thread_variables
-from paceline.services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
+from paceline.services.common.processes.starting import STARTER_VARIABLE, die_with_starter
 from paceline.services.common.processes.supervisor import FROM_OUTSIDE, ending
 from paceline.services.common.processes.tether import tethered
 

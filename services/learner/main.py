@@ -17,10 +17,9 @@ import click
 
 from paceline.errors import PacelineError
 from paceline.services.common.access.insecure import check_coordinator
-from paceline.services.common.fabric import fabric_option
-from paceline.services.common.host_agent import zone_option
+from paceline.services.common.host_agent import fabric_option, zone_option
 from paceline.services.common.options import device_option, token_file_option, worker_options
-from paceline.services.common.processes.parent_death import die_with_starter, quiet_libraries
+from paceline.services.common.processes.starting import die_with_starter, quiet_libraries
 from paceline.services.learner.launcher import end_as, run_ranks
 from paceline.services.learner.nodes.settings import is_rank, node_settings, ranks_of_node
 

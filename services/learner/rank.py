@@ -37,11 +37,10 @@ from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
 from paceline.learner.collectives import broadcast_bytes
 from paceline.services.common.access.token_guard import worker_guard
-from paceline.services.common.fabric import fabric_option
-from paceline.services.common.host_agent import HostAgentConnection, zone_option
+from paceline.services.common.host_agent import HostAgentConnection, fabric_option, zone_option
 from paceline.services.common.options import device_option, worker_options
-from paceline.services.common.processes.parent_death import announce, die_with_starter, raise_file_limit
-from paceline.services.common.serving.advertise import advertised_host
+from paceline.services.common.processes.starting import announce, die_with_starter, raise_file_limit
+from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.common.worker.assigned_run import failed_set_up
 from paceline.services.common.worker.member_metrics import member_metrics

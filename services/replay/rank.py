@@ -28,7 +28,7 @@ from paceline.learner.batch.examples import ExampleSource
 from paceline.learner.batch.samples import TrainingSample, sequences_from_groups
 from paceline.learner.checkpoints import checkpoint as checkpoints
 from paceline.learner.step.trainer import Trainer
-from paceline.services.common.processes.parent_death import die_with_starter
+from paceline.services.common.processes.starting import die_with_starter
 from paceline.services.coordinator.blobs.store import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.run_bundles import RunBundles

@@ -13,17 +13,16 @@ import click
 from paceline.errors import Unavailable
 from paceline.host.onednn import bound_caches
 from paceline.services.common.access.token_guard import worker_guard
-from paceline.services.common.fabric import fabric_option
 from paceline.services.common.gpus import unused_gpus
-from paceline.services.common.host_agent import zone_option
+from paceline.services.common.host_agent import fabric_option, zone_option
 from paceline.services.common.options import device_option, token_file_option, worker_options
-from paceline.services.common.processes.parent_death import (
+from paceline.services.common.processes.starting import (
     announce,
     die_with_starter,
     quiet_libraries,
     raise_file_limit,
 )
-from paceline.services.common.serving.advertise import advertised_host
+from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer, run_service
 from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.rollout.engine_settings import engine_option

@@ -24,7 +24,7 @@ import yaml
 from paceline.apps.dashboard.main import main as dashboard_main
 from paceline.errors import InvalidInput
 from paceline.services.cli.serve import serve
-from paceline.services.common.serving.advertise import advertised_host
+from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.coordinator.main import main as coordinator_main
 from paceline.services.environment.main import main as environment_main
 from paceline.services.learner.main import main as learner_main

@@ -41,16 +41,12 @@ ALL_ROLES = frozenset(CallerRole)
 
 
 class Callers(Protocol):
-    """The callers of a server."""
-
     async def caller(self, token: str, certificate: str = "") -> Caller:
         """Return the caller with a token (empty: none) and the name in its client certificate (empty: none). Raises
         AccessDenied, Unavailable."""
 
 
 class TokenCallers:
-    """The callers of a coordinator."""
-
     def __init__(
         self,
         bootstrap: Callable[[], str],
@@ -195,8 +191,6 @@ class _Answer:
 
 
 class WorkerCallers:
-    """The callers of one worker."""
-
     def __init__(self, coordinator: str):
         """`coordinator` is its address; empty: none, and the worker's own token alone counts, with every role."""
         self._coordinator = coordinator

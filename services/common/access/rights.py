@@ -26,8 +26,6 @@ class CallerRole(StrEnum):
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a call."""
-
     name: str
     roles: frozenset[CallerRole]
     digest: str = ""
@@ -77,7 +75,6 @@ def _changes(*roles: CallerRole) -> Right:
 
 
 STEERS = Right(frozenset({SUBMITTER, OPERATOR}), changes=True, own_run=True)
-
 RPCS: Mapping[str, Right] = {
     "paceline.v1.RunService/Submit": _changes(SUBMITTER, OPERATOR),
     "paceline.v1.RunService/Get": _reads(),
@@ -127,19 +124,16 @@ RPCS: Mapping[str, Right] = {
     "paceline.v1.LearnerService/Export": _changes(OPERATOR),
 }
 """The right to each rpc, by `package.Service/Method`."""
-
 COMPLETIONS = RPCS["paceline.v1.RolloutService/Generate"].roles
 """Roles that the OpenAI-compatible endpoint answers, where it requires a token (`services/common/serving/json_http.py`)."""
 METRICS = RPCS["paceline.v1.StatusService/Status"].roles
 """Roles that `/metrics` and `/scale` answer, likewise."""
-
 _ROLLOUT, _REWARD, _LEARNER, _ENVIRONMENT = (
     common_pb2.ROLE_ROLLOUT,
     common_pb2.ROLE_REWARD,
     common_pb2.ROLE_LEARNER,
     common_pb2.ROLE_ENVIRONMENT,
 )
-
 EXCHANGE: Mapping[str, frozenset[common_pb2.Role.ValueType]] = {
     "lease": frozenset({_ROLLOUT, _ENVIRONMENT}),
     "group": frozenset({_ROLLOUT, _ENVIRONMENT}),

@@ -48,7 +48,7 @@ ENDS_OF_STREAMS = (
 """Statuses with which a stream ends without a refusal: its peer left or went away, or this service stops."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]]
+Continuation = Callable[[grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any]]"]
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
@@ -113,8 +113,6 @@ class _Stream:
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
-    """The guard of one server."""
-
     def __init__(
         self,
         callers: Callers,

@@ -41,15 +41,12 @@ MAX_BACKOFF_S = 60.0
 MAX_BACKOFF_AFTER_SIGNAL_S = 10.0
 HEALTHY_S = 30.0
 """A longer life counts as progress, because the pool has started up and worked by then."""
-
 LOGGED_EACH = 4
 """Deaths in a row that are logged one by one; later only the fifth, the tenth, the twentieth and so on."""
-
 FROM_OUTSIDE = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE}
 )
 """Signals that do not come from the program itself: a person, or the kernel for lack of memory, killed it."""
-
 CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
@@ -85,7 +82,6 @@ class RestartPolicy:
         """Seconds until the next life."""
 
     def count(self, death: Death) -> None:
-        """Count a death."""
         if death.by_supervisor:
             self.pause_s = FIRST_BACKOFF_S
             return
@@ -101,7 +97,6 @@ class RestartPolicy:
 
     @property
     def is_logged(self) -> bool:
-        """Return whether this death is logged."""
         times = max(self.in_a_row, self.same_way)
         return times <= LOGGED_EACH or (times % 5 == 0 and (times // 5) & (times // 5 - 1) == 0)
 
@@ -117,7 +112,6 @@ class RestartPolicy:
 KILL_WAIT_S = 10.0
 CANNOT_START = 127
 """Status of a life that never began, as in shells."""
-
 KEPT_DEATHS = 1000
 SHOWN_LINES = 5
 """Lines of the log that are shown when a service is given up."""
@@ -313,7 +307,6 @@ LOG_TAIL_BYTES = 1 << 16
 MAX_REASON_CHARS = 500
 FRAME = " |+-"
 """What precedes the lines of an exception group."""
-
 TRACEBACK = "Traceback (most recent call last):"
 LAST_WORDS = "Error: "
 """How a command says why it ends."""

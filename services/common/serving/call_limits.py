@@ -32,7 +32,6 @@ from paceline.services.common.access.token_guard import Continuation
 
 MAX_KEPT = 8192
 """Callers and methods whose calls are counted; beyond it those that have been quiet the longest begin anew."""
-
 NO_LIMIT = 1 << 31
 
 
@@ -52,20 +51,15 @@ class Limit:
 
 USUAL = Limit(per_s=200.0, burst=1000, under_way=256, in_all=1024)
 """One page of the dashboard makes some ten calls a second with the token of its server."""
-
 STEERING = Limit(per_s=5.0, burst=200, under_way=32, in_all=128)
 """Calls that read a spec, or write events."""
-
 STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
 """Streams that a client keeps open."""
-
 OPEN_STREAM = Limit(per_s=20.0, burst=100, under_way=16, in_all=64)
 """Streams that need no token."""
-
 BY_WORKERS = Limit(per_s=2000.0, burst=10_000, under_way=NO_LIMIT, in_all=NO_LIMIT)
 """Calls of workers, whose number is bounded elsewhere: members by the open files, completions by the engine's places. The workers
 of a cluster share a token, and all come at once after the coordinator's restart."""
-
 LIMITS: Mapping[str, Limit] = MappingProxyType(
     {
         "paceline.v1.RunService/Submit": STEERING,

@@ -70,8 +70,6 @@ def needs_token(host: str) -> bool:
 
 
 class JsonListener(HttpListener):
-    """A port with routes."""
-
     def __init__(self, name: str, remedy: str, *, guard: HttpGuard | None = None, **limits: Any) -> None:
         """`name` and `remedy` are for the message about a taken port; `limits`, and `encrypted`, are those of `HttpListener`.
         `guard` checks each request where `needs_token` says so."""
@@ -115,7 +113,6 @@ def event_stream() -> web.StreamResponse:
 
 
 async def send_event(response: web.StreamResponse, event: Json, name: str = "") -> None:
-    """Send one event."""
     head = f"event: {name}\n".encode() if name else b""
     await response.write(head + b"data: " + json.dumps(event, allow_nan=False).encode() + b"\n\n")
 

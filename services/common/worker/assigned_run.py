@@ -39,10 +39,8 @@ class AssignedRun:
         """Callback with whether the worker can work on its run, called whenever that changes."""
 
     def assign(self, assignment: worker_pb2.RunAssignment) -> bool:
-        """Take a directive to work on a run; return whether the run is another one than before.
-
-        A run that is assigned again after a failed set-up is set up again at once.
-        """
+        """Take a directive to work on a run; return whether the run is another one than before. A run that is assigned
+        again after a failed set-up is set up again at once."""
         is_new = self.assignment is None or self.assignment.run_id != assignment.run_id
         if is_new or self.failure is not None:
             self.failure = None
@@ -133,10 +131,8 @@ class BundledSpec:
         self, spec: RunSpec, coordinator: str, bundle: str, *kinds: Kind, allowed: Sequence[Path] = ()
     ):
         """Fetch the files of some kinds that are not in this user's cache; without a bundle there are none. Blocks.
-
-        `allowed` are the folders of `--functions-from`. Raises Unreadable, also for code that they do not have; Unavailable;
-        InvalidInput.
-        """
+        `allowed` are the folders of `--functions-from`. Raises Unreadable, also for code that they do not have;
+        Unavailable; InvalidInput."""
         self.original = self.spec = spec
         self._unpacked = None
         if bundle:

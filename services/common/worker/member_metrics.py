@@ -16,8 +16,8 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from paceline.services.common.access.callers import WorkerCallers
 from paceline.services.common.serving.scrape import metrics_endpoint
-from paceline.services.common.worker.function_sums import COUNT, PREFIX, SUM
 from paceline.services.common.worker.membership import Membership
+from paceline.services.common.worker.score_extras import COUNT, PREFIX, SUM
 from paceline.tracing import set_up_metrics
 
 NAMES = "paceline.member."

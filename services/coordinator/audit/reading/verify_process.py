@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from paceline.errors import PacelineError
-from paceline.services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
+from paceline.services.common.processes.starting import STARTER_VARIABLE, die_with_starter
 from paceline.services.coordinator.audit.verify import verify
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.v1 import records_pb2 as pb

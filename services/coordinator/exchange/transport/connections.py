@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.host.memory import give_freed_memory_back
-from paceline.services.common.serving.advertise import in_brackets
+from paceline.services.common.serving.endpoints import in_brackets
 from paceline.wire import MAX_MESSAGE_BYTES
 
 MAX_BYTES = MAX_MESSAGE_BYTES + (32 << 20)

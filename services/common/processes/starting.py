@@ -20,10 +20,8 @@ STARTER_VARIABLE = "PACELINE_STARTER"
 
 
 def die_with_starter() -> None:
-    """Get SIGTERM when the starting process dies, if that process named itself in the environment.
-
-    Linux only; elsewhere nothing happens, and the starter has to clean up.
-    """
+    """Get SIGTERM when the starting process dies, if that process named itself in the environment. Linux only;
+    elsewhere nothing happens, and the starter has to clean up."""
     starter = os.environ.get(STARTER_VARIABLE)
     if starter:
         die_with_parent(int(starter), signal.SIGTERM)
@@ -49,16 +47,12 @@ def announce(ready_file: Path | None, address: str) -> None:
 
 FILES_PER_MEMBER = 2
 """A control stream and a connection to the exchange. A second port for people may have as many connections as that for members."""
-
 RESERVED_FILES = 160
 """Files for the ledger, its segments, files of runs, libraries, and for clients that watch."""
-
 RESERVED_FOR_CLIENTS = 64
 """Connections to the control plane beyond those of members; part of RESERVED_FILES."""
-
 MAX_MEMBERS = 8192
 """Most members, whatever the limit of open files: each connection takes memory."""
-
 TIGHT = 0.9
 """Share of the possible members from which on a warning is logged."""
 

@@ -24,11 +24,9 @@ WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def advertised_host(host: str, advertise_host: str, coordinator: str) -> str:
-    """Return the host that a worker names to others: `advertise_host` if given, else the host it listens on.
-
-    A worker that listens on every address names the address of its route to `coordinator` ("host:port"); nothing is
-    sent to find it. Raises InvalidInput when there is no route.
-    """
+    """Return the host that a worker names to others: `advertise_host` if given, else the host it listens on. A worker
+    that listens on every address names the address of its route to `coordinator` ("host:port"); nothing is sent to find
+    it. Raises InvalidInput when there is no route."""
     if advertise_host or host not in WILDCARDS:
         return advertise_host or host
     name, _, port = coordinator.rpartition(":")

@@ -45,7 +45,6 @@ class FunctionSums:
         self._sums: dict[str, float] = {}
 
     def add(self, sums: Mapping[str, float]) -> None:
-        """Add sums by name."""
         for name, value in sums.items():
             if name in self._sums or len(self._sums) < MAX_SUMS:
                 self._sums[name] = self._sums.get(name, 0.0) + value
@@ -98,7 +97,6 @@ class LoggedMetrics:
         self._metrics: dict[str, tuple[float, int]] = {}
 
     def add(self, metrics: Mapping[str, tuple[float, int]]) -> None:
-        """Add sums and numbers."""
         for name, (total, count) in metrics.items():
             if name in self._metrics or len(self._metrics) < MAX_NAMES:
                 before = self._metrics.get(name, (0.0, 0))
