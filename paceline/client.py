@@ -15,12 +15,12 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.calls.connection import FIRST_BACKOFF_S, LASTING, MAX_BACKOFF_S, Connection, status_name
@@ -29,6 +29,8 @@ from paceline.models.registered import Models
 from paceline.records import Columns, Records
 
 if TYPE_CHECKING:
+    import grpc
+
     from paceline.bundle.collecting import Bundle
     from paceline.spec import RunSpec
     from paceline.v1.rollout_pb2 import GeneratedCompletion
@@ -41,6 +43,7 @@ OPENING_S = 3600.0
 """Seconds in which a submitted run's data set has to be opened."""
 VERIFY_S = 3600.0
 """Seconds in which all records of a run have to be compared."""
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -372,8 +375,7 @@ class Client(Connection):
         """Return every worker that belongs to the coordinator now."""
         from paceline.v1.worker_pb2 import ListMembersRequest
 
-        call = lambda: self._stub().ListMembers(ListMembersRequest(), timeout=self._timeout_s)  # noqa: E731
-        return list(self._call(call).members)
+        return list(self._unary(self._stub(), "ListMembers", ListMembersRequest()).members)
 
     def drain(self, member_id: str, grace_s: float = 60.0) -> int:
         """Tell a worker to finish or return its work within `grace_s` seconds, and to leave; return the number of groups and
@@ -381,7 +383,7 @@ class Client(Connection):
         from paceline.v1.worker_pb2 import WorkerServiceDrainRequest
 
         request = WorkerServiceDrainRequest(member_id=member_id, grace_s=grace_s)
-        return int(self._call(lambda: self._stub().Drain(request, timeout=self._timeout_s)).held)
+        return int(self._unary(self._stub(), "Drain", request).held)
 
     def generate(
         self,
@@ -408,12 +410,10 @@ class Client(Connection):
             request.params.temperature = temperature
         if max_new_tokens is not None:
             request.params.max_new_tokens = max_new_tokens
-        address = worker or self._address_of("ROLE_ROLLOUT")
-        with self._channel_to(address) as channel:
-            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-            reply = self._call(
-                lambda: stub.Generate(request, timeout=timeout_s), f"rollout worker at {address}"
-            )
+        stub = rollout_pb2_grpc.RolloutServiceStub
+        reply = self._ask_worker(
+            "rollout", worker, lambda channel: stub(channel).Generate(request, timeout=timeout_s)
+        )
         return list(reply.completions)
 
     def score(
@@ -439,22 +439,28 @@ class Client(Connection):
             completions=completions,
             columns_json=json.dumps(columns or {}),
         )
-        address = worker or self._address_of("ROLE_REWARD")
-        with self._channel_to(address) as channel:
-            stub = reward_pb2_grpc.RewardServiceStub(channel)
-            reply = self._call(lambda: stub.Score(request, timeout=timeout_s), f"reward worker at {address}")
+        stub = reward_pb2_grpc.RewardServiceStub
+        reply = self._ask_worker(
+            "reward", worker, lambda channel: stub(channel).Score(request, timeout=timeout_s)
+        )
         return {
             scored.function: [score.value if score.HasField("value") else None for score in scored.scores]
             for scored in reply.scores
         }
 
-    def _address_of(self, role: str) -> str:
+    def _ask_worker(self, kind: str, address: str | None, call: Callable[[grpc.Channel], T]) -> T:
+        """Return the answer of the worker at an address (default: `_address_of`)."""
+        address = address or self._address_of(kind)
+        with self._channel_to(address) as channel:
+            return self._call(lambda: call(channel), f"{kind} worker at {address}")
+
+    def _address_of(self, kind: str) -> str:
         """Return the address of a live worker of the role: the worker with the newest weights."""
         from paceline.v1.common_pb2 import Role
 
-        found = [m for m in self.members() if m.role == Role.Value(role) and m.address]
+        role = Role.Value(f"ROLE_{kind.upper()}")
+        found = [m for m in self.members() if m.role == role and m.address]
         if not found:
-            kind = role.removeprefix("ROLE_").lower()
             raise Unavailable(f"no {kind} worker with an address belongs to {self.address}; start one with "
                               f"`paceline serve {kind} --coordinator {self.address} --port 0`")  # fmt: skip
         newest = max(found, key=lambda m: (m.HasField("version"), m.version.step, -m.silent_s))

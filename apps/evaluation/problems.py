@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.advantages import Rewards, group_totals
 from paceline.apps.evaluation.models import AskedModel, ContinuationScore
 from paceline.data.choices import LETTERS, TEXTS
 from paceline.data.example_rows import preference_of
@@ -21,7 +22,6 @@ from paceline.data.messages import tools_of_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, FloatArray
 from paceline.reward.runner import RewardRunner
-from paceline.rewards import Rewards, group_totals
 from paceline.services.reward.group_inputs import inputs_of_completions
 from paceline.spec import RunSpec
 from paceline.spec.templates import fill

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from paceline.advantages import Rewards
 from paceline.apps.evaluation.problems import Problem, labels_of
 from paceline.apps.evaluation.statistics import Floats, bootstrap_gap, consensus, estimate, pass_at_k
 from paceline.errors import InvalidInput
 from paceline.models.evaluation_results import problem_id
 from paceline.reward.builtin.votes import same_vote, votes_of
-from paceline.rewards import Rewards
 from paceline.spec import RunSpec
 
 Json = dict[str, Any]

@@ -12,8 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.bundle.layout import place_of_folder
-from paceline.bundle.manifest import Manifest
+from paceline.bundle.manifest import Manifest, place_of_folder
 from paceline.spec import RunSpec
 from paceline.spec.code_paths import code_paths, file_of
 

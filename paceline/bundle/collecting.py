@@ -16,7 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from paceline.bundle.imports import imports_of, literal_files, undeclared
-from paceline.bundle.layout import (
+from paceline.bundle.manifest import (
+    BundledFile,
+    Kind,
+    Manifest,
     data_names,
     is_path,
     place_of_data,
@@ -26,7 +29,6 @@ from paceline.bundle.layout import (
     place_of_prepared,
     split_glob,
 )
-from paceline.bundle.manifest import BundledFile, Kind, Manifest
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
 from paceline.spec.code_paths import code_paths, file_of

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.bundle.allowed import refusal_of_bundle
 from paceline.bundle.collecting import Bundle
-from paceline.bundle.layout import localized
-from paceline.bundle.manifest import BundledFile, Kind, Manifest
+from paceline.bundle.manifest import BundledFile, Kind, Manifest, localized
 from paceline.calls.backoff import ExponentialBackoff, from_error
 from paceline.errors import (
     USUAL_S,

@@ -26,7 +26,7 @@ from paceline.errors import (
     PacelineError,
     Unavailable,
 )
-from paceline.tls.diagnosis import why_no_channel
+from paceline.tls.channels import why_no_channel
 from paceline.tls.folder import TlsFolder, tls_folder
 
 if TYPE_CHECKING:

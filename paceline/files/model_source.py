@@ -17,9 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paceline.errors import InvalidInput, PacelineError, SpecError, Unreadable
-from paceline.files.bounded_cache import CacheKind, HeldFolder
+from paceline.files.bounded_cache import CacheKind, HeldFolder, open_copies
 from paceline.files.storage import is_url, open_url
-from paceline.files.url_copies import open_copies
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 ADAPTER_CONFIG = "adapter_config.json"

@@ -42,6 +42,15 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def file_stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file does, or is replaced; None for one that is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
 MAX_FILES = 1000
 Stamp = tuple[tuple[str, int, int], ...]
 

@@ -24,6 +24,7 @@ import grpc
 
 from paceline.calls.token import VARIABLE, is_same, metadata, read_token, token_path
 from paceline.errors import AccessDenied, Conflict, Unavailable
+from paceline.files.whole_file import file_stamp
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.rights import Caller, CallerRole
 from paceline.services.common.access.token_table import (
@@ -144,7 +145,7 @@ class PolledFile(Generic[ContentT]):
         """`read` returns the content, also of a file that is not there; `changed` is called with the contents before and after a
         change. Raises Conflict for a damaged file."""
         self._path, self._read, self._changed = path, read, changed
-        self._stamp, self._content = _stamp(path), read(path)
+        self._stamp, self._content = file_stamp(path), read(path)
         self._checked_s = float("-inf")
 
     @property
@@ -154,7 +155,7 @@ class PolledFile(Generic[ContentT]):
         if now_s - self._checked_s < CHECK_S:
             return self._content
         self._checked_s = now_s
-        stamp = _stamp(self._path)
+        stamp = file_stamp(self._path)
         if stamp != self._stamp:
             try:
                 before, self._content = self._content, self._read(self._path)
@@ -163,14 +164,6 @@ class PolledFile(Generic[ContentT]):
             except Conflict as fault:
                 seldom.warning(self._path.name, "%s; what it said before still counts", fault)
         return self._content
-
-
-def _stamp(path: Path) -> object:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 FRESH_S = 2.0

@@ -96,6 +96,9 @@ class _Requests:
 class _Noted:
     """A call under way that changes something."""
 
+    method: str
+    caller: Caller
+    context: Context
     requests: Any
     has_begun: bool = False
     answer: Any = None
@@ -164,14 +167,15 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
                     async with contextlib.aclosing(responses):
                         async for response in responses:
                             if not noted.has_begun:
-                                self._note_begun(method, caller, noted, context)
+                                noted.has_begun = True
+                                self._note_call(noted, grpc.StatusCode.OK, "begins")
                             yield response
             except asyncio.CancelledError:
                 if stream is None or not stream.refusal:
                     raise
                 stream.task.uncancel()
-                code, first = grpc.StatusCode.UNAUTHENTICATED, _Noted(request)
-                self._note_call(method, caller, first, context, code, stream.refusal)
+                first = _Noted(method, caller, context, request)
+                self._note_call(first, grpc.StatusCode.UNAUTHENTICATED, stream.refusal)
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, stream.refusal)
             finally:
                 if stream is not None:
@@ -239,7 +243,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     def _noted(self, method: str, caller: Caller, requests: Any, context: Context) -> Iterator[_Noted]:
         """Note a call that changes something, with its result. A stream of answers is noted when the first one leaves, and
         again where it ends with an error that is not the peer's going away."""
-        right, noted = self._rights.get(method), _Noted(requests)
+        right, noted = self._rights.get(method), _Noted(method, caller, context, requests)
         if right is None or not right.changes:
             noted.has_begun = True
             yield noted
@@ -258,23 +262,11 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             if not noted.has_begun or code not in ENDS_OF_STREAMS:
                 details = context.details() or ""
                 text = details.decode(errors="replace") if isinstance(details, bytes) else str(details)
-                self._note_call(method, caller, noted, context, code, text)
+                self._note_call(noted, code, text)
 
-    def _note_begun(self, method: str, caller: Caller, noted: _Noted, context: Context) -> None:
-        noted.has_begun = True
-        self._note_call(method, caller, noted, context, grpc.StatusCode.OK, "begins")
-
-    def _note_call(
-        self,
-        method: str,
-        caller: Caller,
-        noted: _Noted,
-        context: Context,
-        code: grpc.StatusCode,
-        details: str,
-    ) -> None:
-        peer, certificate = context.peer(), caller.certificate
-        self._note(Call(method, caller, peer, noted.request, code, details, certificate, noted.answer))
+    def _note_call(self, noted: _Noted, code: grpc.StatusCode, details: str) -> None:
+        caller, peer, request = noted.caller, noted.context.peer(), noted.request
+        self._note(Call(noted.method, caller, peer, request, code, details, caller.certificate, noted.answer))
 
     def _watch(self, caller: Caller) -> _Stream:
         """Note a stream, which ends when its caller does not count any more."""

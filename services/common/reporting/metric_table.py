@@ -299,6 +299,7 @@ PARTS = (
     VERSIONS,
     STATE,
 )
+
 HEAD = """# Metrics
 
 [//]: # (Made by `python -m paceline.services.common.reporting.metric_table`; edit the table in that module.)

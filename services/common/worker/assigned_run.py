@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from paceline.bundle import allowed as allowed_code
-from paceline.bundle.layout import with_original_paths
-from paceline.bundle.manifest import Kind
+from paceline.bundle.manifest import Kind, with_original_paths
 from paceline.calls.bundle_transfer import unpacked_spec
 from paceline.calls.token import open_channel
 from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable

@@ -38,8 +38,7 @@ from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
 from paceline.services.common.serving.endpoints import use_ipv6, watch
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
-from paceline.tls.channels import open_aio_channel
-from paceline.tls.diagnosis import why_no_channel
+from paceline.tls.channels import open_aio_channel, why_no_channel
 from paceline.tls.folder import tls_folder
 from paceline.v1 import exchange_pb2 as pb
 from paceline.v1 import worker_pb2, worker_pb2_grpc

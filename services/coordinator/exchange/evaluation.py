@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from paceline.advantages import Rewards, totals
 from paceline.errors import Unreadable
 from paceline.groups import FloatArray, Group, Version
-from paceline.rewards import Rewards, totals
 from paceline.services.coordinator.exchange.engines import Engine
 from paceline.services.coordinator.exchange.group_sources import sources_of
 from paceline.services.coordinator.exchange.source_rewards import rewards_by_source

@@ -7,10 +7,9 @@ import sqlite3
 
 import numpy as np
 
-from paceline.advantages import has_advantage, turn_rewards
+from paceline.advantages import has_advantage, totals, turn_rewards
 from paceline.errors import ALIKE, LedgerFault, WireError
 from paceline.groups import FloatArray, held_attempt, scores_digest, with_holder
-from paceline.rewards import totals
 from paceline.services.common.worker.score_extras import extra_line, trainer_state, with_trainer_state
 from paceline.services.coordinator.exchange import evaluation, overdue, quarantine
 from paceline.services.coordinator.exchange.batches import damaged_groups

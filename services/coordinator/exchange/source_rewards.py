@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.rewards import Rewards
+from paceline.advantages import Rewards
 
 MAX_SOURCES = 32
 """Sources that are measured by themselves; all further ones are `other`."""

@@ -15,8 +15,7 @@ from pathlib import Path
 from paceline.bundle import allowed as allowed_code
 from paceline.bundle.allowed import refusal_of_bundle
 from paceline.bundle.cache import BundleCache
-from paceline.bundle.layout import REPORT, localized, with_original_paths
-from paceline.bundle.manifest import Kind
+from paceline.bundle.manifest import REPORT, Kind, localized, with_original_paths
 from paceline.errors import DataError, InvalidInput, NotFound, SpecError, Unreadable
 from paceline.services.coordinator.blobs.store import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.bundle.allowed import refusal_of_files
 from paceline.bundle.collecting import collect, collect_again
-from paceline.bundle.layout import localized, with_original_paths
+from paceline.bundle.manifest import localized, with_original_paths
 from paceline.spec import RunSpec
 from paceline.spec.code_paths import code_paths, with_code_paths
 from paceline.spec.reading import parse_spec, spec_from_yaml, spec_to_yaml

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.rewards import totals
+from paceline.advantages import totals
 from paceline.services.coordinator.audit.reading import page_tokens
 from paceline.spec import RunSpec
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.advantages import group_totals
 from paceline.array_frames import Buffer
 from paceline.errors import InvalidInput, NotFound, WireError
-from paceline.rewards import group_totals
 from paceline.services.common.worker.score_extras import EXTRA_NAME, read_extra
 from paceline.services.coordinator.audit.episode_samples import ended_lives, episodes
 from paceline.services.coordinator.audit.reading import page_tokens

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.advantages import has_advantage
+from paceline.advantages import closed_gates, group_totals, has_advantage
 from paceline.groups import FloatArray
-from paceline.rewards import closed_gates, group_totals
 from paceline.services.coordinator.exchange.admission import must_wait
 from paceline.services.coordinator.exchange.group_sources import sources_of
 from paceline.services.coordinator.exchange.source_rewards import rewards_by_source
