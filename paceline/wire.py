@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import safetensors.numpy
@@ -131,7 +131,7 @@ def decode_completions(
 def split_completions(
     arrays: CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Prompt tokens and completions of arrays whose values were checked. Raises WireError when they do not fit together."""
+    """Prompt tokens (of the first row) and completions, or rows, of arrays whose values were checked. Raises WireError when they do not fit together."""
     prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(
@@ -143,48 +143,25 @@ def split_completions(
             f"lengths sum to {sum(sizes)}, but there are {len(token_ids)} tokens and {len(logprobs)} logprobs"
         )
     if row_arrays is not None:
-        return _split_rows(arrays, row_arrays, finish_reasons, texts)
-    completions, start = [], 0
+        row_arrays.check(len(prompt_ids), sizes)
+        if np.any(logprobs[~row_arrays.sampled]):
+            raise WireError("logprobs of tokens that were not sampled have to be 0")
+    completions: list[Completion] = []
+    start = prompt_start = 0
     for index, (size, own) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
-        _check_spans(own, size, f"completion {index}: ")
         part = slice(start, start + size)
-        completions.append(
-            Completion(token_ids[part], logprobs[part], tuple(own), finish_reasons[index], texts[index])
-        )
+        row: dict[str, Any] = {}
         start += size
-    return prompt_ids, tuple(completions)
-
-
-def _split_rows(
-    arrays: CompletionArrays, row_arrays: RowArrays, finish_reasons: Sequence[str], texts: Sequence[str]
-) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Prompt tokens of the first row, and the rows. Raises WireError."""
-    sizes = arrays.lengths.tolist()
-    row_arrays.check(len(arrays.prompt_ids), sizes)
-    if np.any(arrays.logprobs[~row_arrays.sampled]):
-        raise WireError("logprobs of tokens that were not sampled have to be 0")
-    completions, start, prompt_start = [], 0, 0
-    for index, (size, own) in enumerate(
-        zip(sizes, _spans_by_completion(arrays.spans, len(sizes)), strict=True)
-    ):
-        part = slice(start, start + size)
-        prompt_end = prompt_start + int(row_arrays.prompt_lengths[index])
-        sampled_T = row_arrays.sampled[part]
-        check_spans_of_row(index, own, sampled_T)
-        completions.append(
-            Completion(
-                arrays.token_ids[part],
-                arrays.logprobs[part],
-                tuple(own),
-                finish_reasons[index],
-                texts[index],
-                prompt_ids=arrays.prompt_ids[prompt_start:prompt_end],
-                sampled_T=sampled_T,
-            )
-        )
-        start, prompt_start = start + size, prompt_end
-    first = completions[0].prompt_ids
-    assert first is not None
+        if row_arrays is None:
+            _check_spans(own, size, f"completion {index}: ")
+        else:
+            prompt_end = prompt_start + int(row_arrays.prompt_lengths[index])
+            row = {"prompt_ids": prompt_ids[prompt_start:prompt_end], "sampled_T": row_arrays.sampled[part]}
+            prompt_start = prompt_end
+            check_spans_of_row(index, own, row["sampled_T"])
+        reason, text = finish_reasons[index], texts[index]
+        completions.append(Completion(token_ids[part], logprobs[part], tuple(own), reason, text, **row))
+    first = prompt_ids if row_arrays is None else prompt_ids[: int(row_arrays.prompt_lengths[0])]
     return first, tuple(completions)
 
 

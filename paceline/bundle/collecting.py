@@ -219,15 +219,17 @@ def _checked_size(name: str, path: Path) -> int:
     try:
         status = path.stat()
     except OSError as error:
-        raise SpecError(
-            f"{name}: {str(path)!r} cannot be read: {error.strerror}; correct or remove it"
-        ) from None
+        raise _unreadable(name, path, error) from None
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device, pipe or socket"
         raise SpecError(f"{name}: {str(path)!r} is {kind}, not a file; name a file")
     if not os.access(path, os.R_OK):
         raise SpecError(f"{name}: {str(path)!r} cannot be read: Permission denied; chmod u+r it")
     return status.st_size
+
+
+def _unreadable(name: str, path: Path, error: OSError) -> SpecError:
+    return SpecError(f"{name}: {str(path)!r} cannot be read: {error.strerror}; correct or remove it")
 
 
 def _digested(place: str, kind: Kind, name: str, path: Path) -> BundledFile:
@@ -239,9 +241,7 @@ def _digested(place: str, kind: Kind, name: str, path: Path) -> BundledFile:
             if os.fstat(source.fileno()).st_size != size:
                 raise SpecError(f"{name}: {str(path)!r} was changed while it was read; submit again")
     except OSError as error:
-        raise SpecError(
-            f"{name}: {str(path)!r} cannot be read: {error.strerror}; correct or remove it"
-        ) from None
+        raise _unreadable(name, path, error) from None
     return BundledFile(place, kind, size, sha256)
 
 

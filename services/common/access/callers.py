@@ -73,14 +73,9 @@ class TokenCallers:
         found = self.by_digest(digest_of(token)) if token else None
         if found is not None:
             return replace(found, certificate=certificate) if certificate else found
-        if not self._bootstrap() and not self._rows():
-            why = f"this service has no token: its file {self._file} is not there, so it refuses every call"
-        else:
-            why = (
-                f"the call has {'another' if token else 'no'} token; this service requires the token in its file {self._file}, "
-                "or one of `paceline token create`"
-            )
-        raise AccessDenied(f"{why}. Give that file with --token-file or {VARIABLE}")
+        has_own = bool(self._bootstrap() or self._rows())
+        also = ", or one of `paceline token create`"
+        raise AccessDenied(_refusal(self._file, has_own=has_own, is_other=bool(token), also=also))
 
     def by_digest(self, digest: str) -> Caller | None:
         """Return the caller whose token has a digest; None for an unknown one. Raises AccessDenied for a token that is
@@ -193,15 +188,15 @@ class WorkerCallers:
         """Return the caller with a token. Raises AccessDenied, Unavailable."""
         own = read_token(token_path())
         if not own or not token:
-            raise AccessDenied(_refusal(has_own=bool(own)))
+            raise AccessDenied(_refusal(token_path(), has_own=bool(own)))
         digest, is_own = digest_of(token), is_same(token, own)
         if not self._coordinator:
             if is_own:
                 return Caller(BOOTSTRAP, ALL_ROLES, digest)
-            raise AccessDenied(_refusal(has_own=True, is_other=True))
+            raise AccessDenied(_refusal(token_path(), has_own=True, is_other=True))
         answer = await self._answer(digest, own, is_own=is_own)
         if answer.caller is None:
-            raise AccessDenied(answer.refusal or _refusal(has_own=True, is_other=True))
+            raise AccessDenied(answer.refusal or _refusal(token_path(), has_own=True, is_other=True))
         return answer.caller
 
     async def _answer(self, digest: str, own: str, *, is_own: bool) -> _Answer:
@@ -239,10 +234,11 @@ class WorkerCallers:
         return _Answer(caller, answer.refusal, time.monotonic())
 
 
-def _refusal(*, has_own: bool, is_other: bool = False) -> str:
-    file = token_path().resolve()
+def _refusal(path: Path, *, has_own: bool, is_other: bool = False, also: str = "") -> str:
+    file = path.resolve()
     if not has_own:
         why = f"this service has no token: its file {file} is not there, so it refuses every call"
     else:
-        why = f"the call has {'another' if is_other else 'no'} token; this service requires the token in its file {file}"
+        has = "another" if is_other else "no"
+        why = f"the call has {has} token; this service requires the token in its file {file}{also}"
     return f"{why}. Give that file with --token-file or {VARIABLE}"

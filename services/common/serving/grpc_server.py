@@ -240,18 +240,12 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
     except ExceptionGroup as group:
-        fault = _first(group)
+        fault: Exception | None = group.subgroup(PacelineError)
         if fault is None:
             raise
+        while isinstance(fault, ExceptionGroup):
+            fault = fault.exceptions[0]
         raise click.ClickException(str(fault)) from None
-
-
-def _first(group: ExceptionGroup) -> PacelineError | None:
-    for error in group.exceptions:
-        found = _first(error) if isinstance(error, ExceptionGroup) else error
-        if isinstance(found, PacelineError):
-            return found
-    return None
 
 
 async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
