@@ -31,10 +31,10 @@ from paceline.environment.episodes import GroupEpisodes  # noqa: E402
 from paceline.environment.hosting.pool import UserCode  # noqa: E402
 from paceline.environment.protocols import EpisodeLease, SampledTurn, TurnParams, TurnRequest  # noqa: E402
 from paceline.environment.setting import EpisodeSetting  # noqa: E402
-from paceline.episodes import TurnArrays  # noqa: E402
 from paceline.groups import VersionSpan  # noqa: E402
 from paceline.spec import RunSpec  # noqa: E402
 from paceline.v1 import exchange_pb2 as pb  # noqa: E402
+from paceline.wire import TurnArrays  # noqa: E402
 
 SAMPLES = 8
 CODE = """

@@ -133,7 +133,7 @@ def spec_tree(model: str, policy: dict[str, Any], tokens: int, device: str) -> d
 
 def measure(folder: Path, policy: dict[str, Any], tokens: int, device_name: str) -> dict[str, int]:
     """Train in this process; return the predicted and the measured bytes."""
-    from paceline.host.freed_memory import return_large_tensors
+    from paceline.host.memory import return_large_tensors
     from paceline.host.onednn import bound_caches
 
     bound_caches()

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from paceline.environment.counts import EpisodeCounts
 from paceline.environment.protocols import Journal, SampledTurn, SampleJournal
 from paceline.environment.rows import Place, RowTokens, turn_arrays
-from paceline.episodes import TurnArrays
 from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import TurnArrays
 
 
 class FinishedSample(NamedTuple):

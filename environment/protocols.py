@@ -12,11 +12,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from paceline.episodes import TurnArrays
 from paceline.errors import PacelineError
 from paceline.groups import Completion, FloatArray, IntArray, Rows, VersionSpan
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import TurnArrays
 
 
 class LeaseLost(PacelineError):

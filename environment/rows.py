@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.environment.protocols import SampledTurn
-from paceline.episodes import TurnArrays
 from paceline.groups import Completion, IntArray, Turn, VersionSpan
 from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import TurnArrays
 
 TextOf = Callable[[list[int]], str]
 """Decoder of the tokens of a row: `paceline.chat.completion_texts.text_of` with the run's tokenizer."""

@@ -15,35 +15,62 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.calls.connection import FIRST_BACKOFF_S, MAX_BACKOFF_S
-from paceline.calls.rpc_errors import LASTING, status_name
-from paceline.calls.worker_calls import WorkerCalls
+from paceline.calls.connection import FIRST_BACKOFF_S, LASTING, MAX_BACKOFF_S, Connection, status_name
 from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.models.registered import Models
 from paceline.records import Columns, Records
-from paceline.run_states import ENDED_STATES as ENDED_STATES
-from paceline.run_states import RunState as RunState
-from paceline.run_states import state_name as state_name
 
 if TYPE_CHECKING:
+    import grpc
+
     from paceline.bundle.collecting import Bundle
     from paceline.spec import RunSpec
+    from paceline.v1.rollout_pb2 import GeneratedCompletion
     from paceline.v1.run_pb2 import Run, SubmitRequest, SubmitResponse
     from paceline.v1.status_pb2 import StatusResponse
+    from paceline.v1.worker_pb2 import Member
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 OPENING_S = 3600.0
 """Seconds in which a submitted run's data set has to be opened."""
 VERIFY_S = 3600.0
 """Seconds in which all records of a run have to be compared."""
+T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+class RunState(StrEnum):
+    """State of a run; each equals its name as text (`"running"`)."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @classmethod
+    def of(cls, run: Run) -> RunState:
+        """Return the state of a run's message."""
+        from paceline.v1 import run_pb2
+
+        return cls(run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower())
+
+
+ENDED_STATES = (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED)
+
+
+def state_name(run: Run) -> str:
+    """Return a run's state in lower case: queued, running, paused, succeeded, failed or cancelled."""
+    return RunState.of(run).value
 
 
 @dataclass(frozen=True)
@@ -58,7 +85,7 @@ class Event:
     """Details of the event; for a step its metrics by name."""
 
 
-class Client(WorkerCalls):
+class Client(Connection):
     """One coordinator, and through it the workers. Safe to use from several threads."""
 
     def __init__(
@@ -160,9 +187,7 @@ class Client(WorkerCalls):
 
     def get(self, run_id: str) -> Run:
         """Return a run. Raises NotFound."""
-        from paceline.v1.run_pb2 import GetRequest
-
-        return self._call(lambda: self._runs.Get(GetRequest(run_id=run_id), timeout=self._timeout_s)).run
+        return self._run("Get", run_id=run_id)
 
     def runs(self) -> list[Run]:
         """Return all runs of the coordinator, oldest first."""
@@ -179,24 +204,16 @@ class Client(WorkerCalls):
 
     def cancel(self, run_id: str) -> Run:
         """End a run. Raises NotFound, Conflict."""
-        from paceline.v1.run_pb2 import CancelRequest
-
-        request = CancelRequest(run_id=run_id)
-        return self._call(lambda: self._runs.Cancel(request, timeout=self._timeout_s)).run
+        return self._run("Cancel", run_id=run_id)
 
     def pause(self, run_id: str) -> Run:
         """Pause a running run: no further lease and no further batch. Raises NotFound, Conflict."""
-        from paceline.v1.run_pb2 import PauseRequest
-
-        return self._call(lambda: self._runs.Pause(PauseRequest(run_id=run_id), timeout=self._timeout_s)).run
+        return self._run("Pause", run_id=run_id)
 
     def resume(self, run_id: str) -> Run:
         """Continue a paused run; queue a failed one again, with all its open groups. If the files of its functions are on
         this machine, the run goes on with them as they are now. Raises NotFound, Conflict, InvalidInput."""
-        from paceline.v1.run_pb2 import ResumeRequest
-
-        request = ResumeRequest(run_id=run_id, bundle=self._corrected_bundle(self.get(run_id)))
-        return self._call(lambda: self._runs.Resume(request, timeout=self._timeout_s)).run
+        return self._run("Resume", run_id=run_id, bundle=self._corrected_bundle(self.get(run_id)))
 
     def _corrected_bundle(self, run: Run) -> str:
         """Send the files of a run's bundle as they are here now; return the digest, empty for a run that keeps its bundle."""
@@ -232,10 +249,15 @@ class Client(WorkerCalls):
     def drop_groups(self, run_id: str, group_ids: Sequence[int]) -> Run:
         """Remove groups from the next batch of a paused run; the batch is fixed anew without them. Raises NotFound,
         Conflict, InvalidInput."""
-        from paceline.v1.run_pb2 import DropGroupsRequest
+        return self._run("DropGroups", run_id=run_id, group_ids=group_ids)
 
-        request = DropGroupsRequest(run_id=run_id, group_ids=group_ids)
-        return self._call(lambda: self._runs.DropGroups(request, timeout=self._timeout_s)).run
+    def _run(self, method: str, **fields: Any) -> Run:
+        """Call a method of RunService that answers with a run."""
+        from paceline.v1 import run_pb2
+
+        request = getattr(run_pb2, f"{method}Request")(**fields)
+        run: Run = self._unary(self._runs, method, request).run
+        return run
 
     def watch(self, run_id: str, after: int = 0, timeout_s: float | None = None) -> Iterator[Event]:
         """Events of a run after a sequence number, as they happen, until the run has ended, or for `timeout_s` seconds.
@@ -346,3 +368,105 @@ class Client(WorkerCalls):
         from paceline.v1.status_pb2 import StatusRequest
 
         return self._call(lambda: self._status.Status(StatusRequest(), timeout=self._timeout_s))
+
+    # Workers
+
+    def members(self) -> list[Member]:
+        """Return every worker that belongs to the coordinator now."""
+        from paceline.v1.worker_pb2 import ListMembersRequest
+
+        return list(self._unary(self._stub(), "ListMembers", ListMembersRequest()).members)
+
+    def drain(self, member_id: str, grace_s: float = 60.0) -> int:
+        """Tell a worker to finish or return its work within `grace_s` seconds, and to leave; return the number of groups and
+        tasks that it holds. Raises NotFound, Unavailable."""
+        from paceline.v1.worker_pb2 import WorkerServiceDrainRequest
+
+        request = WorkerServiceDrainRequest(member_id=member_id, grace_s=grace_s)
+        return int(self._unary(self._stub(), "Drain", request).held)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        max_new_tokens: int | None = None,
+        seed: int = 0,
+        worker: str | None = None,
+        timeout_s: float = 300.0,
+    ) -> list[GeneratedCompletion]:
+        """Return `n` completions of a prompt under the newest weights. Omitted parameters take the values of the worker's run.
+
+        `worker` is the host:port of a rollout worker; by default the one with the newest weights. Raises Unavailable
+        when there is none, Conflict when it holds no weights yet, InvalidInput.
+        """
+        if n < 1 or (temperature is not None and temperature <= 0):
+            raise InvalidInput(f"n is {n} and temperature {temperature}; both have to be above 0")
+        from paceline.v1 import rollout_pb2, rollout_pb2_grpc
+
+        request = rollout_pb2.GenerateRequest(prompt=prompt, n=n, seed=seed)
+        if temperature is not None:
+            request.params.temperature = temperature
+        if max_new_tokens is not None:
+            request.params.max_new_tokens = max_new_tokens
+        stub = rollout_pb2_grpc.RolloutServiceStub
+        reply = self._ask_worker(
+            "rollout", worker, lambda channel: stub(channel).Generate(request, timeout=timeout_s)
+        )
+        return list(reply.completions)
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        functions: Sequence[str] = (),
+        columns: dict[str, list[Any]] | None = None,
+        *,
+        worker: str | None = None,
+        timeout_s: float = 300.0,
+    ) -> dict[str, list[float | None]]:
+        """Return scores by function, one for each completion, None where the function does not apply.
+
+        `functions` are built-ins or of the current run (default: all of it); `columns` are lists as long as
+        `completions`; `worker` is the host:port of a reward worker. Raises Unavailable when there is none.
+        """
+        from paceline.v1 import reward_pb2, reward_pb2_grpc
+
+        request = reward_pb2.ScoreRequest(
+            functions=functions,
+            prompts=prompts,
+            completions=completions,
+            columns_json=json.dumps(columns or {}),
+        )
+        stub = reward_pb2_grpc.RewardServiceStub
+        reply = self._ask_worker(
+            "reward", worker, lambda channel: stub(channel).Score(request, timeout=timeout_s)
+        )
+        return {
+            scored.function: [score.value if score.HasField("value") else None for score in scored.scores]
+            for scored in reply.scores
+        }
+
+    def _ask_worker(self, kind: str, address: str | None, call: Callable[[grpc.Channel], T]) -> T:
+        """Return the answer of the worker at an address (default: `_address_of`)."""
+        address = address or self._address_of(kind)
+        with self._channel_to(address) as channel:
+            return self._call(lambda: call(channel), f"{kind} worker at {address}")
+
+    def _address_of(self, kind: str) -> str:
+        """Return the address of a live worker of the role: the worker with the newest weights."""
+        from paceline.v1.common_pb2 import Role
+
+        role = Role.Value(f"ROLE_{kind.upper()}")
+        found = [m for m in self.members() if m.role == role and m.address]
+        if not found:
+            raise Unavailable(f"no {kind} worker with an address belongs to {self.address}; start one with "
+                              f"`paceline serve {kind} --coordinator {self.address} --port 0`")  # fmt: skip
+        newest = max(found, key=lambda m: (m.HasField("version"), m.version.step, -m.silent_s))
+        return str(newest.address)
+
+    def _stub(self) -> Any:
+        from paceline.v1.worker_pb2_grpc import WorkerServiceStub
+
+        return WorkerServiceStub(self._channel)

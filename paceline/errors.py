@@ -1,25 +1,10 @@
 """Every error that Paceline raises on purpose.
 
-PacelineError
-├── InvalidInput          the caller's input cannot be accepted; says field, value and remedy
-│   ├── SpecError         a RunSpec
-│   ├── DataError         a data set, with the row where there is one
-│   ├── PromptTooLong     a prompt that leaves no room for a completion
-│   └── Unreadable        a file, folder or hub that cannot be read now
-├── WireError             a message that is truncated, foreign, oversized or of another version
-├── NotFound              no such run, group, checkpoint
-├── Conflict              the state does not allow it (a stale term, a run that ended, a locked ledger)
-├── CheckpointFault       a checkpoint that a session cannot begin from; an older one may do
-├── LedgerFault           the ledger cannot be read or written; the coordinator ends with it
-├── Busy                  as many requests as there is room for are under way; the same one may be taken later
-├── AccessDenied          the token of the call is missing, unknown, revoked or has expired
-├── NotPermitted          the caller is known, and may not make this call
-├── Unavailable           the other side does not answer (now); trying again may help
-│   └── EngineDied        the rollout engine stopped on an error; its worker starts a new one
-└── NonFiniteLoss         a training step met NaN or infinity; names the groups
+Below them: texts of exceptions that foreign code raises, such as a user's function, a chat template, a library that reads files.
 """
 
-from paceline.calls.retry_hint import USUAL_S
+USUAL_S = 1.0
+"""Seconds after which a refused call may come again, where the refusing side knows no better number."""
 
 
 class PacelineError(Exception):
@@ -104,3 +89,31 @@ class NonFiniteLoss(PacelineError):
 
 class EngineDied(Unavailable):
     """The rollout engine stopped with an internal error; its worker has to start a new one."""
+
+
+MAX_CHARS = 500
+ALIKE = "; every attempt would fail alike"
+"""End of the text of a failure that no other attempt at the same group can avoid. The exchange reads it in the errors of
+reward workers, and drops such a group at its first failure."""
+
+
+def error_text(error: BaseException) -> str:
+    """Return an exception in one line: its type and the first line of its text, with a mark where there are more."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = f"{type(error).__name__}: {lines[0]}"[:MAX_CHARS]
+    return f"{text} …" if len(lines) > 1 else text
+
+
+def first_line(error: BaseException) -> str:
+    """Return the error's message without the native stack trace that torch appends."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+def is_about_input(error: BaseException) -> bool:
+    """Return whether an exception may be about the input that was processed: every Exception, and a panic of a library in
+    Rust, which Python does not count among them. A lack of memory is about the machine."""
+    if isinstance(error, MemoryError):
+        return False
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"

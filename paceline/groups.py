@@ -25,17 +25,14 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 SHA256_DIGITS = 64
-
 MAX_HOLDERS = 64
 """Attempts of a group whose holders are on record: the newest ones."""
 
 
 class Version(NamedTuple):
-    """A policy version within a run: the learner session that made it and the step it was made for.
-
-    Step s starts from version s and makes version s + 1. A later session publishes from the highest step on that an
-    earlier one published, so versions are ordered as tuples, and their steps never fall.
-    """
+    """A policy version within a run: the learner session that made it and the step it was made for. Step s starts from
+    version s and makes version s + 1. A later session publishes from the highest step on that an earlier one published,
+    so versions are ordered as tuples, and their steps never fall."""
 
     session: int
     step: int
@@ -158,10 +155,8 @@ class Group:
         return min((c.oldest_step for c in self.completions if len(c.token_ids)), default=-1)
 
     def digest(self, like: str = "") -> str:
-        """XXH3-128 over prompt, tokens, log-probabilities and spans: names this very text in scores and receipts.
-
-        With `like`, a digest on record, it is made by the same algorithm: ledgers before format 5 hold SHA-256.
-        """
+        """XXH3-128 over prompt, tokens, log-probabilities and spans: names this very text in scores and receipts. With
+        `like`, a digest on record, it is made by the same algorithm: ledgers before format 5 hold SHA-256."""
         if len(like) == SHA256_DIGITS:
             return hashlib.sha256(b"".join(self._parts())).hexdigest()
         digest = xxhash.xxh3_128()
@@ -210,10 +205,8 @@ def scores_digest(rewards_CF: FloatArray, references: Iterable[FloatArray] = ())
 
 
 def with_holder(lines: str, attempt: int, member_id: str) -> str:
-    """`lines`, who held each attempt so far, with the holder of `attempt` (the first is 1) at its end.
-
-    An attempt whose holder is not known has an empty line, and so has one that is MAX_HOLDERS attempts ago.
-    """
+    """`lines`, who held each attempt so far, with the holder of `attempt` (the first is 1) at its end. An attempt whose
+    holder is not known has an empty line, and so has one that is MAX_HOLDERS attempts ago."""
     earlier = lines.split("\n")[: attempt - 1] if lines else []
     earlier += [""] * (attempt - 1 - len(earlier))
     forgotten = max(0, attempt - MAX_HOLDERS)

@@ -79,13 +79,9 @@ class Records:
     ) -> Columns:
         """Return metrics by name (`*` stands for any characters), averaged down to `max_points`, as columns: `step` (the first one
         of a point), `time` and a column for each metric. Raises NotFound, InvalidInput."""
-        from paceline.v1.records_pb2 import GetMetricsRequest
-
-        request = GetMetricsRequest(
-            run_id=run_id, names=names, kind=kind, from_step=from_step, to_step=to_step, max_points=max_points
-        )
+        window = {"from_step": from_step, "to_step": to_step, "max_points": max_points}
         columns: Columns = {"step": [], "time": []}
-        for page in self._pages("GetMetrics", request):
+        for page in self._pages("GetMetrics", run_id=run_id, names=names, kind=kind, **window):
             before = len(columns["step"])
             columns["step"] += page.steps
             columns["time"] += map(_known, page.times)
@@ -98,16 +94,12 @@ class Records:
 
     def metric_names(self, run_id: str, kind: str = "step") -> list[str]:
         """Return the names of a run's metrics. Raises NotFound."""
-        from paceline.v1.records_pb2 import GetMetricsRequest
-
-        return list(self._call("GetMetrics", GetMetricsRequest(run_id=run_id, kind=kind)).names)
+        return list(self._ask("GetMetrics", run_id=run_id, kind=kind).names)
 
     def events(self, run_id: str, *, kinds: Sequence[str] = (), after: int = 0) -> Iterator[RecordedEvent]:
         """Yield the events of a run so far, oldest first, of some kinds or all. Raises NotFound."""
-        from paceline.v1.records_pb2 import ListEventsRequest
-
         while True:
-            page = self._call("ListEvents", ListEventsRequest(run_id=run_id, kinds=kinds, after=after))
+            page = self._ask("ListEvents", run_id=run_id, kinds=kinds, after=after)
             for event in page.events:
                 yield RecordedEvent(event.sequence, event.kind, json.loads(event.json), event.at_step)
             after = page.next_after
@@ -172,59 +164,41 @@ class Records:
     def sample_groups(self, run_id: str, **filters: Any) -> Iterator[SampleGroup]:
         """Yield the messages of groups that pass filters, which are fields of ListSamplesRequest. Raises NotFound,
         InvalidInput."""
-        from paceline.v1.records_pb2 import ListSamplesRequest
-
-        for page in self._pages("ListSamples", ListSamplesRequest(run_id=run_id, **filters)):
+        for page in self._pages("ListSamples", run_id=run_id, **filters):
             yield from page.groups
 
     def attempts(self, run_id: str) -> Iterator[tuple[Any, list[float]]]:
         """Yield the prompt of each scored training group, and the total rewards of its completions; not-a-number for a completion
         that no function scored. Dropped groups are included. Raises NotFound."""
-        from paceline.v1.records_pb2 import ListAttemptsRequest
-
-        for page in self._pages("ListAttempts", ListAttemptsRequest(run_id=run_id)):
+        for page in self._pages("ListAttempts", run_id=run_id):
             for attempt in page.attempts:
                 yield json.loads(attempt.prompt_json), list(attempt.rewards)
 
     def group_life(self, run_id: str, group_id: int) -> GetGroupLifeResponse:
         """Return what happened to a group. Raises NotFound."""
-        from paceline.v1.records_pb2 import GetGroupLifeRequest
-
-        response: GetGroupLifeResponse = self._call(
-            "GetGroupLife", GetGroupLifeRequest(run_id=run_id, group_id=group_id)
-        )
+        response: GetGroupLifeResponse = self._ask("GetGroupLife", run_id=run_id, group_id=group_id)
         return response
 
     # Books, batches, checkpoints
 
     def books(self, run_id: str) -> GetBooksResponse:
         """Return the token accounting of a run. Raises NotFound."""
-        from paceline.v1.records_pb2 import GetBooksRequest
-
-        response: GetBooksResponse = self._call("GetBooks", GetBooksRequest(run_id=run_id))
+        response: GetBooksResponse = self._ask("GetBooks", run_id=run_id)
         return response
 
     def verify(self, run_id: str, *, deep: bool = False) -> Verified:
         """Compare all records of a run, on the coordinator's host; may take minutes. Raises NotFound, Busy."""
-        from paceline.v1.records_pb2 import VerifyRunRequest
-
-        response = self._call("VerifyRun", VerifyRunRequest(run_id=run_id, deep=deep))
+        response = self._ask("VerifyRun", run_id=run_id, deep=deep)
         return Verified(list(response.problems), json.loads(response.facts_json))
 
     def batches(self, run_id: str, from_step: int = 0) -> Iterator[RecordedBatch]:
         """Yield the batches of a run by step. Raises NotFound."""
-        from paceline.v1.records_pb2 import ListBatchesRequest
-
-        for page in self._pages("ListBatches", ListBatchesRequest(run_id=run_id, from_step=from_step)):
+        for page in self._pages("ListBatches", run_id=run_id, from_step=from_step):
             yield from page.batches
 
     def newest_trained_step(self, run_id: str) -> int:
         """Return the newest trained step. Raises NotFound without any."""
-        from paceline.v1.records_pb2 import ListBatchesRequest
-
-        for page in self._pages(
-            "ListBatches", ListBatchesRequest(run_id=run_id, newest_first=True, page_size=10)
-        ):
+        for page in self._pages("ListBatches", run_id=run_id, newest_first=True, page_size=10):
             for batch in page.batches:
                 if batch.trained:
                     return int(batch.step)
@@ -232,48 +206,33 @@ class Records:
 
     def checkpoints(self, run_id: str) -> list[RecordedCheckpoint]:
         """Return the checkpoints of a run, oldest first. Raises NotFound."""
-        from paceline.v1.records_pb2 import ListCheckpointsRequest
-
-        return list(self._call("ListCheckpoints", ListCheckpointsRequest(run_id=run_id)).checkpoints)
+        return list(self._ask("ListCheckpoints", run_id=run_id).checkpoints)
 
     # Specs, logs, members
 
     def spec_yaml(self, run_id: str) -> str:
         """Return the resolved spec of a run. Raises NotFound."""
-        from paceline.v1.records_pb2 import GetSpecRequest
-
-        return str(self._call("GetSpec", GetSpecRequest(run_id=run_id)).spec_yaml)
+        return str(self._ask("GetSpec", run_id=run_id).spec_yaml)
 
     def spec(self, run_id: str) -> list[SpecKey]:
         """Return the values of a run's spec, with what differs from the defaults. Raises NotFound."""
-        from paceline.v1.records_pb2 import GetSpecRequest
-
-        return list(self._call("GetSpec", GetSpecRequest(run_id=run_id)).keys)
+        return list(self._ask("GetSpec", run_id=run_id).keys)
 
     def spec_difference(self, run_id: str, other_run_id: str) -> list[SpecDifference]:
         """Return the keys in which the specs of two runs differ. Raises NotFound."""
-        from paceline.v1.records_pb2 import CompareSpecsRequest
-
-        request = CompareSpecsRequest(run_id=run_id, other_run_id=other_run_id)
-        return list(self._call("CompareSpecs", request).differences)
+        return list(self._ask("CompareSpecs", run_id=run_id, other_run_id=other_run_id).differences)
 
     def log_names(self) -> list[str]:
         """Return the names of the services' logs; empty unless `paceline up` runs the coordinator."""
-        from paceline.v1.records_pb2 import ReadLogRequest
-
-        return list(self._call("ReadLog", ReadLogRequest()).names)
+        return list(self._ask("ReadLog").names)
 
     def log_tail(self, name: str, max_bytes: int = 0) -> str:
         """Return the end of a service's log. Raises NotFound."""
-        from paceline.v1.records_pb2 import ReadLogRequest
-
-        return str(self._call("ReadLog", ReadLogRequest(name=name, max_bytes=max_bytes)).text)
+        return str(self._ask("ReadLog", name=name, max_bytes=max_bytes).text)
 
     def gauges(self) -> list[MemberGauges]:
         """Return the current members with the gauges of their newest heartbeats."""
-        from paceline.v1.records_pb2 import ListGaugesRequest
-
-        return list(self._call("ListGauges", ListGaugesRequest()).members)
+        return list(self._ask("ListGauges").members)
 
     def gauge_history(
         self,
@@ -285,12 +244,8 @@ class Records:
     ) -> Columns:
         """Return what pools, or the `members` that are named, did over time, as columns: `time` and `<pool>/<gauge>` or
         `<member>/<gauge>`; None where there is no reading. Raises InvalidInput."""
-        from paceline.v1.records_pb2 import GetGaugeHistoryRequest
-
-        request = GetGaugeHistoryRequest(
-            from_time=from_time, to_time=to_time, max_points=max_points, member_ids=members
-        )
-        answer = self._call("GetGaugeHistory", request)
+        window = {"from_time": from_time, "to_time": to_time, "max_points": max_points}
+        answer = self._ask("GetGaugeHistory", member_ids=members, **window)
         columns: Columns = {"time": list(answer.times)}
         for series in answer.series:
             columns[f"{series.member_id or series.pool}/{series.name}"] = [_known(v) for v in series.values]
@@ -299,12 +254,14 @@ class Records:
     def token_statistics(self, run_id: str, step: int, group_id: int | None = None) -> list[TokenNumbers]:
         """Return the learner's log-probabilities and entropies of the tokens of a few groups of a step (`logger.keep_token_stats`);
         empty where none are kept. Raises NotFound."""
-        from paceline.v1.records_pb2 import GetTokenStatisticsRequest
+        answer = self._ask("GetTokenStatistics", run_id=run_id, step=step, group_id=group_id)
+        return list(answer.completions)
 
-        request = GetTokenStatisticsRequest(run_id=run_id, step=step, group_id=group_id)
-        return list(self._call("GetTokenStatistics", request).completions)
+    def _ask(self, method: str, **fields: Any) -> Any:
+        return self._call(method, _request(method, fields))
 
-    def _pages(self, method: str, request: Any) -> Iterator[Any]:
+    def _pages(self, method: str, **fields: Any) -> Iterator[Any]:
+        request = _request(method, fields)
         while True:
             page = self._call(method, request)
             yield page
@@ -326,6 +283,12 @@ def missing_samples(records: Records, run_id: str, step: int) -> NotFound:
             f"the samples of step {step} cannot be read; `paceline ledger verify {run_id}` says why"
         )
     return NotFound(f"the samples of step {step} were not kept: the run has logger.keep_samples false")
+
+
+def _request(method: str, fields: dict[str, Any]) -> Any:
+    from paceline.v1 import records_pb2
+
+    return getattr(records_pb2, f"{method}Request")(**fields)
 
 
 def _number(value: Any) -> Any:

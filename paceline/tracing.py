@@ -24,12 +24,10 @@ ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 def group_traceparent(run_id: str, group_id: int) -> str:
-    """The trace context of a group."""
     return _traceparent(f"{run_id}/group/{group_id}")
 
 
 def step_traceparent(run_id: str, step: int) -> str:
-    """The trace context of a step."""
     return _traceparent(f"{run_id}/step/{step}")
 
 

@@ -3,30 +3,41 @@ nothing else.
 
 Tensors travel as safetensors, so no byte that a peer sends is ever executed. Bytes that cannot be read raise a
 WireError with the fault; a service answers it and goes on.
+
+An episode is a sample of several turns (`exchange.proto`, EpisodeTurn). A turn appends to one row: first tokens that
+the model reads (the row's prompt, or what the environment answered), then those that it sampled. The rows of a sample are
+what its turns built, in order.
+
+Suffixes: K tokens that the model only read, T sampled tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import safetensors.numpy
 from google.protobuf.message import DecodeError, Message
 
-from paceline.array_frames import Buffer, concatenated, load_arrays, named_array
+from paceline.array_frames import (
+    Buffer,
+    RowArrays,
+    check_spans_of_row,
+    concatenated,
+    encode_rows,
+    load_arrays,
+    named_array,
+)
 from paceline.errors import WireError
 from paceline.groups import BoolArray, Completion, FloatArray, Group, IntArray, Rows, VersionSpan
-from paceline.row_arrays import RowArrays, check_spans_of_row, encode_rows
 from paceline.v1 import exchange_pb2 as pb
 
 PROTOCOL = 4
 """Version of the exchange's messages and of the worker stream."""
-
 MAX_MESSAGE_BYTES = 256 << 20
 """Largest frame that a socket takes; ZeroMQ closes the connection of a sender that exceeds it."""
-
 MAX_VERSION = 2**31 - 1
 """Largest session and step of a version: the learner keeps them in 32 bits."""
 
@@ -120,7 +131,7 @@ def decode_completions(
 def split_completions(
     arrays: CompletionArrays, finish_reasons: Sequence[str], texts: Sequence[str]
 ) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Prompt tokens and completions of arrays whose values were checked. Raises WireError when they do not fit together."""
+    """Prompt tokens (of the first row) and completions, or rows, of arrays whose values were checked. Raises WireError when they do not fit together."""
     prompt_ids, token_ids, lengths, logprobs, spans, row_arrays, _ = arrays
     if not len(lengths) == len(finish_reasons) == len(texts):
         raise WireError(
@@ -132,48 +143,25 @@ def split_completions(
             f"lengths sum to {sum(sizes)}, but there are {len(token_ids)} tokens and {len(logprobs)} logprobs"
         )
     if row_arrays is not None:
-        return _split_rows(arrays, row_arrays, finish_reasons, texts)
-    completions, start = [], 0
+        row_arrays.check(len(prompt_ids), sizes)
+        if np.any(logprobs[~row_arrays.sampled]):
+            raise WireError("logprobs of tokens that were not sampled have to be 0")
+    completions: list[Completion] = []
+    start = prompt_start = 0
     for index, (size, own) in enumerate(zip(sizes, _spans_by_completion(spans, len(sizes)), strict=True)):
-        _check_spans(index, own, size)
         part = slice(start, start + size)
-        completions.append(
-            Completion(token_ids[part], logprobs[part], tuple(own), finish_reasons[index], texts[index])
-        )
+        row: dict[str, Any] = {}
         start += size
-    return prompt_ids, tuple(completions)
-
-
-def _split_rows(
-    arrays: CompletionArrays, row_arrays: RowArrays, finish_reasons: Sequence[str], texts: Sequence[str]
-) -> tuple[IntArray, tuple[Completion, ...]]:
-    """Prompt tokens of the first row, and the rows. Raises WireError."""
-    sizes = arrays.lengths.tolist()
-    row_arrays.check(len(arrays.prompt_ids), sizes)
-    if np.any(arrays.logprobs[~row_arrays.sampled]):
-        raise WireError("logprobs of tokens that were not sampled have to be 0")
-    completions, start, prompt_start = [], 0, 0
-    for index, (size, own) in enumerate(
-        zip(sizes, _spans_by_completion(arrays.spans, len(sizes)), strict=True)
-    ):
-        part = slice(start, start + size)
-        prompt_end = prompt_start + int(row_arrays.prompt_lengths[index])
-        sampled_T = row_arrays.sampled[part]
-        check_spans_of_row(index, own, sampled_T)
-        completions.append(
-            Completion(
-                arrays.token_ids[part],
-                arrays.logprobs[part],
-                tuple(own),
-                finish_reasons[index],
-                texts[index],
-                prompt_ids=arrays.prompt_ids[prompt_start:prompt_end],
-                sampled_T=sampled_T,
-            )
-        )
-        start, prompt_start = start + size, prompt_end
-    first = completions[0].prompt_ids
-    assert first is not None
+        if row_arrays is None:
+            _check_spans(own, size, f"completion {index}: ")
+        else:
+            prompt_end = prompt_start + int(row_arrays.prompt_lengths[index])
+            row = {"prompt_ids": prompt_ids[prompt_start:prompt_end], "sampled_T": row_arrays.sampled[part]}
+            prompt_start = prompt_end
+            check_spans_of_row(index, own, row["sampled_T"])
+        reason, text = finish_reasons[index], texts[index]
+        completions.append(Completion(token_ids[part], logprobs[part], tuple(own), reason, text, **row))
+    first = prompt_ids if row_arrays is None else prompt_ids[: int(row_arrays.prompt_lengths[0])]
     return first, tuple(completions)
 
 
@@ -203,9 +191,8 @@ def decode_rewards(rewards: Sequence[float], num_completions: int) -> FloatArray
     if num_completions == 0 or len(rewards) % num_completions:
         raise WireError(f"{len(rewards)} rewards cannot be split over {num_completions} completions")
     rewards_CF = np.array(rewards, np.float32).reshape(num_completions, -1)
-    rewards_CF[np.isnan(rewards_CF)] = (
-        np.nan
-    )  # a single bit pattern for NaN, so that equal rewards have equal digests
+    # A single bit pattern for NaN, so that equal rewards have equal digests.
+    rewards_CF[np.isnan(rewards_CF)] = np.nan
     return rewards_CF
 
 
@@ -250,11 +237,65 @@ def _spans_by_completion(spans: np.ndarray, count: int) -> list[list[VersionSpan
     return by_completion
 
 
-def _check_spans(index: int, spans: list[VersionSpan], length: int) -> None:
+def _check_spans(spans: Sequence[VersionSpan], length: int, what: str = "") -> None:
     position = 0
     for span in spans:
         if span.start != position or span.end <= span.start:
-            raise WireError(f"completion {index}: span {tuple(span)} does not follow token {position}")
+            raise WireError(f"{what}span {tuple(span)} does not follow token {position}")
         position = span.end
     if position != length:
-        raise WireError(f"completion {index}: version spans end at {position}, the tokens at {length}")
+        raise WireError(f"{what}version spans end at {position}, the tokens at {length}")
+
+
+MAX_ROW = 1 << 16
+"""Most rows of a sample."""
+MAX_NOTE_BYTES = 16 << 20
+"""Largest serialized TurnNote: messages, text and the environment's saved state."""
+
+
+class TurnArrays(NamedTuple):
+    row: int
+    """Row that the turn extends; one more than the rows so far begins a new one."""
+    context_ids: IntArray
+    """[K] tokens that the model reads before it samples: of a new row its prompt."""
+    token_ids: IntArray
+    """[T] sampled tokens, at least one."""
+    logprobs: FloatArray
+    """[T] behaviour log-probabilities, in nats."""
+    spans: tuple[VersionSpan, ...]
+    """Cover [0, T) without gaps."""
+
+    def encode(self) -> bytes:
+        """Return the payload frame."""
+        return safetensors.numpy.save(
+            {
+                "row": np.array([self.row], np.int32),
+                "context_ids": np.ascontiguousarray(self.context_ids, np.int32),
+                "token_ids": np.ascontiguousarray(self.token_ids, np.int32),
+                "logprobs": np.ascontiguousarray(self.logprobs, np.float32),
+                "spans": np.array(self.spans, np.int64).reshape(-1, 4),
+            }
+        )
+
+    @classmethod
+    def decode(cls, payload: Buffer) -> TurnArrays:
+        """Return the turn of a payload frame. Raises WireError when its arrays do not fit together; values of ids and
+        log-probabilities are not checked."""
+        arrays = load_arrays(payload)
+        row = named_array(arrays, "row", "i4", 1)
+        if len(row) != 1 or not 0 <= row[0] <= MAX_ROW:
+            raise WireError(f"row is {row[:4].tolist()}, has to be one number from 0 to {MAX_ROW}")
+        token_ids = named_array(arrays, "token_ids", "i4", 1)
+        logprobs = named_array(arrays, "logprobs", "f4", 1)
+        if len(token_ids) == 0 or len(token_ids) != len(logprobs):
+            raise WireError(
+                f"a turn of {len(token_ids)} tokens with {len(logprobs)} logprobs; it has one of each at least"
+            )
+        table = named_array(arrays, "spans", "i8", 2)
+        if table.shape[1] != 4 or (table.size and (table.min() < 0 or table.max() > MAX_VERSION)):
+            raise WireError(
+                f"spans of shape {table.shape} have to be rows (session, step, start, end) from 0 to {MAX_VERSION}"
+            )
+        spans = tuple(VersionSpan(*span) for span in table.tolist())
+        _check_spans(spans, len(token_ids))
+        return cls(int(row[0]), named_array(arrays, "context_ids", "i4", 1), token_ids, logprobs, spans)

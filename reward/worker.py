@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.error_texts import ALIKE
-from paceline.errors import InvalidInput, Unreadable
+from paceline.errors import ALIKE, InvalidInput, Unreadable
 from paceline.reward.calling import InvalidRewards, call_function, fails_always, form_hint
 from paceline.reward.loading import RewardFunction, load_function
 from paceline.reward.trainer_view import CallView

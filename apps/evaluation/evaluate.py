@@ -21,7 +21,7 @@ from paceline.errors import PacelineError
 from paceline.services.cli.chat import spec_of_model, with_generation
 from paceline.services.cli.render import FOLDER
 from paceline.services.common.options import device_option, directory_option, json_option, print_json
-from paceline.services.common.processes.quiet_libraries import quiet_libraries
+from paceline.services.common.processes.starting import quiet_libraries
 from paceline.spec import RunSpec
 from paceline.spec.sections.data import DataSource
 

@@ -17,7 +17,7 @@ from paceline.services.cli.chat import changed, spec_of_model, with_generation
 from paceline.services.cli.render import FOLDER, PATH
 from paceline.services.common.access.insecure import check_host, insecure_option
 from paceline.services.common.options import device_option, directory_option
-from paceline.services.common.processes.quiet_libraries import quiet_libraries
+from paceline.services.common.processes.starting import quiet_libraries
 
 if TYPE_CHECKING:
     from paceline.apps.model_server.trace_log import TraceLog
@@ -90,7 +90,7 @@ def main(
     signature are checked first, with --public-key; so is a folder that `paceline models fetch` has written, where there is a key.
     """
     from paceline.apps.model_server.serving import endpoint_of, model_label, opened_model
-    from paceline.services.common.processes.ready_file import announce
+    from paceline.services.common.processes.starting import announce
     from paceline.services.common.serving.grpc_server import run_service
 
     quiet_libraries()

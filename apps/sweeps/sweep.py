@@ -27,7 +27,7 @@ from paceline.services.cli.render import PATH
 from paceline.services.cli.running.watching import advice, in_front_of
 from paceline.services.common.access.insecure import check_coordinator, insecure_option
 from paceline.services.common.options import directory_option, json_option, print_json, token_file_option
-from paceline.services.common.reporting.visible_text import visible
+from paceline.services.common.reporting.terminal import visible
 from paceline.services.local.folder_lock import FolderLock
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec

@@ -23,11 +23,11 @@ from typing import Any
 from paceline.environment.hosting.classes import ClassFacts
 from paceline.environment.hosting.faults import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
 from paceline.errors import Conflict, InvalidInput, Unavailable, Unreadable
-from paceline.host.cores import usable_cores
+from paceline.host.memory import usable_cores
 from paceline.spec.code_paths import file_of
 from paceline.spec.sections.environment import EnvironmentSection
 from paceline.user_code.ends import ProcessDied, ProcessTimeout, starved_seconds, usage
-from paceline.user_code.shared_process import SharedProcess
+from paceline.user_code.process import SharedProcess
 from paceline.user_code.surroundings import Surroundings
 
 START_TIMEOUT_S = 300.0

@@ -18,8 +18,7 @@ from paceline.chat.messages import Json
 from paceline.environment.protocols import SampledTurn
 from paceline.environment.rendering.protocol import Call, Conversation, Parsed
 from paceline.environment.rendering.texts import read_turn
-from paceline.error_texts import error_text, is_about_input
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, error_text, is_about_input
 from paceline.groups import IntArray
 
 MISSING = (

@@ -16,9 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.advantages import TRL_STD_EPSILON, group_advantages
+from paceline.advantages import TRL_STD_EPSILON, Float64Array, group_advantages, totals
 from paceline.learner.collectives import max_over_ranks, sum_over_ranks
-from paceline.rewards import Float64Array, totals
 from paceline.spec import RunSpec
 
 TOKEN_WHITENED = ("reinforce_pp", "reinforce_pp_baseline")

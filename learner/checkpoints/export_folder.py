@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.errors import Conflict, PacelineError
+from paceline.files.bounded_cache import spool_folder
 from paceline.files.names import EXPORT_MANIFEST
-from paceline.files.spool import spool_folder
 from paceline.files.storage import Folder, unavailable
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import Unavailable
+from paceline.files.bounded_cache import spool_folder
 from paceline.files.names import CHECKPOINT_MANIFEST
-from paceline.files.spool import spool_folder
 from paceline.files.storage import Folder
 from paceline.learner.checkpoints.checkpoint import Checkpoint
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.error_texts import first_line
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, first_line
 from paceline.spec import LoraSection
 from paceline.weights.format.lora_names import FINGERPRINT, fingerprint, merged, wire_names
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.advantages import Episode, turn_advantages
+from paceline.advantages import Episode, Float64Array, IndexArray, group_totals, totals, turn_advantages
 from paceline.errors import InvalidInput
 from paceline.learner.advantages.gae import gae
 from paceline.learner.advantages.whole_batch import (
@@ -41,7 +41,6 @@ from paceline.learner.objectives.policy import kl_to_reference
 from paceline.learner.step.critic import Critic
 from paceline.learner.step.frozen import given
 from paceline.learner.step.update import MicroBatch, States, Update
-from paceline.rewards import Float64Array, IndexArray, group_totals, totals
 from paceline.spec import RunSpec
 
 

@@ -1,4 +1,10 @@
-"""Bundles for an operator who allows the code of some folders only: a bundle's code has to be the code that lies there."""
+"""Folders from which a run's code may be loaded: a user's file is code that runs in reward or environment workers. Of a bundle, the code
+has to be the code that lies there.
+
+A spec that was read from a file records its folder, and may name functions from there or below. The operator of a
+service can allow other folders with `--functions-from`, and then only those, because a spec's record of its folder is
+the submitter's statement.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,15 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.bundle.layout import place_of_folder
-from paceline.bundle.manifest import Manifest
+from paceline.bundle.manifest import Manifest, place_of_folder
 from paceline.spec import RunSpec
 from paceline.spec.code_paths import code_paths, file_of
 
 
 def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]) -> str:
-    """Return the reason why the code of a bundle may not be used, as a sentence; empty when it may.
-
-    `allowed` are the folders of `--functions-from`; without any, the code of every bundle may be used. With them each file
-    of code has to be the same as the submitter's path has on this machine, below one of the folders.
-    """
+    """Return the reason why the code of a bundle may not be used, as a sentence; empty when it may. `allowed` are the
+    folders of `--functions-from`; without any, the code of every bundle may be used. With them each file of code has to
+    be the same as the submitter's path has on this machine, below one of the folders."""
     if not allowed:
         return ""
     folders = [folder.expanduser().resolve() for folder in allowed]
@@ -49,3 +52,22 @@ def _origins(spec: RunSpec) -> dict[str, Path]:
         place_of_folder(spec.folder, str(file.parent)): file.parent for file in files if file.is_absolute()
     }
     return origins | ({"folder": Path(spec.folder)} if spec.folder else {})
+
+
+def refusal_of_files(spec: RunSpec, allowed: Sequence[Path] = ()) -> str:
+    """Return the reason why a file of code may not be used, as a sentence; empty when it may. Links are followed first.
+    `allowed` are the folders of `--functions-from`. Without any, a spec that records no folder, because a program made
+    it, may name any file."""
+    folders = list(allowed) or ([Path(spec.folder)] if spec.folder else [])
+    if not folders:
+        return ""
+    for name, code in code_paths(spec).items():
+        file = Path(file_of(code)).expanduser().resolve()
+        if not any(file.is_relative_to(folder.expanduser().resolve()) for folder in folders):
+            named = " or ".join(str(folder) for folder in folders)
+            remedy = "move the file there" if allowed else "move it there"
+            return (
+                f"{name}: {file} is not below {named}; {remedy}, or allow its folder with "
+                f"--functions-from {file.parent}"
+            )
+    return ""

@@ -32,10 +32,8 @@ class BundleCache:
         return cls(KIND.of_user("bundles"))
 
     def open(self, manifest: Manifest, fetch: Fetch) -> HeldFolder:
-        """Return the files of `manifest` in a folder; `fetch` yields the content of those that are not there.
-
-        Raises as `BoundedCache.open`; Unreadable also for a file that does not have its digest; errors of `fetch`.
-        """
+        """Return the files of `manifest` in a folder; `fetch` yields the content of those that are not there. Raises as
+        `BoundedCache.open`; Unreadable also for a file that does not have its digest; errors of `fetch`."""
 
         key = storage_key()
 

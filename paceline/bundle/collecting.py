@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from paceline.bundle.imports import imports_of, literal_files
-from paceline.bundle.layout import (
+from paceline.bundle.imports import imports_of, literal_files, undeclared
+from paceline.bundle.manifest import (
+    BundledFile,
+    Kind,
+    Manifest,
     data_names,
     is_path,
     place_of_data,
@@ -26,8 +29,6 @@ from paceline.bundle.layout import (
     place_of_prepared,
     split_glob,
 )
-from paceline.bundle.manifest import BundledFile, Kind, Manifest
-from paceline.bundle.requirements import undeclared
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
 from paceline.spec.code_paths import code_paths, file_of
@@ -80,12 +81,10 @@ class _Found:
 def collect(
     spec: RunSpec, data_of: Manifest | None = None, prepared: Mapping[str, Sequence[Path]] = NONE_PREPARED
 ) -> Bundle:
-    """Return the bundle of a spec, empty when all that it names is elsewhere. With `data_of` the data files are those of that
-    bundle, and only the others are read. `prepared` are files in place of the data sets of a field.
-
-    Raises SpecError, naming the field and the file: a link that leaves its folder, a device, a file that cannot be read or
-    is changed meanwhile, more than bundle.max_mb.
-    """
+    """Return the bundle of a spec, empty when all that it names is elsewhere. With `data_of` the data files are those
+    of that bundle, and only the others are read. `prepared` are files in place of the data sets of a field. Raises
+    SpecError, naming the field and the file: a link that leaves its folder, a device, a file that cannot be read or is
+    changed meanwhile, more than bundle.max_mb."""
     found = _Found(spec)
     kept = data_of.subset("data").files if data_of is not None else ()
     warnings = _add_code(found)
@@ -220,15 +219,17 @@ def _checked_size(name: str, path: Path) -> int:
     try:
         status = path.stat()
     except OSError as error:
-        raise SpecError(
-            f"{name}: {str(path)!r} cannot be read: {error.strerror}; correct or remove it"
-        ) from None
+        raise _unreadable(name, path, error) from None
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device, pipe or socket"
         raise SpecError(f"{name}: {str(path)!r} is {kind}, not a file; name a file")
     if not os.access(path, os.R_OK):
         raise SpecError(f"{name}: {str(path)!r} cannot be read: Permission denied; chmod u+r it")
     return status.st_size
+
+
+def _unreadable(name: str, path: Path, error: OSError) -> SpecError:
+    return SpecError(f"{name}: {str(path)!r} cannot be read: {error.strerror}; correct or remove it")
 
 
 def _digested(place: str, kind: Kind, name: str, path: Path) -> BundledFile:
@@ -240,9 +241,7 @@ def _digested(place: str, kind: Kind, name: str, path: Path) -> BundledFile:
             if os.fstat(source.fileno()).st_size != size:
                 raise SpecError(f"{name}: {str(path)!r} was changed while it was read; submit again")
     except OSError as error:
-        raise SpecError(
-            f"{name}: {str(path)!r} cannot be read: {error.strerror}; correct or remove it"
-        ) from None
+        raise _unreadable(name, path, error) from None
     return BundledFile(place, kind, size, sha256)
 
 

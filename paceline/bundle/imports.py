@@ -1,4 +1,5 @@
-"""The modules that a Python file imports, found without running it: those beside it, transitively, and all others by name.
+"""The modules that a Python file imports, found without running it: those beside it, transitively, and all others by name; and which of
+them are neither in the standard library nor dependencies of Paceline.
 
 A package is taken whole, because its modules may import each other by names that no parser sees. Names are resolved as the
 loader of reward functions does it: from the folder of the file that the spec names.
@@ -7,10 +8,15 @@ loader of reward functions does it: from the folder of the file that the spec na
 from __future__ import annotations
 
 import ast
+import importlib.metadata
+import importlib.util
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from paceline.errors import Unreadable
 
 MAX_SOURCE_BYTES = 4 << 20
 """Largest file that is parsed; a larger one is taken without what it imports."""
@@ -18,8 +24,6 @@ MAX_SOURCE_BYTES = 4 << 20
 
 @dataclass
 class Imports:
-    """The imports of one file."""
-
     files: set[Path] = field(default_factory=set)
     """The file and everything beside it that it needs."""
     others: dict[str, Path] = field(default_factory=dict)
@@ -126,3 +130,57 @@ def _beside(root: Path, name: str) -> set[Path]:
 
 def _is_source(path: Path, root: Path) -> bool:
     return not any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(root).parts)
+
+
+DISTRIBUTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def check_requirements(requirements: Sequence[str]) -> None:
+    """Raises Unreadable with the names of modules that cannot be imported in this process' environment. No module is
+    imported but the packages that hold a dotted one."""
+    missing = [name for name in requirements if not _is_there(name)]
+    if missing:
+        raise Unreadable(
+            f"bundle.requirements names {', '.join(map(repr, missing))}, which this worker does not have; install it where the "
+            "worker runs, or remove it from the spec"
+        )
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def undeclared(imported: Iterable[str], requirements: Sequence[str]) -> list[str]:
+    """Return those of the imported top-level modules that are no dependency of Paceline and that `requirements` lacks."""
+    declared = {name.partition(".")[0] for name in requirements}
+    left = sorted(name for name in set(imported) - declared)
+    own = _own_modules() if left else set()
+    return [name for name in left if name not in own]
+
+
+def _own_modules() -> set[str]:
+    """Return the top-level modules of Paceline and of everything that it depends on."""
+    seen: set[str] = set()
+    waiting = ["paceline"]
+    while waiting:
+        name = _normal(waiting.pop())
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            required = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for requirement in required:
+            found = DISTRIBUTION.match(requirement)
+            if found is not None and "extra ==" not in requirement:
+                waiting.append(found.group())
+    modules = importlib.metadata.packages_distributions()
+    return {module for module, names in modules.items() if any(_normal(name) in seen for name in names)}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

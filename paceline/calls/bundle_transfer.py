@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.bundle.allowed import refusal_of_bundle
 from paceline.bundle.collecting import Bundle
-from paceline.bundle.layout import localized
-from paceline.bundle.manifest import BundledFile, Kind, Manifest
-from paceline.calls.backoff import ExponentialBackoff
-from paceline.calls.retry_hint import USUAL_S, from_error
-from paceline.errors import Busy, InvalidInput, NotFound, PacelineError, SpecError, Unavailable, Unreadable
+from paceline.bundle.manifest import BundledFile, Kind, Manifest, localized
+from paceline.calls.backoff import ExponentialBackoff, from_error
+from paceline.errors import (
+    USUAL_S,
+    Busy,
+    InvalidInput,
+    NotFound,
+    PacelineError,
+    SpecError,
+    Unavailable,
+    Unreadable,
+)
 from paceline.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -38,11 +45,9 @@ PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "FAILED_PRECONDITION
 
 
 def send(channel: grpc.Channel, bundle: Bundle, wait_s: float = 0.0, patience_s: float = PATIENCE_S) -> None:
-    """Send the files that the coordinator lacks, then the manifest.
-
-    Raises SpecError when a file was changed meanwhile; InvalidInput, with the coordinator's reason, when it refuses one;
-    Busy when it has no room for it; Unavailable when the coordinator does not answer for `wait_s`, or later for `patience_s`.
-    """
+    """Send the files that the coordinator lacks, then the manifest. Raises SpecError when a file was changed meanwhile;
+    InvalidInput, with the coordinator's reason, when it refuses one; Busy when it has no room for it; Unavailable when
+    the coordinator does not answer for `wait_s`, or later for `patience_s`."""
     import grpc
 
     backoff, progress, progress_s = ExponentialBackoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0, time.monotonic()
@@ -162,12 +167,9 @@ def fetch_manifest(channel: grpc.Channel, digest: str) -> Manifest:
 def unpacked_spec(
     channel: grpc.Channel, spec: RunSpec, digest: str, *kinds: Kind, allowed: Sequence[Path] = ()
 ) -> tuple[RunSpec, HeldFolder]:
-    """Return the spec with the paths of the bundle's files of some kinds in this user's cache, and the folder, which has to be
-    closed when they are no longer needed. `allowed` are the folders of `--functions-from`.
-
-    Raises Unreadable: a file that is damaged or gone, code that is not allowed; Unavailable; InvalidInput for a manifest that
-    is none.
-    """
+    """Return the spec with the paths of the bundle's files of some kinds in this user's cache, and the folder, which
+    has to be closed when they are no longer needed. `allowed` are the folders of `--functions-from`. Raises Unreadable:
+    a file that is damaged or gone, code that is not allowed; Unavailable; InvalidInput for a manifest that is none."""
     from paceline.bundle.cache import BundleCache
 
     def content(file: BundledFile) -> Iterator[bytes]:

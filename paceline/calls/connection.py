@@ -1,25 +1,110 @@
-"""A connection to one coordinator: its channel, and calls with a deadline that are repeated while it is away.
+"""A connection to one coordinator: its address, its channel, and calls with a deadline that are repeated while it is away.
 
 A fault is one of paceline.errors with a message for the caller, never a bare gRPC error.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from paceline.calls.address import checked_address
-from paceline.calls.backoff import ExponentialBackoff
-from paceline.calls.rpc_errors import translated
+from paceline.calls.backoff import ExponentialBackoff, from_error
 from paceline.calls.token import open_channel
-from paceline.errors import Busy, PacelineError, Unavailable
-from paceline.tls.folder import tls_folder
+from paceline.errors import (
+    USUAL_S,
+    AccessDenied,
+    Busy,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    PacelineError,
+    Unavailable,
+)
+from paceline.tls.channels import why_no_channel
+from paceline.tls.folder import TlsFolder, tls_folder
 
 if TYPE_CHECKING:
     import grpc
+
+FORM = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
+
+
+def checked_address(text: str, what: str = "--coordinator") -> str:
+    """The address as it came. Raises InvalidInput unless it is HOST:PORT (an IPv6 host in brackets)."""
+    found = FORM.fullmatch(text)
+    if not found or not 0 < int(found[2]) < 65536:
+        raise InvalidInput(
+            f"{what} {text!r} is malformed: it has to be HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070"
+        )
+    return text
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+ERRORS = {
+    "INVALID_ARGUMENT": InvalidInput,
+    "NOT_FOUND": NotFound,
+    "FAILED_PRECONDITION": Conflict,
+    "RESOURCE_EXHAUSTED": Busy,
+    "UNAUTHENTICATED": AccessDenied,
+    "PERMISSION_DENIED": NotPermitted,
+    "UNAVAILABLE": Unavailable,
+    "DEADLINE_EXCEEDED": Unavailable,
+    "CANCELLED": Unavailable,
+}
+"""Errors by status name; every other status is a PacelineError."""
+LASTING = (
+    "NOT_FOUND",
+    "INVALID_ARGUMENT",
+    "UNIMPLEMENTED",
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+)
+"""Statuses that a repeated call does not change."""
+
+
+def status_name(error: grpc.RpcError) -> str:
+    """Return the name of a gRPC error's status, such as UNAVAILABLE."""
+    code = getattr(error, "code", lambda: None)()
+    return str(code.name) if code is not None else "UNKNOWN"
+
+
+def translated(
+    error: grpc.RpcError, coordinator: str, other: str | None = None, folder: TlsFolder | None = None
+) -> PacelineError:
+    """Return the error that a caller should see in place of a gRPC one. `coordinator` is its address; `other` names a worker that
+    was called in its place, `folder` the caller's certificates."""
+    name = status_name(error)
+    details = str(getattr(error, "details", lambda: error)() or error)
+    if name == "UNAVAILABLE" and other is None and (fault := why_no_channel(coordinator, folder)):
+        return Unavailable(fault)
+    if name == "UNAVAILABLE" and other is None:
+        return Unavailable(
+            f"no coordinator answers at {coordinator}; start one with `paceline serve coordinator` or name "
+            "another with --coordinator"
+        )
+    if name == "UNIMPLEMENTED" and other is None:
+        return PacelineError(f"the coordinator at {coordinator} is of a version without this call; update it")
+    if name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+        return Unavailable(f"the {other or f'coordinator at {coordinator}'} does not answer: {details}")
+    if name == "RESOURCE_EXHAUSTED":
+        return Busy(details, from_error(error) or USUAL_S)
+    found: type[PacelineError] = ERRORS.get(name, PacelineError)
+    return found(details)
+
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 BUSY_S = 5.0

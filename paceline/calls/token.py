@@ -12,6 +12,7 @@ import hmac
 import os
 import secrets
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,7 +28,6 @@ VARIABLE = "PACELINE_TOKEN_FILE"
 TOKEN_NAME = "token"
 DEFAULT_PATH = Path("runs") / TOKEN_NAME
 """Default path for commands without a directory: that of a coordinator which was started here without options."""
-
 KEY = "authorization"
 Metadata = tuple[tuple[str, str], ...]
 
@@ -76,11 +76,6 @@ def is_same(token: str, other: str) -> bool:
     return bool(token) and hmac.compare_digest(token.encode(), other.encode())
 
 
-def is_authorized(authorization: str, token: str) -> bool:
-    """Return whether a call with this `authorization` has the token. Takes the same time for every wrong token."""
-    return bool(token) and hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
-
-
 def open_channel(
     address: str, path: Path | None = None, options: Any = (), folder: TlsFolder | None = None
 ) -> grpc.Channel:
@@ -107,21 +102,11 @@ class TokenChannel:
         """End all running calls."""
         self._channel.close()
 
-    def unary_unary(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call with one message each way."""
-        return self._with_token(self._channel.unary_unary(*method, **how))
-
-    def unary_stream(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call that is answered by a stream."""
-        return self._with_token(self._channel.unary_stream(*method, **how))
-
-    def stream_unary(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call that sends a stream."""
-        return self._with_token(self._channel.stream_unary(*method, **how))
-
-    def stream_stream(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call with a stream each way."""
-        return self._with_token(self._channel.stream_stream(*method, **how))
-
-    def _with_token(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_token(self, kind: str, *method: Any, **how: Any) -> Callable[..., Any]:
+        call = getattr(self._channel, kind)(*method, **how)
         return lambda request, **options: call(request, metadata=metadata(read_token(self._path)), **options)
+
+    unary_unary = partialmethod(_with_token, "unary_unary")
+    unary_stream = partialmethod(_with_token, "unary_stream")
+    stream_unary = partialmethod(_with_token, "stream_unary")
+    stream_stream = partialmethod(_with_token, "stream_stream")

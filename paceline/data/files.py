@@ -16,9 +16,8 @@ from fsspec import AbstractFileSystem
 
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import PacelineError, Unreadable
-from paceline.files.bounded_cache import CacheKind
+from paceline.files.bounded_cache import CacheKind, open_copies
 from paceline.files.storage import is_local, is_url, open_url
-from paceline.files.url_copies import open_copies
 
 FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow", ".feather")
 """Suffixes of files that are read by themselves; every other name is for `datasets`."""

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from paceline.encryption.encrypted_file import WrongKey
-from paceline.encryption.records import RecordCipher
+from paceline.encryption.encrypted_file import RecordCipher, WrongKey
 from paceline.encryption.storage_key import KEY_BYTES, StorageKey, storage_key
 from paceline.errors import Unreadable
 

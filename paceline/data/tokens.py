@@ -18,8 +18,7 @@ import numpy as np
 
 from paceline.data.messages import plain
 from paceline.data.template_messages import for_template
-from paceline.error_texts import error_text, is_about_input
-from paceline.errors import InvalidInput, PacelineError, Unreadable
+from paceline.errors import InvalidInput, PacelineError, Unreadable, error_text, is_about_input
 from paceline.files.model_source import tokenizer_source
 from paceline.groups import IntArray
 from paceline.models.loading import fault_of_load

@@ -1,10 +1,15 @@
-"""A file that is encrypted in chunks, so that it can be written in one pass and read from any position.
+"""Files that are encrypted in chunks, so that one can be written in one pass and read from any position; and encrypted records, short
+pieces that are appended to a file, or kept in a place of their own.
 
-Layout: 8 bytes of magic, 8 bytes of the key's name, a salt of 16 bytes, then chunks of 65,536 bytes of plaintext (the last has
+Layout of a file: 8 bytes of magic, 8 bytes of the key's name, a salt of 16 bytes, then chunks of 65,536 bytes of plaintext (the last has
 fewer), each followed by a tag of 16 bytes. Each file has a key of its own, derived from the storage key and the salt. A chunk
 is sealed with AES-256-GCM; its nonce is its index and whether it is the last, and the header is authenticated with it. So a chunk
 that was changed, moved, repeated or cut off is found when it is read (the STREAM construction of Hoang, Reyhanitabar, Rogaway
 and Vizár, "Online Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance", 2015).
+
+A record is 12 bytes of a random nonce, then the ciphertext of AES-256-GCM with its tag of 16 bytes. Its context, such as the name of its file and
+its position, is authenticated with it, so a record that was moved elsewhere is refused. At most 2^32 records may be
+sealed with one key (NIST SP 800-38D, section 8.3), so each long-lived file derives one from a salt of its own.
 """
 
 from __future__ import annotations
@@ -109,10 +114,8 @@ class EncryptingWriter(io.RawIOBase):
 
 
 class DecryptingReader(io.RawIOBase):
-    """Reads the plaintext of an encrypted file, from any position. Closes `source` with itself.
-
-    Raises WrongKey for a file of another key, and when a chunk is read that is damaged, moved or cut off.
-    """
+    """Reads the plaintext of an encrypted file, from any position. Closes `source` with itself. Raises WrongKey for a
+    file of another key, and when a chunk is read that is damaged, moved or cut off."""
 
     def __init__(self, source: IO[bytes], key: StorageKey | None, name: str):
         """`source` can seek; `name` is the file's name in errors."""
@@ -237,3 +240,29 @@ def _file_key(header: bytes, key: StorageKey | None, name: str) -> bytes:
 
 def _nonce(index: int, last: bool) -> bytes:
     return bytes([last]) + index.to_bytes(11, "big")
+
+
+NONCE_BYTES = 12
+OVERHEAD_BYTES = NONCE_BYTES + TAG_BYTES
+
+
+class RecordCipher:
+    """Seals and opens the records of one purpose and salt."""
+
+    def __init__(self, key: StorageKey, purpose: str, salt: bytes = b""):
+        self._cipher = AESGCM(key.derive(f"record {purpose}", salt))
+        self._purpose = purpose
+
+    def seal(self, data: bytes | memoryview, context: bytes = b"") -> bytes:
+        """Return the record of `data`, which has 28 bytes more."""
+        nonce = os.urandom(NONCE_BYTES)
+        return nonce + self._cipher.encrypt(nonce, data, context)
+
+    def open(self, record: bytes | memoryview, context: bytes = b"") -> bytes:
+        """Return the data of a record. Raises WrongKey for another key or context, and for a damaged record."""
+        if len(record) < OVERHEAD_BYTES:
+            raise WrongKey(f"a record of {self._purpose} has {len(record)} bytes; it was cut off")
+        try:
+            return self._cipher.decrypt(bytes(record[:NONCE_BYTES]), record[NONCE_BYTES:], context)
+        except InvalidTag:
+            raise WrongKey(f"a record of {self._purpose} is damaged, moved, or of another key") from None

@@ -46,11 +46,9 @@ class StorageKey:
 
 
 def storage_key(environment: Mapping[str, str] | None = None) -> StorageKey | None:
-    """Return the key that PACELINE_STORAGE_KEY_FILE or PACELINE_STORAGE_KEY gives, or None when neither is set. A file is read once
-    in a process.
-
-    Raises InvalidInput for both at once, a file that cannot be read, and a text that is no key.
-    """
+    """Return the key that PACELINE_STORAGE_KEY_FILE or PACELINE_STORAGE_KEY gives, or None when neither is set. A file
+    is read once in a process. Raises InvalidInput for both at once, a file that cannot be read, and a text that is no
+    key."""
     variables = os.environ if environment is None else environment
     path, text = variables.get(FILE_VARIABLE, ""), variables.get(KEY_VARIABLE, "")
     if path and text:

@@ -4,20 +4,35 @@ Each entry is a folder with two locks beside it. A process that uses the folder 
 removes it; the process that fills the folder holds the second one alone. An entry that nobody uses may be removed, the one that
 was used longest ago first. An entry is made beside its place and moved there whole; so it is, while others still read the
 damaged one that it replaces.
+
+Beside the caches is the spool: a folder of this machine for files on their way to a store. It needs no backup.
+
+`open_copies` copies a store's files into a cache: one folder for each version of a set of files. Promise: a copy has the size that the store gives for the file, and is checked whenever its folder is opened: by content up to
+HASHED_BYTES, by size and time of the last change beyond, because hashing the weights of a large model takes minutes. A copy
+that is damaged is fetched again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from paceline.encryption.encrypted_file import encrypting, plain_size
+from paceline.encryption.storage_key import StorageKey
 from paceline.errors import InvalidInput, Unavailable, Unreadable
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 
 class HeldFolder:
@@ -52,22 +67,17 @@ class CacheKind:
 
     @property
     def folder_variable(self) -> str:
-        """Environment variable of the folder."""
         return f"PACELINE_{self.name.upper()}_CACHE"
 
     @property
     def size_variable(self) -> str:
-        """Environment variable of the size in MB."""
         return f"{self.folder_variable}_MB"
 
     def of_user(self, folder_name: str) -> BoundedCache:
         """Return the cache that the environment names, else `paceline/<folder_name>` in the user's cache. Raises InvalidInput."""
         given = os.environ.get(self.folder_variable)
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / folder_name
-        text = os.environ.get(self.size_variable) or str(self.default_mb)
-        if not text.isdecimal() or not int(text):
-            raise InvalidInput(f"{self.size_variable} is {text!r}; set it to a number of MB")
-        return BoundedCache(Path(given) if given else base, int(text) << 20, self)
+        folder = Path(given) if given else _in_user_cache(folder_name)
+        return BoundedCache(folder, _bytes_by(self.size_variable, self.default_mb), self)
 
 
 class BoundedCache:
@@ -78,17 +88,14 @@ class BoundedCache:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the entries."""
         return self._folder
 
     def open(
         self, name: str, size: int, is_whole: Callable[[Path], bool], fill: Callable[[Path], None]
     ) -> HeldFolder:
         """Return the entry `name`, which takes `size` bytes; `fill` makes it in an empty folder unless it `is_whole`.
-
-        Raises Unreadable: more than the cache may hold, a disk that cannot be written; Unavailable when entries in use leave
-        no room; errors of `fill`.
-        """
+        Raises Unreadable: more than the cache may hold, a disk that cannot be written; Unavailable when entries in use
+        leave no room; errors of `fill`."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             return self._open(name, size, is_whole, fill)
@@ -209,3 +216,108 @@ class BoundedCache:
                     ) from None
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.25)
+
+
+FOLDER_VARIABLE = "PACELINE_SPOOL"
+SIZE_VARIABLE = "PACELINE_SPOOL_MB"
+DEFAULT_MB = 65_536
+
+
+def spool_folder() -> Path:
+    """Return the folder that PACELINE_SPOOL names, else `paceline/spool` in the user's cache."""
+    given = os.environ.get(FOLDER_VARIABLE)
+    return Path(given) if given else _in_user_cache("spool")
+
+
+def quota_bytes() -> int:
+    """Return the bytes of checkpoints that may wait for a store, by PACELINE_SPOOL_MB. Raises InvalidInput."""
+    return _bytes_by(SIZE_VARIABLE, DEFAULT_MB)
+
+
+def _in_user_cache(name: str) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / name
+
+
+def _bytes_by(variable: str, default_mb: int) -> int:
+    text = os.environ.get(variable) or str(default_mb)
+    if not text.isdecimal() or not int(text):
+        raise InvalidInput(f"{variable} is {text!r}; set it to a number of MB")
+    return int(text) << 20
+
+
+HASHED_BYTES = 64 << 20
+CHUNK_BYTES = 8 << 20
+OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+RECORD = ".copies.json"
+"""File of a folder with the mark of each copy."""
+_TAGS = ("version", "ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
+
+Entries = Mapping[str, Mapping[str, Any]]
+"""Files by the name of their copy, each as the store's `ls` or `info` describes it: `name`, `size` and a tag or time."""
+
+
+def open_copies(
+    cache: BoundedCache,
+    store: AbstractFileSystem,
+    url: str,
+    entries: Entries,
+    key: StorageKey | None = None,
+) -> HeldFolder:
+    """Return the folder with the copies of `entries`, which are files of `url`, as they are in the store now; encrypted
+    with `key`, in a folder of that key. Raises Unavailable for a file that changes while it is copied, Unreadable for
+    one that cannot be fetched, errors of the store's client that are no OSError, and as `BoundedCache.open`."""
+    version = [url, *((name, *_version(entry)) for name, entry in sorted(entries.items()))]
+    version += [] if key is None else [key.name.hex()]
+    digest = hashlib.sha256(json.dumps(version).encode()).hexdigest()[:32]
+    size = sum(entry.get("size") or 0 for entry in entries.values())
+
+    def fill(folder: Path) -> None:
+        for name, entry in sorted(entries.items()):
+            _fetch(store, entry["name"], folder / name, key)
+            copied, expected = (folder / name).stat().st_size, entry.get("size")
+            copied = copied if key is None else plain_size(copied)
+            if expected is not None and copied != expected:
+                raise Unavailable(
+                    f"{copied} bytes of {name} came, and the store said {expected}; somebody writes there now, or the "
+                    "connection broke: trying again may help"
+                )
+        (folder / RECORD).write_text(json.dumps({name: _mark(folder / name) for name in entries}))
+
+    return cache.open(digest, size, lambda folder: _is_whole(folder, set(entries)), fill)
+
+
+def _fetch(store: AbstractFileSystem, path: str, copy: Path, key: StorageKey | None) -> None:
+    """Copy a file. Raises OSError where this machine's disk refuses, Unreadable for the store's errors, which are OSErrors too."""
+    try:
+        if key is None:
+            store.get_file(path, str(copy))
+            return
+        with store.open(path, "rb") as source, encrypting(copy, key) as target:
+            shutil.copyfileobj(source, target, CHUNK_BYTES)
+    except OSError as error:
+        if error.errno in OF_THE_DISK:
+            raise
+        raise Unreadable(f"{copy.name} cannot be fetched: {type(error).__name__}: {error}") from error
+
+
+def _version(entry: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return what changes when a file does: its size and whatever the store gives of tag and time."""
+    marks = (entry.get(key) for key in _TAGS)
+    return entry.get("size"), next((str(mark) for mark in marks if mark is not None), "")
+
+
+def _mark(path: Path) -> list[int | str]:
+    """Return what shows that a copy is as it was made."""
+    status = path.stat()
+    if status.st_size > HASHED_BYTES:
+        return [status.st_size, status.st_mtime_ns]
+    with path.open("rb") as file:
+        return [status.st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _is_whole(folder: Path, names: set[str]) -> bool:
+    try:
+        record = json.loads((folder / RECORD).read_bytes())
+        return record.keys() == names and all(record[name] == _mark(folder / name) for name in names)
+    except (OSError, ValueError, AttributeError):
+        return False

@@ -1,7 +1,7 @@
 """Files of lines that are appended one by one and read again by position, plain or encrypted with the storage key.
 
 A file of encrypted lines begins with a line that has the key's name and a salt of 16 bytes. Each further line is a record
-(`paceline/encryption/records.py`) in base64, with its offset as the context: a line that was changed or moved is refused. What is cut off
+(`paceline/encryption/encrypted_file.py`) in base64, with its offset as the context: a line that was changed or moved is refused. What is cut off
 at the end is not noticed, as with a plain file. Without a key a file is the lines themselves.
 """
 
@@ -16,8 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from paceline.encryption.encrypted_file import SALT_BYTES, WrongKey, open_data, wrong_key
-from paceline.encryption.records import OVERHEAD_BYTES, RecordCipher
+from paceline.encryption.encrypted_file import (
+    OVERHEAD_BYTES,
+    SALT_BYTES,
+    RecordCipher,
+    WrongKey,
+    open_data,
+    wrong_key,
+)
 from paceline.encryption.storage_key import NAME_BYTES, StorageKey
 from paceline.files.whole_file import written_whole
 
@@ -58,7 +64,6 @@ class LineWriter:
         return offset
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -119,7 +124,6 @@ class LineReader:
             raise WrongKey(f"{self._name}: the line at byte {start} is damaged, cut off or moved") from None
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> LineReader:

@@ -17,9 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paceline.errors import InvalidInput, PacelineError, SpecError, Unreadable
-from paceline.files.bounded_cache import CacheKind, HeldFolder
+from paceline.files.bounded_cache import CacheKind, HeldFolder, open_copies
 from paceline.files.storage import is_url, open_url
-from paceline.files.url_copies import open_copies
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 ADAPTER_CONFIG = "adapter_config.json"
@@ -39,13 +38,11 @@ def tokenizer_source(name: str) -> str:
 def model_source(
     name: str, field: str = "policy.model_name", *, weights: bool = False, config: bool = True
 ) -> str:
-    """Return the local folder of a model, or its name on the hub, for transformers' `from_pretrained`.
-
-    `field` is the spec's key, for messages. The folder of a URL holds all files but weights, and with `weights` those too.
-    Raises Unreadable for a folder without config.json (where `config` is true: a tokenizer needs none) or a URL that
-    cannot be read now, InvalidInput for a config.json that is no JSON object, an adapter's folder and a URL whose scheme is
-    unknown.
-    """
+    """Return the local folder of a model, or its name on the hub, for transformers' `from_pretrained`. `field` is the
+    spec's key, for messages. The folder of a URL holds all files but weights, and with `weights` those too. Raises
+    Unreadable for a folder without config.json (where `config` is true: a tokenizer needs none) or a URL that cannot be
+    read now, InvalidInput for a config.json that is no JSON object, an adapter's folder and a URL whose scheme is
+    unknown."""
     if is_url(name):
         return str(_copied(name, field, weights, config))
     path = Path(name).expanduser()

@@ -6,6 +6,9 @@ fsspec's own configuration (its environment variables and files), never from a s
 
 `Folder.read` returns the plaintext of a file that was encrypted with the storage key. All else has the stored bytes: sizes and digests are
 those of a manifest, which is compared without the key. Nothing is encrypted here: the writer of a file decides that.
+
+The root of a deployment's large files (`--store` of the coordinator: checkpoints, exports, stored weights) is such a folder. A store
+that is away only delays what is written there. One that refuses is an error of the operator, which is reported before a run starts.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import os
 import posixpath
 import shutil
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -23,9 +26,12 @@ from fsspec.implementations.local import LocalFileSystem
 
 from paceline.encryption.encrypted_file import decrypt, is_encrypted
 from paceline.encryption.storage_key import storage_key
-from paceline.errors import SpecError, Unavailable
+from paceline.errors import InvalidInput, SpecError, Unavailable
 from paceline.files.whole_file import sync_folder, write_whole
 from paceline.host.regular_file import open_regular
+
+if TYPE_CHECKING:
+    from paceline.spec import CheckpointingSection
 
 CHUNK_BYTES = 8 << 20
 
@@ -36,10 +42,8 @@ def is_url(name: str) -> bool:
 
 
 def open_url(url: str, what: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL or a local path, and the path in it.
-
-    Raises SpecError, which names it as `what`, for a scheme that is unknown or whose package is not installed.
-    """
+    """Return the file system of a URL or a local path, and the path in it. Raises SpecError, which names it as `what`,
+    for a scheme that is unknown or whose package is not installed."""
     try:
         # Listings must not come from a cache: other processes write here too.
         store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
@@ -170,6 +174,60 @@ class Folder:
 
 def unavailable(what: str, error: Exception) -> Unavailable:
     """Return the error for a store whose client has raised `error`."""
+    if isinstance(error, Unavailable):
+        return error
+    return Unavailable(f"{what}: {type(error).__name__}: {error}")
+
+
+def checkpoint_folder(settings: CheckpointingSection, run_directory: str, run_id: str) -> Folder:
+    """Return the folder of a run's checkpoints. Their names are unique within a run only, so that each run has one."""
+    elsewhere = settings.checkpoint_dir
+    return Folder(f"{elsewhere.rstrip('/')}/{run_id}" if elsewhere else f"{run_directory}/checkpoints")
+
+
+PROBE = ".paceline-store"
+REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError)
+"""Errors that trying again does not help."""
+NO_CREDENTIALS = set(
+    ["NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "NoAuthHandlerFound"]
+)
+"""Errors of stores' clients, by name because the packages are optional."""
+
+
+def store_root(text: str, directory: Path) -> str:
+    """Return the root that `--store` names, an absolute path or a URL; empty for `directory`, the ledger's own folder.
+    Raises InvalidInput for a scheme that is unknown or whose package is not installed."""
+    if not text:
+        return ""
+    if is_url(text):
+        try:
+            open_url(text, "--store")
+        except SpecError as error:
+            raise InvalidInput(str(error)) from None
+        return text.rstrip("/").removeprefix("file://")
+    root = Path(text).expanduser().resolve()
+    return "" if root == directory.resolve() else str(root)
+
+
+def refusal_of_store(root: str) -> str:
+    """Return why nothing can be written to a store, as a sentence; empty when it can, or when the store is away now."""
+    folder = Folder(root)
+    try:
+        if folder.local is not None:
+            folder.make()
+            is_writable = os.access(folder.local, os.W_OK | os.X_OK)
+            return "" if is_writable else _sentence(root, "you cannot write there")
+        folder.write(PROBE, b"")
+    except REFUSALS as error:
+        return _sentence(root, f"{type(error).__name__}: {error}")
+    except Exception as error:  # the clients of object stores raise errors without a common base
+        if type(error).__name__ in NO_CREDENTIALS:
+            return _sentence(root, f"{type(error).__name__}: {error}")
+    return ""
+
+
+def _sentence(root: str, reason: str) -> str:
     return (
-        error if isinstance(error, Unavailable) else Unavailable(f"{what}: {type(error).__name__}: {error}")
+        f"--store {root!r} of the coordinator refuses to be written: {reason}; correct its name, its permissions or the "
+        "credentials in the coordinator's environment"
     )

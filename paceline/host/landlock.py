@@ -1,4 +1,5 @@
-"""Landlock, by which a process gives up rights without privileges; its children cannot regain them.
+"""What a process gives up for good, and its children cannot regain: rights, by Landlock, which needs no privileges; and capabilities of
+root.
 
 Linux's documentation (userspace-api/landlock) has the interface. A restricted process may trace, and so read environment, memory and
 descriptors of, only processes with at least its own restrictions, whoever runs it; with `SCOPES` it can send signals and connect to
@@ -17,8 +18,11 @@ from collections.abc import Iterable
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION_FLAG = 1
 RULE_PATH_BENEATH = 1
-PR_SET_NO_NEW_PRIVS = 38
-
+PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 24, 38
+VERSION_3 = 0x20080522
+OF_FILES_AND_USERS = frozenset({0, 1, 3, 4, 5, 6, 7, 10})
+"""What programs of root need for files, users, signals and low ports: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID,
+NET_BIND_SERVICE. What reads other processes' memory, changes the system or opens files past their path is not among them."""
 WRITE_FILE, READ_FILE, READ_DIR = 1 << 1, 1 << 2, 1 << 3
 TRUNCATE, ALL_FILE_RIGHTS = 1 << 14, (1 << 15) - 2
 """All rights that ABI 3 knows but the execution of files."""
@@ -75,8 +79,27 @@ def _syscall(number: int, *arguments: object) -> int:
     return _check(int(ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *arguments)))
 
 
-def _check(result: int) -> int:
+def keep_capabilities(kept: frozenset[int] = OF_FILES_AND_USERS) -> None:
+    """Give up all capabilities of this process but `kept`; no program that it executes regains them. Linux only. Raises OSError."""
+    if not sys.platform.startswith("linux"):
+        return
+    library = ctypes.CDLL(None, use_errno=True)
+    _check(library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "capabilities")
+    # Where the kernel knows no further ones, or there are none to lose, nothing happens.
+    for number in range(64):
+        if number not in kept:
+            library.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
+    header = struct.pack("=Ii", VERSION_3, 0)
+    held = ctypes.create_string_buffer(24)
+    _check(library.capget(header, held), "capabilities")
+    mask = sum(1 << each for each in kept)
+    masks = [mask & 0xFFFFFFFF, mask & 0xFFFFFFFF, 0, mask >> 32, mask >> 32, 0]
+    left = [has & may for has, may in zip(struct.unpack("=6I", held.raw), masks, strict=True)]
+    _check(library.capset(header, struct.pack("=6I", *left)), "capabilities")
+
+
+def _check(result: int, what: str = "Landlock") -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"Landlock: {os.strerror(number)}")
+        raise OSError(number, f"{what}: {os.strerror(number)}")
     return result

@@ -1,4 +1,5 @@
-"""Memory that this process has, and that it may still take: the host's, or its container's where that is less.
+"""Memory and cores: the memory that this process has, and that it may still take (the host's, or its container's where that is less),
+what becomes of freed memory where the C library is glibc, and the compute threads of processes that share the cores.
 
 Linux grants more memory than there is and kills the process that then uses it, so code that is about to take much calls
 this module first.
@@ -6,8 +7,10 @@ this module first.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -51,3 +54,56 @@ def _left_to_group(cgroup: Path, otherwise: int) -> int:
 
 def _value_of(name: str, text: str) -> int:
     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} ")), 0)
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt(3)."""
+LARGE_TENSOR_BYTES = 8 << 20
+
+
+def keep_freed_memory() -> None:
+    """Keep freed memory in this process for later use, up to 256 MB at the end of the heap. For services of messages.
+    Otherwise glibc returns every large block at once, and the next message of some hundred kilobytes is written into
+    pages that the kernel has to find and clear first (docs/performance.md, "The exchange")."""
+    _set(32 << 20, 256 << 20)  # the largest threshold that it takes
+
+
+def return_large_tensors() -> None:
+    """Return the memory of every tensor of 8 MB or more to the system when it is freed. For processes that train on
+    CPUs. Otherwise glibc raises that threshold to 32 MB by itself, and activations of changing lengths leave holes in
+    the heap: up to 40 % more than the tensors take (docs/performance.md, "Memory plan")."""
+    _set(LARGE_TENSOR_BYTES, LARGE_TENSOR_BYTES)
+
+
+def give_freed_memory_back() -> None:
+    """Return free pages to the system, wherever they lie."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _set(mmap_bytes: int, trim_bytes: int) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, mmap_bytes)
+        mallopt(M_TRIM_THRESHOLD, trim_bytes)
+
+
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+"""Environment variable from which PyTorch takes its number of compute threads."""
+
+
+def usable_cores() -> int:
+    """Return the cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_beside(processes: int) -> int:
+    """Return the compute threads of one of `processes` equal processes that share this machine's cores, at least 1."""
+    return max(1, usable_cores() // max(1, processes))
+
+
+def thread_variables(processes: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that gives each of `processes` its share of the cores; empty where `environment` has it
+    already. Without it PyTorch takes every core for each of them."""
+    return {} if THREADS_VARIABLE in environment else {THREADS_VARIABLE: str(threads_beside(processes))}

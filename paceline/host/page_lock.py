@@ -13,32 +13,22 @@ import logging
 import mmap
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 log = logging.getLogger(__name__)
-
-
-class Runtime(Protocol):
-    """The two calls of CUDA's runtime, as `torch.cuda.cudart()` has them; 0 is success."""
-
-    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> Any:
-        """Lock pages."""
-
-    def cudaHostUnregister(self, address: int) -> Any:
-        """Unlock the pages that were locked at `address`."""
 
 
 class PageLocks:
     """The locked ranges of one mapping. One thread at a time."""
 
-    def __init__(self, runtime: Runtime | None = None) -> None:
+    def __init__(self, runtime: Any = None) -> None:
+        """`runtime` has the two calls of CUDA's; 0 is success."""
         self._runtime = runtime
         self._locked: set[tuple[int, int]] = set()
         self._refused = False
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are locked."""
         return sum(end - start for start, end in self._locked)
 
     def lock(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -50,7 +40,7 @@ class PageLocks:
         with ThreadPoolExecutor(1, "page-lock") as thread:
             thread.submit(self._lock, runtime, wanted).result()
 
-    def _lock(self, runtime: Runtime, ranges: list[tuple[int, int]]) -> None:
+    def _lock(self, runtime: Any, ranges: list[tuple[int, int]]) -> None:
         for start, end in ranges:
             result = runtime.cudaHostRegister(start, end - start, 0)
             if code := int(getattr(result, "value", result)):
@@ -65,12 +55,11 @@ class PageLocks:
             self._locked.add((start, end))
 
     def unlock(self) -> None:
-        """Unlock everything."""
         for start, _ in self._locked:
             self._cuda().cudaHostUnregister(start)
         self._locked.clear()
 
-    def _cuda(self) -> Runtime:
+    def _cuda(self) -> Any:
         if self._runtime is None:
             self._runtime = _TorchRuntime()
         return self._runtime

@@ -13,10 +13,8 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Ask the kernel to send signal `number` to this process when its parent ends; one that has ended counts too.
-
-    The parent is the *thread* that started this process. Linux only; elsewhere nothing happens.
-    """
+    """Ask the kernel to send signal `number` to this process when its parent ends; one that has ended counts too. The
+    parent is the *thread* that started this process. Linux only; elsewhere nothing happens."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
@@ -38,14 +36,12 @@ def keep_private() -> None:
 
 
 def end_process(status: int = 0) -> NoReturn:
-    """End a rank once all its work is done and saved, without the interpreter's finalisation.
-
-    A thread of gloo drops the last operation's tensors after that operation was reported complete, and takes the GIL
-    for it. When that meets the finalisation, the thread is unwound and the process aborts (`std::terminate` in
-    `ProcessGroupGloo::runLoop`; seen in torch 2.13, on a busy machine in every second exit). `destroy_process_group`
-    does not join the thread while any DTensor keeps the group. A thread that reads weights, which nobody waits for, meets the
-    same end when it drops a tensor over shared memory. Exit handlers do not run.
-    """
+    """End a rank once all its work is done and saved, without the interpreter's finalisation. A thread of gloo drops
+    the last operation's tensors after that operation was reported complete, and takes the GIL for it. When that meets
+    the finalisation, the thread is unwound and the process aborts (`std::terminate` in `ProcessGroupGloo::runLoop`;
+    seen in torch 2.13, on a busy machine in every second exit). `destroy_process_group` does not join the thread while
+    any DTensor keeps the group. A thread that reads weights, which nobody waits for, meets the same end when it drops a
+    tensor over shared memory. Exit handlers do not run."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

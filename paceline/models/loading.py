@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.error_texts import error_text, is_about_input
-from paceline.errors import InvalidInput, Unreadable
+from paceline.errors import InvalidInput, Unreadable, error_text, is_about_input
 from paceline.models.hub_names import hub_remedy
 
 FILE_WORDS = ("mismatch", "PytorchStreamReader", "state_dict")

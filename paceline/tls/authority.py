@@ -15,14 +15,16 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.tls.certificates import ROLES, WORKER, WORKER_HOST, Certificate, read_certificate
-
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 CERTIFICATE, KEY, AUTHORITY, AUTHORITY_KEY = "tls.crt", "tls.key", "ca.crt", "ca.key"
 """Names of the files: those of cert-manager's secrets."""
@@ -37,10 +39,6 @@ HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 
 def make_authority(folder: Path, days: float = AUTHORITY_DAYS) -> Certificate:
     """Make an authority in a folder. Raises Conflict where one is."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     for name in (AUTHORITY, AUTHORITY_KEY):
         if (folder / name).exists():
             raise Conflict(
@@ -58,7 +56,7 @@ def make_authority(folder: Path, days: float = AUTHORITY_DAYS) -> Certificate:
         .sign(key, hashes.SHA256())
     )
     _write(folder / AUTHORITY_KEY, _pem_of_key(key), 0o600)
-    pem = _pem(certificate)
+    pem = certificate.public_bytes(Encoding.PEM)
     _write(folder / AUTHORITY, pem, 0o644)
     return read_certificate(pem)
 
@@ -97,11 +95,6 @@ def issued(folder: Path) -> Iterator[tuple[str, Certificate]]:
 
 
 def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float) -> Path:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID
-
     if role not in ROLES:
         raise InvalidInput(f"{role[:80]!r} is no role; it has to be one of {', '.join(ROLES)}")
     authority, authority_key = _authority(folder)
@@ -133,15 +126,11 @@ def _issue(folder: Path, name: str, role: str, hosts: Sequence[str], days: float
     own.mkdir(exist_ok=True)
     _write(own / AUTHORITY, (folder / AUTHORITY).read_bytes(), 0o644)
     _write(own / KEY, _pem_of_key(key), 0o600)
-    _write(own / CERTIFICATE, _pem(certificate), 0o644)
+    _write(own / CERTIFICATE, certificate.public_bytes(Encoding.PEM), 0o644)
     return own
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-
     try:
         certificate = x509.load_pem_x509_certificate((folder / AUTHORITY).read_bytes())
         key = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), password=None)
@@ -159,8 +148,6 @@ def _authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, days: float
 ) -> x509.CertificateBuilder:
-    from cryptography import x509
-
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
@@ -175,9 +162,6 @@ def _builder(
 
 
 def _name(common_name: str, organization: str = "") -> x509.Name:
-    from cryptography import x509
-    from cryptography.x509.oid import NameOID
-
     parts = [x509.NameAttribute(NameOID.COMMON_NAME, common_name)]
     if organization:
         parts.append(x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization))
@@ -185,8 +169,6 @@ def _name(common_name: str, organization: str = "") -> x509.Name:
 
 
 def _general_name(host: str) -> x509.GeneralName:
-    from cryptography import x509
-
     try:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
@@ -198,15 +180,7 @@ def _general_name(host: str) -> x509.GeneralName:
     return x509.DNSName(host)
 
 
-def _pem(certificate: x509.Certificate) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    return certificate.public_bytes(Encoding.PEM)
-
-
 def _pem_of_key(key: EllipticCurvePrivateKey) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 

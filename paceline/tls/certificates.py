@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 ROLES = ("viewer", "submitter", "operator", "worker", "scraper", "coordinator")
 """Roles that a certificate can give. A coordinator's certificate gives it no right at another service."""
-
 WORKER = "worker"
 WORKER_HOST = "worker.paceline.internal"
 """Name in every worker's certificate, by which other workers verify it: pods have addresses that no certificate lists."""

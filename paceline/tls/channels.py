@@ -2,16 +2,25 @@
 
 A channel keeps the certificate that it was opened with. So `RenewedChannel` opens another one for the calls that begin after the
 files have changed; calls under way end on the old one.
+
+Of a TLS connection that failed gRPC reports only that there is none. So `why_no_channel` makes a second one by Python's ssl, whose
+errors name the cause. Promise: it sends nothing but a handshake, and takes `LIMIT_S` at most.
 """
 
 from __future__ import annotations
 
 import inspect
+import socket
+import ssl
 import threading
 from collections.abc import Callable
+from functools import partialmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.tls.folder import Material, TlsFolder, tls_folder
+from paceline.errors import InvalidInput
+from paceline.tls.certificates import read_certificate
+from paceline.tls.folder import Material, ResetSafeSocket, TlsFolder, tls_folder
 
 if TYPE_CHECKING:
     import grpc
@@ -59,22 +68,6 @@ class RenewedChannel:
         self._channels = [opened()]
         self._is_closed, self._lock = False, threading.Lock()
 
-    def unary_unary(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call with one message each way."""
-        return self._method(lambda channel: channel.unary_unary(*method, **how))
-
-    def unary_stream(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call that is answered by a stream."""
-        return self._method(lambda channel: channel.unary_stream(*method, **how))
-
-    def stream_unary(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call that sends a stream."""
-        return self._method(lambda channel: channel.stream_unary(*method, **how))
-
-    def stream_stream(self, *method: Any, **how: Any) -> Callable[..., Any]:
-        """Return a call with a stream each way."""
-        return self._method(lambda channel: channel.stream_stream(*method, **how))
-
     def close(self, *grace: float | None) -> Any:
         """End all running calls. Of asyncio's channels, return the awaitable of the newest; the others end with their last call."""
         self._is_closed = True
@@ -89,18 +82,23 @@ class RenewedChannel:
         if not inspect.iscoroutinefunction(channel.close):
             channel.close()
 
-    def _method(self, made: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+    def _method(self, kind: str, *method: Any, **how: Any) -> Callable[..., Any]:
         """Return a call that is made once for each channel."""
         newest = self._channels[-1]
-        call = made(newest)
+        call = getattr(newest, kind)(*method, **how)
 
         def begin(*given: Any, **options: Any) -> Any:
             nonlocal newest, call
             if (current := self._current()) is not newest:
-                newest, call = current, made(current)
+                newest, call = current, getattr(current, kind)(*method, **how)
             return call(*given, **options)
 
         return begin
+
+    unary_unary = partialmethod(_method, "unary_unary")
+    unary_stream = partialmethod(_method, "unary_stream")
+    stream_unary = partialmethod(_method, "stream_unary")
+    stream_stream = partialmethod(_method, "stream_stream")
 
     def _current(self) -> Any:
         if self._folder is None or self._is_closed:  # gRPC refuses a call on a closed channel itself
@@ -112,3 +110,82 @@ class RenewedChannel:
                 if len(self._channels) > MAX_OLD + 1:
                     self._end(self._channels.pop(0))
             return self._channels[-1]
+
+
+LIMIT_S = 3.0
+
+
+def why_no_channel(address: str, folder: TlsFolder | None = None) -> str:
+    """Return why TLS, or its absence, keeps this process from the gRPC server at "host:port"; empty where it does not, also
+    where nothing listens there. Blocks."""
+    host, _, port = address.rpartition(":")
+    folder = folder or tls_folder()
+    try:
+        material = folder.read() if folder is not None else None
+        with socket.create_connection((host.strip("[]"), int(port)), LIMIT_S) as connection:
+            connection.settimeout(LIMIT_S)
+            if folder is None or material is None:
+                return _fault_without_tls(address, connection)
+            return _fault(address, host.strip("[]"), connection, material, folder.path)
+    except InvalidInput as error:
+        return str(error)
+    except (OSError, ValueError, OverflowError):
+        return ""
+
+
+def _fault_without_tls(address: str, connection: socket.socket) -> str:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.sslsocket_class = ResetSafeSocket
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with context.wrap_socket(connection):
+            return f"the server at {address} speaks TLS; give the folder with its authority's ca.crt as --tls-dir"
+    except OSError:
+        return ""
+
+
+def _fault(address: str, host: str, connection: socket.socket, material: Material, path: Path) -> str:
+    if material.certificate and (own := read_certificate(material.certificate)).left_s < 0:
+        return f"this process's certificate {path / 'tls.crt'} has expired on {own.ends:%Y-%m-%d %H:%M} UTC; renew it"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.sslsocket_class = ResetSafeSocket
+    context.load_verify_locations(cadata=material.authority.decode())
+    if material.certificate:
+        context.load_cert_chain(path / "tls.crt", path / "tls.key")
+    context.set_alpn_protocols(["h2"])
+    try:
+        with context.wrap_socket(connection, server_hostname=host) as encrypted:
+            if encrypted.recv(1):
+                return ""
+    except ssl.SSLCertVerificationError as error:
+        return (
+            f"the certificate of {address} is refused: {error.verify_message}; {_remedy(error, host, path)}"
+        )
+    except ssl.SSLError as error:
+        if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING"):
+            return (
+                f"the server at {address} speaks no TLS; start it with --tls-dir, or leave out --tls-dir here"
+            )
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return ""
+    if not material.certificate:
+        return (
+            f"the server at {address} takes connections with a client certificate alone, and {path} has no tls.crt; name the "
+            "coordinator's --people-port, or issue a certificate"
+        )
+    own = read_certificate(material.certificate)
+    return (
+        f"the server at {address} refuses the certificate {path / 'tls.crt'} of {own.name!r}, issued by {own.issuer!r}; it has to "
+        "be of the authority that the server trusts"
+    )
+
+
+def _remedy(error: ssl.SSLCertVerificationError, host: str, path: Path) -> str:
+    if error.verify_code in (62, 64):  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+        return f"issue it with --host {host}"
+    if error.verify_code in (9, 10):  # not valid yet, expired
+        return "renew it on the server's host, and compare the clocks"
+    return f"it has to be of the authority in {path / 'ca.crt'}"

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from paceline.errors import InvalidInput
+from paceline.files.whole_file import file_stamp
 from paceline.rate_limited_log import RateLimitedLog
 
 VARIABLE = "PACELINE_TLS_DIR"
@@ -27,7 +28,6 @@ MAX_FILE_BYTES = 1 << 20
 TROUBLE_LOG_S = 60.0
 
 log = logging.getLogger(__name__)
-Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,17 @@ class Material:
 
 
 class TlsFolder:
-    """A folder with certificates."""
-
     def __init__(self, path: Path):
         self.path = path
         self._lock = threading.Lock()
-        self._stamp: Stamp | None = None
+        self._stamp: object = None
         self._read: Material | None = None
         self._trouble = RateLimitedLog(log, TROUBLE_LOG_S)
 
     def read(self) -> Material:
         """Return the newest certificates that fit each other. Raises InvalidInput while there never were any."""
         with self._lock:
-            stamp = self._stamp_now()
+            stamp = tuple(file_stamp(self.path / name) for name in (AUTHORITY, CERTIFICATE, KEY))
             if self._read is None or stamp != self._stamp:
                 try:
                     self._read = self._load()
@@ -64,17 +62,6 @@ class TlsFolder:
                         raise
                     self._trouble.warning("kept", "%s; the certificates read before stay in use", error)
             return self._read
-
-    def _stamp_now(self) -> Stamp:
-        found: list[tuple[int, int, int] | None] = []
-        for name in (AUTHORITY, CERTIFICATE, KEY):
-            try:
-                state = (self.path / name).stat()
-            except OSError:
-                found.append(None)
-            else:
-                found.append((state.st_mtime_ns, state.st_size, state.st_ino))
-        return tuple(found)
 
     def _load(self) -> Material:
         authority = self._content(AUTHORITY)
@@ -125,3 +112,11 @@ def tls_folder(path: str | os.PathLike[str] | None = None) -> TlsFolder | None:
     """Return the folder at `path`, by default that of the environment; None without one: then nothing is encrypted."""
     named = os.fspath(path) if path is not None else os.environ.get(VARIABLE, "")
     return _folder(named) if named else None
+
+
+class ResetSafeSocket(ssl.SSLSocket):
+    """`SSLContext.wrap_socket` raises without closing what it has made where the peer has reset the connection before; this closes it.
+    For `SSLContext.sslsocket_class`."""
+
+    def __del__(self) -> None:
+        self.close()

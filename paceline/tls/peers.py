@@ -11,8 +11,7 @@ import threading
 
 from paceline.errors import InvalidInput, Unavailable
 from paceline.tls.certificates import WORKER, identity_of
-from paceline.tls.folder import Material, TlsFolder
-from paceline.tls.sockets import ResetSafeSocket
+from paceline.tls.folder import Material, ResetSafeSocket, TlsFolder
 
 
 class PeerTls:

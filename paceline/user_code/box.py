@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import Unavailable
-from paceline.host.capabilities import keep_capabilities
 from paceline.host.landlock import (
     ALL_FILE_RIGHTS,
     READ_DIR,
     READ_FILE,
     SCOPES_ABI,
+    keep_capabilities,
     landlock_abi,
     restrict,
 )
@@ -122,11 +122,8 @@ def why_refused(error: BaseException) -> str:
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         if isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EXDEV):
-            paths = [
-                os.fsdecode(path)
-                for path in (cause.filename, cause.filename2)
-                if isinstance(path, str | bytes)
-            ]
+            named = (cause.filename, cause.filename2)
+            paths = [os.fsdecode(path) for path in named if isinstance(path, str | bytes)]
             if sentence := next(filter(None, map(_entered.sentence, paths)), ""):
                 return f"; {sentence}"
         cause = cause.__cause__ or cause.__context__

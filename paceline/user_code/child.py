@@ -26,14 +26,11 @@ OOM_SCORE = 500
 
 
 def connect(killed_first: bool = True) -> socket.socket:
-    """Return the process' end of the socket pair: its descriptor is argv[2], the service's process argv[3], its box argv[5].
-
-    killed_first: the kernel kills this process before the service when the host runs out of memory.
-    """
+    """Return the process' end of the socket pair: its descriptor is argv[2], the service's process argv[3], its box
+    argv[5]. killed_first: the kernel kills this process before the service when the host runs out of memory."""
     connection_fd, service_pid = int(sys.argv[2]), int(sys.argv[3])
-    die_with_parent(
-        service_pid, signal.SIGKILL
-    )  # on other systems than Linux, the closed socket ends an idle process
+    # On other systems than Linux, the closed socket ends an idle process.
+    die_with_parent(service_pid, signal.SIGKILL)
     if killed_first:
         be_killed_first()
     print_to_stderr()

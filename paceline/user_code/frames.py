@@ -22,9 +22,7 @@ MAX_FRAME_BYTES = 256 * 2**20
 
 def encode(message: dict[str, Any]) -> bytes:
     """Return the frame of `message`; NumPy scalars and arrays become numbers and lists, decimals and times texts.
-
-    Raises InvalidInput when something in it has no JSON form, or it is larger than MAX_FRAME_BYTES.
-    """
+    Raises InvalidInput when something in it has no JSON form, or it is larger than MAX_FRAME_BYTES."""
     try:
         body = json.dumps(message, default=_plain).encode()
     except (TypeError, ValueError) as error:
@@ -46,10 +44,8 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """Wait for the next message, in the process. Raises EOFError when the service is gone.
-
-    There is no deadline: an idle process has nothing else to do, and the service's end shows as EOF.
-    """
+    """Wait for the next message, in the process. Raises EOFError when the service is gone. There is no deadline: an
+    idle process has nothing else to do, and the service's end shows as EOF."""
     (size_bytes,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     return decode(_exactly(connection, size_bytes))
 

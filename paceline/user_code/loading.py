@@ -22,12 +22,10 @@ from paceline.user_code.box import why_refused
 
 
 def load_from_file(path: Path, name: str, kind: str) -> Any:
-    """Return the function or class `name` of a file. `kind` is what it is for people, `reward function`.
-
-    Raises InvalidInput: a file that fails to import (with its error), nothing of that name in it (with the nearest one),
-    something that cannot be called; Unreadable: no such file, or one that it imports.
-    Runs the user's module: call it only in a process that may run their code.
-    """
+    """Return the function or class `name` of a file. `kind` is what it is for people, `reward function`. Raises
+    InvalidInput: a file that fails to import (with its error), nothing of that name in it (with the nearest one),
+    something that cannot be called; Unreadable: no such file, or one that it imports. Runs the user's module: call it
+    only in a process that may run their code."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise Unreadable(f"{kind} {name!r}: there is no file {str(path)!r}; check the path in the spec")
@@ -67,10 +65,9 @@ def _module(path: Path) -> ModuleType:
 
 
 class NeighbourFinder(PathFinder):
-    """Finder that lets a user's file import the files beside it. It comes after every other finder, so they shadow nothing.
-
-    A folder at the end of `sys.path` would not do, because packages installed in editable mode are found after that.
-    """
+    """Finder that lets a user's file import the files beside it. It comes after every other finder, so they shadow
+    nothing. A folder at the end of `sys.path` would not do, because packages installed in editable mode are found after
+    that."""
 
     folders: ClassVar[list[str]] = []
 
@@ -99,9 +96,8 @@ def _described(error: BaseException, path: Path | None) -> str:
     lines = [
         line.strip() for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()
     ]
-    if isinstance(
-        error, SyntaxError
-    ):  # its own traceback ends in the importer, and its text begins with the source
+    if isinstance(error, SyntaxError):
+        # Its own traceback ends in the importer, and its text begins with the source.
         return f"{lines[-1]} ({Path(error.filename or '?').name}:{error.lineno})"
     text = f"{lines[0]} …" if len(lines) > 1 else lines[0]
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,8 +1,10 @@
-"""One process of user code, for one caller at a time: start, calls, end.
+"""Processes of user code: one for one caller at a time (`UserProcess`), or one for several (`SharedProcess`), where each message has an
+id, and so has its reply.
 
-Tasks: one watch per process life waits for its end, and then kills the rest of its process group, so that a grandchild
-that still holds the socket cannot hide the death; readers see EOF after that. `start` waits for the watch of the life
-before. The process dies with the thread that started it (PR_SET_PDEATHSIG), so the event loop has to run in a thread that
+Tasks of a UserProcess: one watch per process life waits for its end, and then kills the rest of its process group, so that a
+grandchild that still holds the socket cannot hide the death; readers see EOF after that. `start` waits for the watch of the life
+before. Of a SharedProcess: one reads replies and gives each to its caller, until the process ends; then every caller that waits
+gets the end. A process dies with the thread that started it (PR_SET_PDEATHSIG), so the event loop has to run in a thread that
 lasts. Every wait for an answer has the caller's time limit.
 """
 
@@ -10,24 +12,110 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from asyncio.subprocess import Process
+import os
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
 from typing import Any
 
 from paceline.errors import InvalidInput, Unreadable, WireError
 from paceline.user_code.ends import (
     ProcessDied,
+    ProcessNotStarted,
     ProcessTimeout,
     describe_end,
     kill_group,
     starved_seconds,
     usage,
 )
-from paceline.user_code.frames import receive_async
-from paceline.user_code.spawning import spawn
-from paceline.user_code.surroundings import Place, Surroundings
+from paceline.user_code.frames import encode, receive_async
+from paceline.user_code.surroundings import ROOT, Place, Surroundings
+
+BOOT = (
+    "import sys, importlib; sys.path.insert(0, sys.argv[1]); import paceline; sys.path.pop(0); "
+    "importlib.import_module(sys.argv[4]).main()"
+)
+"""Code of the child. It has to import the same code as this process."""
 
 
-class UserProcess:
+async def spawn(
+    module: str, surroundings: Surroundings | None
+) -> tuple[Process, socket.socket, Place | None]:
+    """Start a process that runs `main()` of a module, in a session of its own, and return it with this side's socket,
+    and with its place, whose files the caller removes after its end. `paceline.user_code.child.connect` is the process'
+    side. -P keeps the working directory off its import path. Without `surroundings`, for code of this project, it has
+    this process' environment and no box. Raises ProcessNotStarted."""
+    place: Place | None = None
+    try:
+        place = None if surroundings is None else surroundings.place()
+        return *await _spawn(module, place), place
+    except BaseException as error:
+        if place is not None:
+            await asyncio.to_thread(place.remove)
+        if isinstance(error, OSError):
+            raise ProcessNotStarted(f"could not be started: {error}") from error
+        raise
+
+
+async def _spawn(module: str, place: Place | None) -> tuple[Process, socket.socket]:
+    ours, theirs = socket.socketpair()
+    arguments = [ROOT, str(theirs.fileno()), str(os.getpid()), module]
+    arguments += [] if place is None else [place.box.text()]
+    with theirs:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-c", BOOT, *arguments),
+                stdin=DEVNULL,
+                env=None if place is None else place.environment,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return process, ours
+
+
+class _Child:
+    """What both kinds of process have."""
+
+    def __init__(self, module: str, surroundings: Surroundings | None) -> None:
+        self._module, self._surroundings = module, surroundings
+        self._process: Process | None = None
+        self._place: Place | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, from the start on; None without a process."""
+        return self._process.pid if self._process is not None else None
+
+    async def _connected(self) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Start a process; return it with its connection. Raises ProcessNotStarted."""
+        process, ours, self._place = await spawn(self._module, self._surroundings)
+        self._process = process
+        try:
+            return process, *await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            kill_group(process.pid)
+            raise
+
+    def kill(self) -> None:
+        """Kill the process and its children; `close` or `start` waits until they are gone."""
+        if self._process is not None and self._process.returncode is None:
+            kill_group(self._process.pid)
+        if self._writer is not None:
+            self._writer.transport.abort()
+        self._writer = None
+
+    async def _remove_place(self) -> None:
+        place, self._place = self._place, None
+        if place is not None:
+            await asyncio.to_thread(place.remove)
+
+
+class UserProcess(_Child):
     """One child process that runs `main` of a module. Used by one caller at a time."""
 
     def __init__(
@@ -35,20 +123,11 @@ class UserProcess:
     ) -> None:
         """Set the module and its first frame; `start` starts the process. start_timeout_s: limit of the start with the user
         code's imports."""
-        self._surroundings = surroundings
-        self._module = module
+        super().__init__(module, surroundings)
         self._load_frame = load_frame
         self._start_timeout_s = start_timeout_s
-        self._process: Process | None = None
-        self._place: Place | None = None
         self._watch: asyncio.Task[None] | None = None
         self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id, from the start to the kill; None else."""
-        return self._process.pid if self._process else None
 
     @property
     def usable(self) -> bool:
@@ -56,19 +135,11 @@ class UserProcess:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start a new process, after ending the one before, and load the user's code.
-
-        Raises InvalidInput when it cannot be loaded (Unreadable: not now), ProcessTimeout, ProcessDied (also while importing).
-        """
+        """Start a new process, after ending the one before, and load the user's code. Raises InvalidInput when it
+        cannot be loaded (Unreadable: not now), ProcessTimeout, ProcessDied (also while importing)."""
         await self.close()
-        self._process, ours, self._place = await spawn(self._module, self._surroundings)
-        self._watch = asyncio.create_task(self._wait_for_end(self._process), name="user process")
-        try:
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            self.kill()
-            raise
+        process, self._reader, self._writer = await self._connected()
+        self._watch = asyncio.create_task(self._wait_for_end(process), name="user process")
         reply = await self.ask(self._load_frame, timeout_s=self._start_timeout_s)
         if "refused" in reply:
             await self.close()
@@ -76,10 +147,8 @@ class UserProcess:
             raise kind(str(reply["refused"]))
 
     async def ask(self, *frames: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send `frames` and return the reply. Raises ProcessTimeout or ProcessDied; the process is gone then.
-
-        A cancelled call ends the process too, because one in the middle of a call cannot serve the next caller.
-        """
+        """Send `frames` and return the reply. Raises ProcessTimeout or ProcessDied; the process is gone then. A
+        cancelled call ends the process too, because one in the middle of a call cannot serve the next caller."""
         if self._reader is None or self._writer is None or self._process is None or self._watch is None:
             raise ProcessDied("was not running")
         process, watch = self._process, self._watch
@@ -122,13 +191,8 @@ class UserProcess:
             half.cancel()
 
     def kill(self) -> None:
-        """Kill the process and its children; `close` or `start` waits until they are gone."""
-        if self._process is not None and self._process.returncode is None:
-            kill_group(self._process.pid)
-        self._process = None
-        if self._writer is not None:
-            self._writer.transport.abort()
-        self._reader = self._writer = None
+        super().kill()
+        self._process = self._reader = None
 
     async def close(self) -> None:
         """Kill the process, and wait for its end."""
@@ -136,10 +200,130 @@ class UserProcess:
         watch, self._watch = self._watch, None
         if watch is not None:
             await watch  # no deadline: after SIGKILL only the kernel's waits can delay the end
-        place, self._place = self._place, None
-        if place is not None:
-            await asyncio.to_thread(place.remove)
+        await self._remove_place()
 
     async def _wait_for_end(self, process: Process) -> None:
         await process.wait()
         kill_group(process.pid)
+
+
+class SharedProcess(_Child):
+    """One child process that runs `main` of a module."""
+
+    def __init__(self, module: str, load: dict[str, Any], surroundings: Surroundings | None) -> None:
+        """Set the module and its first message; `start` starts the process. `surroundings` is None for code of this project."""
+        super().__init__(module, surroundings)
+        self._load = encode(load)
+        self._reading: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.last_id = 0
+        """Id of the newest message."""
+        self.num_answered = 0
+        """Replies so far."""
+
+    @property
+    def usable(self) -> bool:
+        """Return whether the process is started and not known to have ended."""
+        return self._writer is not None
+
+    async def start(self, timeout_s: float) -> dict[str, Any]:
+        """Start the process, after ending the one before, and return its reply to the first message. Raises ProcessTimeout
+        and ProcessDied; the process is gone then."""
+        await self.close()
+        process, reader, writer = await self._connected()
+        try:
+            async with asyncio.timeout(timeout_s):
+                writer.write(self._load)
+                await writer.drain()
+                reply = await receive_async(reader)
+        except BaseException as error:
+            late = isinstance(error, TimeoutError)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.0 if late else 1.0):
+                    await process.wait()
+            returncode = process.returncode
+            writer.transport.abort()
+            await self.close()
+            if late:
+                raise ProcessTimeout(f"took more than {timeout_s:g} s") from None
+            if isinstance(error, EOFError | OSError | WireError):
+                died = ProcessDied(describe_end(returncode))
+                died.by_signal = (returncode or 0) < 0
+                raise died from None
+            raise
+        self._writer = writer
+        self._reading = asyncio.create_task(self._read(reader, process), name="user process")
+        return reply
+
+    async def ask(self, message: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
+        """Send a message and return its reply. Raises ProcessTimeout, with which the process goes on, and ProcessDied. Without
+        a limit the caller has its own deadline."""
+        if self._writer is None:
+            raise ProcessDied("was not running")
+        self.last_id = number = self.last_id + 1
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.write(encode({"id": number, **message}))
+                await self._writer.drain()
+                return await future
+        except TimeoutError:
+            raise ProcessTimeout(f"timed out after {timeout_s:g} s") from None
+        except OSError:
+            raise ProcessDied("closed its connection") from None
+        finally:
+            self._waiting.pop(number, None)
+            if future.done() and not future.cancelled():
+                future.exception()  # it may have come with the time-out
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message whose reply nobody needs. Nothing happens when the process does not run."""
+        if self._writer is not None:
+            self.last_id += 1
+            self._writer.write(encode({"id": self.last_id, **message}))
+
+    async def close(self) -> None:
+        """Kill the process, and wait for its end."""
+        self.kill()
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            await asyncio.gather(reading, return_exceptions=True)
+        if self._process is not None:
+            await self._process.wait()  # no deadline: after SIGKILL only the kernel's waits can delay the end
+            kill_group(self._process.pid)
+        self._process = None
+        await self._remove_place()
+
+    def replied(self, reply: dict[str, Any]) -> None:
+        """Take note of a reply, before its caller gets it."""
+
+    async def _read(self, reader: asyncio.StreamReader, process: Process) -> None:
+        ended_here, fault = False, ""
+        try:
+            while True:
+                reply = await receive_async(reader)
+                self.num_answered += 1
+                self.replied(reply)
+                future = self._waiting.get(reply.get("id", 0))
+                if future is not None and not future.done():
+                    future.set_result(reply)
+        except WireError as error:
+            fault = f"broke the protocol: {error}"
+        except (EOFError, OSError):
+            pass
+        finally:
+            ended_here = self._writer is None
+            if not ended_here and not fault:  # it is ending by itself, and the way it does is of interest
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await process.wait()
+            by_signal = not ended_here and not fault and (process.returncode or 0) < 0
+            self.kill()
+            await process.wait()
+            kill_group(process.pid)
+            died = ProcessDied(fault or describe_end(process.returncode))
+            died.by_signal = by_signal
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(died)

@@ -5,22 +5,33 @@ By `isolation()`, hidden are:
 
 OPEN      nothing
 SECRETS   the token or the coordinator's directory, the certificates, the storage key's file, and the bundles of other runs; workers beyond
-          loopback choose it where the kernel can (`paceline.services.common.access.secret_hiding`)
+          loopback choose it where the kernel can (`paceline.services.common.user_code_options`)
 REQUIRED  these and `CREDENTIALS`; a service does not start where that cannot be kept
 
 With SECRETS and REQUIRED, what Python loads when the next such process starts, before its box, is read-only (`loaded_code`).
+
+Its environment variables are those that say how this host works, and those that somebody named. Whatever may hold a secret is not
+among them: tokens, keys, passwords, addresses with a password, and every variable that this list
+does not know. `--pass-env` names further ones.
+
+The service holds a lock on the folder for temporary files and removes it after the end of the process. Where the service was killed,
+the lock is gone, and `remove_left_over` of the next service on this host removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import fcntl
 import os
+import re
+import shutil
 import site
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +41,61 @@ from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE
 from paceline.files.names import LEDGER_NAME
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from paceline.user_code.box import Box
-from paceline.user_code.temporary_folder import TemporaryFolder
-from paceline.user_code.variables import passed_variables
+
+TEMPORARY_PREFIX = "paceline-user-code-"
+MIN_AGE_S = 60.0
+"""A younger folder is kept: its service may be about to lock it."""
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class TemporaryFolder:
+    """A new folder; of this process until `remove`."""
+
+    def __init__(self, parent: Path):
+        """Raises OSError where there is no room."""
+        self.path = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=parent)
+        try:
+            self._lock = os.open(self.path, FOLDER_FLAGS)
+        except OSError:
+            os.rmdir(self.path)
+            raise
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def remove(self) -> None:
+        """Remove it with its files, after the end of the process. Blocks."""
+        _remove(self.path)
+        os.close(self._lock)
+
+
+def remove_left_over(parent: Path | None = None) -> int:
+    """Remove the folders of services that are gone, below `parent` (default TMPDIR); return their number. Blocks."""
+    number = 0
+    with contextlib.suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(TEMPORARY_PREFIX):
+                # Its service lives and has locked it, or it is gone meanwhile.
+                with contextlib.suppress(OSError):
+                    number += _remove_if_left(entry)
+    return number
+
+
+def _remove_if_left(entry: os.DirEntry[str]) -> bool:
+    state = entry.stat(follow_symlinks=False)
+    if state.st_uid != os.getuid() or time.time() - state.st_ctime < MIN_AGE_S:
+        return False
+    folder = os.open(entry.path, FOLDER_FLAGS)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(entry.path)
+    finally:
+        os.close(folder)
+    return True
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(RecursionError):  # folders as deep as user code likes; they are left
+        shutil.rmtree(path, ignore_errors=True)
+
 
 VARIABLE = "PACELINE_REQUIRE_ISOLATION"
 ANSWERS_VARIABLE = "PACELINE_ANSWER_CACHE_MB"
@@ -186,3 +250,35 @@ def loaded_code(hidden: Iterable[Path]) -> list[Path]:
 
 def _may_change(path: Path) -> bool:
     return any(os.access(folder, os.W_OK) for folder in (path, *path.parents))
+
+
+PASSED_VARIABLE = "PACELINE_PASS_ENV"
+"""Names of further variables, with commas between them; the option sets it."""
+KEPT = re.compile(
+    r"""
+    PATH | HOME | USER | LOGNAME | SHELL | HOSTNAME | TERM | LANG | LANGUAGE | TZ | TMPDIR | TMP | TEMP
+    | LD_LIBRARY_PATH | VIRTUAL_ENV | CONDA_PREFIX | TORCH_HOME | NLTK_DATA | TOKENIZERS_PARALLELISM
+    | SSL_CERT_FILE | SSL_CERT_DIR | REQUESTS_CA_BUNDLE | (?i: (http|https|all|no)_proxy )
+    | HF_HOME | HF_HUB_CACHE | HF_DATASETS_CACHE | HF_ENDPOINT | HF_HUB_OFFLINE | TRANSFORMERS_OFFLINE
+    | PACELINE_ANSWER_CACHE | PACELINE_ANSWER_CACHE_MB
+    | (LC | PYTHON | XDG | OMP | MKL | OPENBLAS | MALLOC | CUDA | NVIDIA) \w*
+    """,
+    re.VERBOSE,
+)
+HAS_USER = re.compile(r"://[^/]*@")
+"""An address with a user, and perhaps a password."""
+
+
+def passed_variables(
+    named: Iterable[str] = (), environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the variables of `environment` (default: this process') that user code gets; `named` are further names. The storage key is
+    never among them."""
+    given = os.environ if environment is None else environment
+    chosen = {*named, *filter(None, given.get(PASSED_VARIABLE, "").split(","))}
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in (FILE_VARIABLE, KEY_VARIABLE)
+        and (name in chosen or (KEPT.fullmatch(name) and not HAS_USER.search(value)))
+    }

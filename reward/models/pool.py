@@ -19,7 +19,7 @@ from paceline.errors import InvalidInput, Unavailable, Unreadable
 from paceline.reward.models.settings import ModelSettings
 from paceline.spec import RewardFunctionSection
 from paceline.user_code.ends import ProcessDied, ProcessTimeout
-from paceline.user_code.shared_process import SharedProcess
+from paceline.user_code.process import SharedProcess
 
 KINDS = ("reward_model", "process_reward_model")
 """Built-in functions that run in a model's process."""

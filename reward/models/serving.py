@@ -20,8 +20,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from paceline.error_texts import error_text
-from paceline.errors import InvalidInput, PacelineError, Unreadable
+from paceline.errors import InvalidInput, PacelineError, Unreadable, error_text
 from paceline.user_code.child import connect
 from paceline.user_code.frames import encode, receive
 

@@ -9,8 +9,8 @@ import xxhash
 
 from paceline.errors import Unreadable
 from paceline.files.model_source import model_source
-from paceline.files.stamps import stamp
 from paceline.files.storage import Folder, is_url
+from paceline.files.whole_file import stamp
 
 OF_STEP = re.compile(r"step-(\d{1,18})")
 FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja")

@@ -22,24 +22,15 @@ from paceline.spec import ClusterSection
 
 ROLES = ("learner", "rollout", "reward")
 """Roles that `cluster` has a key of GPUs for."""
-
 LISTING_S = 20.0
 """Seconds for `nvidia-smi -L`, which may have to wake the driver."""
-
 NVIDIA_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 def installed_gpus(folder: Path = NVIDIA_FOLDER, devices: Path = Path("/dev")) -> int:
     """Return how many GPUs the driver shows, visible to CUDA or not."""
-    program = shutil.which("nvidia-smi")
-    if program is not None:
-        try:
-            listed = subprocess.run(
-                [program, "-L"], capture_output=True, text=True, timeout=LISTING_S, check=True
-            )
-            return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
-        except (OSError, subprocess.SubprocessError):
-            pass  # it is installed and does not work: the driver's folder is used instead
+    if (listed := _nvidia_smi("-L")) is not None:
+        return len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
     try:
         return len(list(folder.iterdir()))
     except OSError:
@@ -48,15 +39,23 @@ def installed_gpus(folder: Path = NVIDIA_FOLDER, devices: Path = Path("/dev")) -
 
 def memory_of_gpus() -> tuple[int, ...]:
     """Return the bytes of each GPU that the driver shows; empty where `nvidia-smi` does not tell."""
+    listed = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    try:
+        return tuple(int(line) << 20 for line in (listed or "").split())
+    except ValueError:
+        return ()
+
+
+def _nvidia_smi(*options: str) -> str | None:
+    """Return what the program prints; None where it is not installed, or does not work."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return ()
-    asked = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        return None
     try:
-        listed = subprocess.run(asked, capture_output=True, text=True, timeout=LISTING_S, check=True)
-        return tuple(int(line) << 20 for line in listed.stdout.split())
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ()
+        asked = [program, *options]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=LISTING_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def visible_gpus(
@@ -101,13 +100,10 @@ def named_in(cluster: ClusterSection) -> tuple[int, ...]:
 
 def divide(cluster: ClusterSection, number: int, *, rollout: bool = True) -> tuple[ClusterSection, str]:
     """Return the cluster on a host with `number` GPUs, and a sentence on the division; the sentence is empty without
-    GPUs.
-
-    GPUs that the spec names stay, and the sentence says that a role for which it names none computes on CPUs. Otherwise
-    all share a single GPU; of several GPUs the learner gets half, one for each rank, and the rollout workers the
-    others. Numbers of ranks and workers that the spec does not set become those of the GPUs. Without `rollout` the
-    learner gets all. Raises SpecError, with the keys to set, if no division is possible.
-    """
+    GPUs. GPUs that the spec names stay, and the sentence says that a role for which it names none computes on CPUs.
+    Otherwise all share a single GPU; of several GPUs the learner gets half, one for each rank, and the rollout workers
+    the others. Numbers of ranks and workers that the spec does not set become those of the GPUs. Without `rollout` the
+    learner gets all. Raises SpecError, with the keys to set, if no division is possible."""
     if cluster.device == "cpu":
         unused = f"cluster.device is cpu: {_count(number)} of this host not used" if number else ""
         return cluster, unused
@@ -134,10 +130,8 @@ def missing_gpus(cluster: ClusterSection, number: int) -> str:
 
 
 def refuse_cpu(cluster: ClusterSection, role: str, sees: str = "torch sees none here") -> None:
-    """Refuse to compute a run on CPUs where its spec names GPUs for the role.
-
-    `sees` says what this process found. Raises Unavailable, because another process of the role may have the GPUs.
-    """
+    """Refuse to compute a run on CPUs where its spec names GPUs for the role. `sees` says what this process found.
+    Raises Unavailable, because another process of the role may have the GPUs."""
     if gpus := _gpus_of(cluster, role):
         raise Unavailable(
             f"the run asks for {_numbers(gpus)} (cluster.{role}_gpus), and {sees}; see `paceline doctor`, or set "

@@ -12,6 +12,7 @@ import click
 
 from paceline.calls.token import VARIABLE
 from paceline.client import DEFAULT_ADDRESS
+from paceline.errors import Unreadable
 from paceline.files.names import LEDGER_NAME
 from paceline.services.common.access.insecure import check_coordinator, check_host, insecure_option
 
@@ -94,11 +95,9 @@ def coordinator_option(command: CommandT) -> CommandT:
 def worker_options(
     name: str, *, grace: str, host: str = "Address to listen on.", port: str = "gRPC port"
 ) -> Callable[[CommandT], CommandT]:
-    """Return the options that every worker has: --coordinator, --host, --insecure, --port, --advertise-host, --name, --grace,
-    --metrics-port, --ready-file.
-
-    `name` is the default of --name; `grace`, `host` and `port` are the help of those options.
-    """
+    """Return the options that every worker has: --coordinator, --host, --insecure, --port, --advertise-host, --name,
+    --grace, --metrics-port, --ready-file. `name` is the default of --name; `grace`, `host` and `port` are the help of
+    those options."""
     options = (
         _address_option,
         click.option("--host", default="127.0.0.1", show_default=True, callback=check_host, help=host),
@@ -167,3 +166,17 @@ def _finite(value: Any) -> Any:
         case float() if value != value or value in (float("inf"), float("-inf")):
             return None
     return value
+
+
+def make_directory(directory: Path) -> None:
+    """Make the folder and those above it. Raises Unreadable when it cannot be made or nothing can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unreadable(
+            f"--directory {directory} cannot be made: {error.strerror}; name a folder in which you can write"
+        ) from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise Unreadable(
+            f"--directory {directory} cannot be used: you cannot write there; name a folder in which you can write"
+        )

@@ -16,7 +16,7 @@ import click
 
 from paceline.client import Client, Event
 from paceline.errors import PacelineError
-from paceline.services.common.reporting.curve import chart, sparkline
+from paceline.services.common.reporting.terminal import chart, sparkline
 from paceline.services.demo.task import write_data
 from paceline.services.local.cluster import LocalCluster, start_page
 from paceline.spec import RunSpec

@@ -27,8 +27,7 @@ from paceline.environment.protocols import LeaseLost, SampledTurn, TurnRequest
 from paceline.errors import InvalidInput
 from paceline.groups import VersionSpan
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.serving.accepted_calls import was_accepted
-from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
+from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS, was_accepted
 from paceline.services.environment.engine_list import Engine, EngineList, Wanted
 from paceline.tls.certificates import WORKER_HOST
 from paceline.tls.channels import RenewedChannel, open_aio_channel

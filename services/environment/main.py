@@ -12,21 +12,21 @@ from pathlib import Path
 import click
 
 from paceline.host.process import keep_private
-from paceline.services.common.access.secret_hiding import choose_isolation
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.options import functions_from_option, token_file_option, worker_options
-from paceline.services.common.processes.file_limit import raise_file_limit
-from paceline.services.common.processes.parent_death import die_with_starter
-from paceline.services.common.processes.quiet_libraries import quiet_libraries
-from paceline.services.common.processes.ready_file import announce
-from paceline.services.common.serving.advertise import advertised_host
-from paceline.services.common.serving.grpc_server import GrpcServer, run_service
-from paceline.services.common.serving.reminder import remind
-from paceline.services.common.user_code_options import user_code_options
+from paceline.services.common.processes.starting import (
+    announce,
+    die_with_starter,
+    quiet_libraries,
+    raise_file_limit,
+)
+from paceline.services.common.serving.endpoints import advertised_host
+from paceline.services.common.serving.grpc_server import GrpcServer, remind, run_service
+from paceline.services.common.user_code_options import choose_isolation, user_code_options
 from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.environment.worker import EnvironmentWorker
 from paceline.tracing import set_up_tracing
-from paceline.user_code.temporary_folder import remove_left_over
+from paceline.user_code.surroundings import remove_left_over
 
 NAME = "paceline.v1.EnvironmentWorker"
 """Name in health checks; there are no calls of it."""

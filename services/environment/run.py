@@ -37,20 +37,17 @@ from paceline.environment.protocols import (
     TokenSource,
     TurnParams,
 )
-from paceline.episodes import TurnArrays
-from paceline.error_texts import error_text
-from paceline.errors import InvalidInput, PacelineError, PromptTooLong, WireError
+from paceline.errors import InvalidInput, PacelineError, PromptTooLong, WireError, error_text
 from paceline.groups import Group, Version
 from paceline.rate_limited_log import unforeseen
-from paceline.services.common.reporting.occupancy import Occupancy
-from paceline.services.common.reporting.progress_log import ProgressLog
+from paceline.services.common.reporting.progress_log import Occupancy, ProgressLog
 from paceline.services.common.worker.membership import Membership
 from paceline.services.environment.engine_list import Wanted
 from paceline.services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost
 from paceline.spec import RunSpec
 from paceline.tracing import span
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import encode_result, parse_message
+from paceline.wire import TurnArrays, encode_result, parse_message
 
 LEASE_WAIT_S = 10.0
 RETURN_S = 2.0

@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 
-from paceline.bundle.requirements import check_requirements
+from paceline.bundle.imports import check_requirements
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
 from paceline.environment.episodes import GroupEpisodes
@@ -21,11 +21,9 @@ from paceline.environment.hosting.pool import UserCode
 from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, TokenSource
 from paceline.environment.setting import EpisodeSetting
 from paceline.errors import Unreadable
-from paceline.host.cores import usable_cores
-from paceline.services.common.worker.assigned_run import AssignedRun
-from paceline.services.common.worker.bundled_spec import BundledSpec, refusal_of_files
+from paceline.host.memory import usable_cores
+from paceline.services.common.worker.assigned_run import AssignedRun, BundledSpec, refusal_of_files, spec_of
 from paceline.services.common.worker.membership import Membership
-from paceline.services.common.worker.run_setup import spec_of
 from paceline.services.environment.engines import Engines
 from paceline.services.environment.run import EnvironmentRun
 from paceline.services.environment.sessions.server import SessionServer

@@ -25,10 +25,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.host.cores import thread_variables
-from paceline.services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
-from paceline.services.common.processes.restart_policy import FROM_OUTSIDE
-from paceline.services.common.processes.supervisor import ending
+from paceline.host.memory import thread_variables
+from paceline.services.common.processes.starting import STARTER_VARIABLE, die_with_starter
+from paceline.services.common.processes.supervisor import FROM_OUTSIDE, ending
 from paceline.services.common.processes.tether import tethered
 
 MEETING_VARIABLE = "PACELINE_RANKS_FILE"

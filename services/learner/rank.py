@@ -13,8 +13,45 @@ dropped; a session has a few of them.
 """
 
 from __future__ import annotations
-
+from collections.abc import Awaitable
+from collections.abc import Callable
+from paceline.calls.connection import checked_address
+from paceline.errors import Busy
+from paceline.errors import PacelineError
+from paceline.errors import Unavailable
+from paceline.host.memory import return_large_tensors
+from paceline.host.onednn import bound_caches
+from paceline.host.process import end_process
+from paceline.learner.collectives import broadcast_bytes
+from paceline.services.common.access.token_guard import worker_guard
+from paceline.services.common.host_agent import fabric_option
+from paceline.services.common.options import device_option
+from paceline.services.common.options import worker_options
+from paceline.services.common.processes.starting import announce
+from paceline.services.common.processes.starting import die_with_starter
+from paceline.services.common.processes.starting import raise_file_limit
+from paceline.services.common.relay import RelayConnection
+from paceline.services.common.relay import zone_option
+from paceline.services.common.serving.endpoints import advertised_host
+from paceline.services.common.serving.grpc_server import GrpcServer
+from paceline.services.common.worker.assigned_run import failed_set_up
+from paceline.services.common.worker.member_metrics import member_metrics
+from paceline.services.common.worker.membership import LEAVE_WAIT_S
+from paceline.services.common.worker.membership import Membership
+from paceline.services.learner.background_loop import BackgroundLoop
+from paceline.services.learner.device import set_up_device
+from paceline.services.learner.orders import Orders
+from paceline.services.learner.servicer import LearnerServicer
+from paceline.services.learner.training.run import LearnerRun
+from paceline.tracing import set_up_tracing
+from paceline.tracing import shut_down_tracing
+from paceline.v1 import common_pb2
+from paceline.v1 import learner_pb2_grpc
+from paceline.v1 import worker_pb2
+from paceline.wire import PROTOCOL
+from pathlib import Path
 import asyncio
+import click
 import contextlib
 import itertools
 import logging
@@ -22,40 +59,9 @@ import queue
 import signal
 import threading
 import time
-import uuid
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-
-import click
 import torch
 import torch.distributed as dist
-
-from paceline.calls.address import checked_address
-from paceline.errors import Busy, PacelineError, Unavailable
-from paceline.host.freed_memory import return_large_tensors
-from paceline.host.onednn import bound_caches
-from paceline.host.process import end_process
-from paceline.learner.collectives import broadcast_bytes
-from paceline.services.common.access.token_guard import worker_guard
-from paceline.services.common.fabric import fabric_option
-from paceline.services.common.options import device_option, worker_options
-from paceline.services.common.processes.file_limit import raise_file_limit
-from paceline.services.common.processes.parent_death import die_with_starter
-from paceline.services.common.processes.ready_file import announce
-from paceline.services.common.relay import RelayConnection, zone_option
-from paceline.services.common.serving.advertise import advertised_host
-from paceline.services.common.serving.grpc_server import GrpcServer
-from paceline.services.common.worker.member_metrics import member_metrics
-from paceline.services.common.worker.membership import LEAVE_WAIT_S, Membership
-from paceline.services.common.worker.run_setup import failed_set_up
-from paceline.services.learner.background_loop import BackgroundLoop
-from paceline.services.learner.device import set_up_device
-from paceline.services.learner.orders import Orders
-from paceline.services.learner.servicer import LearnerServicer
-from paceline.services.learner.training.run import LearnerRun
-from paceline.tracing import set_up_tracing, shut_down_tracing
-from paceline.v1 import common_pb2, learner_pb2_grpc, worker_pb2
-from paceline.wire import PROTOCOL
+import uuid
 
 ASSIGNMENT_POLL_S = 2.0
 

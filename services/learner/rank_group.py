@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.learner.model.mesh import mesh_groups
-from paceline.services.common.serving.advertise import advertised_host
+from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.learner.launcher import MEETING_VARIABLE
 
 STORE_VARIABLE = "PACELINE_RANKS_STORE"

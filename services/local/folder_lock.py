@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from paceline.errors import Conflict
-from paceline.services.common.directory import make_directory
+from paceline.services.common.options import make_directory
 
 
 class FolderLock:

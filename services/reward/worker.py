@@ -17,25 +17,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bundle.requirements import check_requirements
+from paceline.bundle.imports import check_requirements
 from paceline.calls.backoff import ExponentialBackoff, pause_after
 from paceline.errors import InvalidInput, Unreadable, WireError
-from paceline.files.stamps import Stamp, stamp
+from paceline.files.whole_file import Stamp, stamp
 from paceline.groups import Completion, IntArray
 from paceline.reward.reference import ReferenceScorer
 from paceline.reward.results import RewardResult
 from paceline.reward.runner import RewardRunner
 from paceline.services.common.gpus import refuse_cpu, usable_gpus
-from paceline.services.common.reporting.occupancy import Occupancy
-from paceline.services.common.reporting.progress_log import ProgressLog
-from paceline.services.common.worker.assigned_run import AssignedRun
-from paceline.services.common.worker.bundled_spec import BundledSpec, refusal_of_files
-from paceline.services.common.worker.function_sums import FunctionSums
-from paceline.services.common.worker.logged_extra import extra_json
-from paceline.services.common.worker.logged_metrics import LoggedMetrics
+from paceline.services.common.reporting.progress_log import Occupancy, ProgressLog
+from paceline.services.common.worker.assigned_run import AssignedRun, BundledSpec, refusal_of_files, spec_of
 from paceline.services.common.worker.membership import Membership
-from paceline.services.common.worker.run_setup import spec_of
-from paceline.services.common.worker.trainer_state import TRAINER_STATE
+from paceline.services.common.worker.score_extras import (
+    TRAINER_STATE,
+    FunctionSums,
+    LoggedMetrics,
+    extra_json,
+)
 from paceline.services.reward.group_inputs import GroupInputs, inputs_of_completions, inputs_of_episodes
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.tracing import span

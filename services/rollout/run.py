@@ -28,14 +28,12 @@ import numpy as np
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
-from paceline.error_texts import error_text
-from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable
+from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable, error_text
 from paceline.groups import Completion, Group, IntArray
 from paceline.models.folder_size import named_size
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.engines import create_engine
-from paceline.services.common.reporting.occupancy import Occupancy
-from paceline.services.common.reporting.progress_log import ProgressLog
+from paceline.services.common.reporting.progress_log import Occupancy, ProgressLog
 from paceline.services.common.worker.membership import Membership
 from paceline.services.rollout.group_sampler import GroupSampler
 from paceline.services.rollout.pace import Pace

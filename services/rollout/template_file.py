@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput
-from paceline.files.stamps import stamp
+from paceline.files.whole_file import stamp
 from paceline.spec import PolicySection
 
 FILES = ("chat_template*", "tokenizer_config.json")

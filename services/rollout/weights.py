@@ -16,8 +16,7 @@ from contextlib import nullcontext
 
 import torch
 
-from paceline.error_texts import first_line
-from paceline.errors import Conflict, PacelineError, WireError
+from paceline.errors import Conflict, PacelineError, WireError, first_line
 from paceline.groups import Version
 from paceline.rollout.engine import Engine
 from paceline.services.common.worker.membership import Membership

@@ -6,23 +6,23 @@ Started by `paceline serve rollout` (also `paceline-rollout`).
 """
 
 from __future__ import annotations
-
-import asyncio
-import logging
 from collections.abc import Sequence
-
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import EngineDied
 from paceline.services.common.gpus import refuse_cpu
-from paceline.services.common.relay import RelayConnection, goes_by_host
+from paceline.services.common.relay import RelayConnection
+from paceline.services.common.relay import goes_by_host
 from paceline.services.common.worker.assigned_run import AssignedRun
+from paceline.services.common.worker.assigned_run import spec_of
 from paceline.services.common.worker.membership import Membership
-from paceline.services.common.worker.run_setup import spec_of
 from paceline.services.rollout.engine_settings import with_engine_settings
 from paceline.services.rollout.openai.server import Endpoint
 from paceline.services.rollout.run import RolloutRun
-from paceline.v1 import common_pb2, worker_pb2
+from paceline.v1 import common_pb2
+from paceline.v1 import worker_pb2
 from paceline.wire import PROTOCOL
+import asyncio
+import logging
 
 log = logging.getLogger(__name__)
 

@@ -2,10 +2,24 @@
 services' own options; what the options and the health check promise is tried with real processes.
 """
 
+from collections.abc import Iterator
+from paceline.apps.dashboard.main import main as dashboard_main
+from paceline.errors import InvalidInput
+from paceline.services.cli.main import serve
+from paceline.services.common.serving.endpoints import advertised_host
+from paceline.services.coordinator.main import main as coordinator_main
+from paceline.services.environment.main import main as environment_main
+from paceline.services.learner.main import main as learner_main
+from paceline.services.reward.main import main as reward_main
+from paceline.services.rollout.main import main as rollout_main
+from pathlib import Path
+from typing import Any
 import ast
+import click
 import importlib.util
 import json
 import py_compile
+import pytest
 import re
 import shutil
 import socket
@@ -13,23 +27,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import click
-import pytest
 import yaml
-
-from paceline.apps.dashboard.main import main as dashboard_main
-from paceline.errors import InvalidInput
-from paceline.services.cli.main import serve
-from paceline.services.common.serving.advertise import advertised_host
-from paceline.services.coordinator.main import main as coordinator_main
-from paceline.services.environment.main import main as environment_main
-from paceline.services.learner.main import main as learner_main
-from paceline.services.reward.main import main as reward_main
-from paceline.services.rollout.main import main as rollout_main
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from paceline.calls.token import metadata
 from paceline.client import Client
 from paceline.errors import PacelineError
-from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import create, revoke
 from paceline.services.local.cluster import LocalCluster
 from paceline.spec import RunSpec

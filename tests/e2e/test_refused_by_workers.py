@@ -18,7 +18,7 @@ from service_processes import Services, wait_for
 
 from paceline.calls.token import metadata
 from paceline.errors import Unavailable
-from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import create
 from paceline.services.common.relay import RelayConnection
 from paceline.services.local.cluster import LocalCluster

@@ -9,9 +9,9 @@ import numpy as np
 
 from paceline.environment.protocols import SampledTurn
 from paceline.environment.rows import Place, RowTokens, build_rows, joined, turn_arrays
-from paceline.episodes import TurnArrays
 from paceline.groups import Turn, VersionSpan
 from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import TurnArrays
 
 
 def ids(*values: int) -> Any:

@@ -18,7 +18,7 @@ import aiohttp
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.calls.retry_hint import from_error
+from paceline.calls.backoff import from_error
 from paceline.calls.token import Metadata
 from paceline.v1 import run_pb2, run_pb2_grpc
 

@@ -35,7 +35,7 @@ from paceline.bundle.manifest import Manifest
 from paceline.errors import PacelineError
 from paceline.models.evaluation_results import RESULT, SAMPLES, write_result
 from paceline.services.cli.main import main as paceline
-from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import FILE_NAME as TOKENS
 from paceline.services.common.access.token_table import create as create_token
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from paceline.episodes import TurnArrays
 from paceline.errors import WireError
 from paceline.groups import VersionSpan
+from paceline.wire import TurnArrays
 
 TURN = TurnArrays(
     1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.error_texts import error_text, is_about_input
+from paceline.errors import error_text, is_about_input
 
 
 @pytest.mark.parametrize(

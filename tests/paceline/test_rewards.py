@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from paceline.rewards import closed_gates, gated, group_totals, totals, weighted_rewards, weights_at
+from paceline.advantages import closed_gates, gated, group_totals, totals, weighted_rewards, weights_at
 from paceline.spec import RewardFunctionSection
 
 NAN = math.nan

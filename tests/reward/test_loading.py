@@ -13,7 +13,7 @@ from paceline.errors import InvalidInput
 from paceline.reward.builtin import BUILTIN_FUNCTIONS
 from paceline.reward.loading import load_function
 from paceline.user_code.loading import NeighbourFinder, describe_error
-from paceline.user_code.spawning import BOOT
+from paceline.user_code.process import BOOT
 from paceline.user_code.surroundings import ROOT
 
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.error_texts import ALIKE
-from paceline.errors import Conflict, InvalidInput
+from paceline.errors import ALIKE, Conflict, InvalidInput
 from paceline.reward.results import RewardFailure, RewardResult
 from paceline.reward.runner import RewardRunner
 from paceline.spec import RewardFunctionSection

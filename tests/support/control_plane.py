@@ -12,7 +12,7 @@ import grpc
 import pytest
 from exchange_drivers import make_spec
 
-from paceline.services.common.processes.file_limit import Capacity
+from paceline.services.common.processes.starting import Capacity
 from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.coordinator.bundle_servicer import BundleServicer
 from paceline.services.coordinator.ledger.ledger import Ledger

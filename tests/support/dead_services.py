@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from paceline.services.common.processes.log_tail import reason_in
+from paceline.services.common.processes.supervisor import reason_in
 from paceline.services.local.cluster import LocalCluster
 
 SHOWN_LINES = 30

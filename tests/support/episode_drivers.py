@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from exchange_drivers import COMMITTED, Rollout, World
 
-from paceline.episodes import TurnArrays
 from paceline.groups import Completion, Group, Rows, Turn, Version, VersionSpan
 from paceline.services.coordinator.exchange.state import Outcome
 from paceline.v1 import common_pb2
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import encode_result
+from paceline.wire import TurnArrays, encode_result
 
 ENVIRONMENT = {"environment": {"class": "none.py:Environment"}}
 """Section of the drivers' runs."""

@@ -35,10 +35,10 @@ from paceline.environment.protocols import (
     TurnRequest,
 )
 from paceline.environment.setting import EpisodeSetting
-from paceline.episodes import TurnArrays
 from paceline.groups import IntArray, VersionSpan
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb
+from paceline.wire import TurnArrays
 
 HERMES = """\
 {%- if tools %}<|im_start|>system

@@ -11,7 +11,7 @@ import zmq.asyncio
 from exchange_drivers import World
 
 from paceline.groups import Version
-from paceline.services.common.serving.zmq_keepalive import in_brackets, use_ipv6
+from paceline.services.common.serving.endpoints import in_brackets, use_ipv6
 from paceline.services.coordinator.exchange.state import Notice
 from paceline.services.coordinator.exchange.transport.server import ExchangeServer
 from paceline.v1 import exchange_pb2 as pb

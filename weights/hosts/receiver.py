@@ -17,8 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.error_texts import first_line
-from paceline.errors import PacelineError, Unavailable, WireError
+from paceline.errors import PacelineError, Unavailable, WireError, first_line
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.tracing import span, version_traceparent

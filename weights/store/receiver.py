@@ -17,8 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.error_texts import first_line
-from paceline.errors import Conflict, PacelineError
+from paceline.errors import Conflict, PacelineError, first_line
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.weights.progress import Phase, WeightProgress, slowest_s

@@ -19,7 +19,7 @@ import click
 from paceline.client import Event
 from paceline.services.cli import render
 from paceline.services.common.options import json_option, print_json
-from paceline.services.common.reporting.curve import scaled, sparkline
+from paceline.services.common.reporting.terminal import scaled, sparkline
 
 ALWAYS = frozenset({"warning", "state"})
 """Kinds of events that are shown although the user wants a quiet screen."""

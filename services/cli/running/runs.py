@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.calls.address import checked_address, is_loopback
+from paceline.calls.connection import checked_address, is_loopback
 from paceline.client import Client
 from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.services.cli import render

@@ -17,7 +17,7 @@ from paceline.errors import PacelineError
 from paceline.services.cli import render
 from paceline.services.cli.running.progress import Course, Shown, screen
 from paceline.services.common.options import print_json
-from paceline.services.common.reporting.visible_text import visible
+from paceline.services.common.reporting.terminal import visible
 
 EXITS = {"succeeded": 0, "failed": 1, "cancelled": 3, "paused": 4}
 """Exit status of `paceline submit --wait` by the run's state; 2 is click's, for a misspelt command."""

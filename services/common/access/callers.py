@@ -1,43 +1,53 @@
-"""The callers that a coordinator accepts, by their tokens: the bootstrap token, and those of `tokens.json`.
+"""The callers that a service accepts, by their tokens. A coordinator's are the bootstrap token and those of `tokens.json`; to a worker's
+services the coordinator says who callers are, by the digests of their tokens.
 
 The token decides the role. A client certificate says on which host it is used: its name is recorded, and a call over a connection
 of a revoked name is refused whatever its token. A change of either file counts within a second.
 
-A small file that commands replace while a service runs: read anew when it has changed, within CHECK_S.
+The coordinator's answer to a worker counts for FRESH_S, so a revoked token is refused within that time. While the coordinator does not answer, its last
+answer counts for KEPT_S, and a caller with the worker's own token is a worker.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from paceline.calls.token import VARIABLE
-from paceline.errors import AccessDenied, Conflict
+import grpc
+
+from paceline.calls.token import VARIABLE, is_same, metadata, read_token, token_path
+from paceline.errors import AccessDenied, Conflict, Unavailable
+from paceline.files.whole_file import file_stamp
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.access.caller import Caller, CallerRole
-from paceline.services.common.access.revoked_certificates import FILE_NAME as REVOKED_NAME
-from paceline.services.common.access.revoked_certificates import read_revoked
-from paceline.services.common.access.token_table import BOOTSTRAP, NamedToken, digest_of, read_table
+from paceline.services.common.access.rights import Caller, CallerRole
+from paceline.services.common.access.token_table import (
+    BOOTSTRAP,
+    REVOKED_NAME,
+    NamedToken,
+    digest_of,
+    read_revoked,
+    read_table,
+)
+from paceline.tls.channels import open_aio_channel
+from paceline.v1 import access_pb2, access_pb2_grpc
 
 ALL_ROLES = frozenset(CallerRole)
 
 
 class Callers(Protocol):
-    """The callers of a server."""
-
     async def caller(self, token: str, certificate: str = "") -> Caller:
         """Return the caller with a token (empty: none) and the name in its client certificate (empty: none). Raises
         AccessDenied, Unavailable."""
 
 
 class TokenCallers:
-    """The callers of a coordinator."""
-
     def __init__(
         self,
         bootstrap: Callable[[], str],
@@ -63,14 +73,9 @@ class TokenCallers:
         found = self.by_digest(digest_of(token)) if token else None
         if found is not None:
             return replace(found, certificate=certificate) if certificate else found
-        if not self._bootstrap() and not self._rows():
-            why = f"this service has no token: its file {self._file} is not there, so it refuses every call"
-        else:
-            why = (
-                f"the call has {'another' if token else 'no'} token; this service requires the token in its file {self._file}, "
-                "or one of `paceline token create`"
-            )
-        raise AccessDenied(f"{why}. Give that file with --token-file or {VARIABLE}")
+        has_own = bool(self._bootstrap() or self._rows())
+        also = ", or one of `paceline token create`"
+        raise AccessDenied(_refusal(self._file, has_own=has_own, is_other=bool(token), also=also))
 
     def by_digest(self, digest: str) -> Caller | None:
         """Return the caller whose token has a digest; None for an unknown one. Raises AccessDenied for a token that is
@@ -124,7 +129,7 @@ seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
 class PolledFile(Generic[ContentT]):
-    """One file. When it is damaged at first, that is an error; later its content stays as it was, with a warning."""
+    """A small file that commands replace while a service runs: read anew when it has changed, within CHECK_S. When it is damaged at first, that is an error; later its content stays as it was, with a warning."""
 
     def __init__(
         self,
@@ -135,7 +140,7 @@ class PolledFile(Generic[ContentT]):
         """`read` returns the content, also of a file that is not there; `changed` is called with the contents before and after a
         change. Raises Conflict for a damaged file."""
         self._path, self._read, self._changed = path, read, changed
-        self._stamp, self._content = _stamp(path), read(path)
+        self._stamp, self._content = file_stamp(path), read(path)
         self._checked_s = float("-inf")
 
     @property
@@ -145,7 +150,7 @@ class PolledFile(Generic[ContentT]):
         if now_s - self._checked_s < CHECK_S:
             return self._content
         self._checked_s = now_s
-        stamp = _stamp(self._path)
+        stamp = file_stamp(self._path)
         if stamp != self._stamp:
             try:
                 before, self._content = self._content, self._read(self._path)
@@ -156,9 +161,84 @@ class PolledFile(Generic[ContentT]):
         return self._content
 
 
-def _stamp(path: Path) -> object:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
+FRESH_S = 2.0
+KEPT_S = 300.0
+CALL_S = 5.0
+MAX_KEPT = 1024
+"""Answers that are kept, the newest."""
+OWN_TOKEN = "the worker's own token (the coordinator does not answer)"
+"""Name of a caller of whom nothing else is known."""
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    caller: Caller | None
+    refusal: str
+    time_s: float
+
+
+class WorkerCallers:
+    def __init__(self, coordinator: str):
+        """`coordinator` is its address; empty: none, and the worker's own token alone counts, with every role."""
+        self._coordinator = coordinator
+        self._answers: OrderedDict[str, _Answer] = OrderedDict()
+
+    async def caller(self, token: str, certificate: str = "") -> Caller:
+        """Return the caller with a token. Raises AccessDenied, Unavailable."""
+        own = read_token(token_path())
+        if not own or not token:
+            raise AccessDenied(_refusal(token_path(), has_own=bool(own)))
+        digest, is_own = digest_of(token), is_same(token, own)
+        if not self._coordinator:
+            if is_own:
+                return Caller(BOOTSTRAP, ALL_ROLES, digest)
+            raise AccessDenied(_refusal(token_path(), has_own=True, is_other=True))
+        answer = await self._answer(digest, own, is_own=is_own)
+        if answer.caller is None:
+            raise AccessDenied(answer.refusal or _refusal(token_path(), has_own=True, is_other=True))
+        return answer.caller
+
+    async def _answer(self, digest: str, own: str, *, is_own: bool) -> _Answer:
+        kept, now_s = self._answers.get(digest), time.monotonic()
+        if kept is not None and now_s - kept.time_s < FRESH_S:
+            return kept
+        try:
+            found = await self._ask(digest, own)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED and is_own:
+                # A coordinator with one token for all.
+                return _Answer(Caller(BOOTSTRAP, ALL_ROLES, digest), "", now_s)
+            if error.code() in AWAY and kept is not None and now_s - kept.time_s < KEPT_S:
+                return kept
+            if error.code() in AWAY and is_own:
+                return _Answer(Caller(OWN_TOKEN, frozenset({CallerRole.WORKER}), digest), "", now_s)
+            raise Unavailable(
+                f"this worker cannot ask the coordinator at {self._coordinator} about the call's token: "
+                f"{error.code().name.lower()}"
+            ) from None
+        self._answers[digest] = found
+        self._answers.move_to_end(digest)
+        while len(self._answers) > MAX_KEPT:
+            self._answers.popitem(last=False)
+        return found
+
+    async def _ask(self, digest: str, own: str) -> _Answer:
+        request = access_pb2.IdentifyRequest(token_sha256=bytes.fromhex(digest))
+        async with open_aio_channel(self._coordinator) as channel:
+            stub = access_pb2_grpc.AccessServiceStub(channel)
+            async with asyncio.timeout(2 * CALL_S):
+                answer = await stub.Identify(request, timeout=CALL_S, metadata=metadata(own))
+        known = frozenset(CallerRole(role) for role in answer.roles if role in set(CallerRole))
+        caller = Caller(answer.name, known, digest) if answer.name else None
+        return _Answer(caller, answer.refusal, time.monotonic())
+
+
+def _refusal(path: Path, *, has_own: bool, is_other: bool = False, also: str = "") -> str:
+    file = path.resolve()
+    if not has_own:
+        why = f"this service has no token: its file {file} is not there, so it refuses every call"
+    else:
+        has = "another" if is_other else "no"
+        why = f"the call has {has} token; this service requires the token in its file {file}{also}"
+    return f"{why}. Give that file with --token-file or {VARIABLE}"

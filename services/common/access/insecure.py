@@ -1,4 +1,5 @@
-"""Consent to connections beyond this host that are not encrypted: `--insecure`. With `--tls-dir` none is needed.
+"""`--tls-dir`, the folder with the certificates of a process or a person, and `--insecure`: consent to connections beyond this host that
+are not encrypted, which need none with certificates.
 
 A process that uses the consent says so: in its log at its start and every ten minutes, in a gauge, and the coordinator in
 `paceline status`.
@@ -12,10 +13,26 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.calls.address import FORM, is_loopback
-from paceline.services.common.access.tls_option import tls_option
+from paceline.calls.connection import FORM, is_loopback
 from paceline.tls.folder import VARIABLE as TLS_VARIABLE
 from paceline.tls.folder import tls_folder
+
+
+def _use_folder(_context: click.Context, _option: click.Parameter, path: str | None) -> None:
+    """Set the folder in the environment, so that child processes read the same files."""
+    if path:
+        os.environ[TLS_VARIABLE] = os.path.abspath(path)
+
+
+tls_option: Callable[[Any], Any] = click.option(
+    "--tls-dir",
+    type=click.Path(file_okay=False, exists=True),
+    callback=_use_folder,
+    expose_value=False,
+    is_eager=True,
+    help=f"Folder with ca.crt, and with tls.crt and tls.key for a process: connections are encrypted; also {TLS_VARIABLE}.",
+)
+
 
 VARIABLE = "PACELINE_INSECURE"
 """Environment variable that stands for the option, also for the processes that a command starts."""

@@ -1,4 +1,4 @@
-"""The one table of rights: which roles may make which call, and which workers may send which request to the exchange.
+"""Who calls, and the one table of rights: which roles may make which call, and which workers may send which request to the exchange.
 
 A call without a row is refused to everybody. Tests compare the table with the methods of every proto, and with what real
 servers permit.
@@ -7,10 +7,50 @@ servers permit.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import StrEnum
 
-from paceline.services.common.access.caller import CallerRole
 from paceline.v1 import common_pb2
+
+
+class CallerRole(StrEnum):
+    """What a caller is trusted with (`services/common/access/rights.py` has the calls of each)."""
+
+    VIEWER = "viewer"
+    SUBMITTER = "submitter"
+    OPERATOR = "operator"
+    WORKER = "worker"
+    SCRAPER = "scraper"
+
+
+@dataclass(frozen=True)
+class Caller:
+    name: str
+    roles: frozenset[CallerRole]
+    digest: str = ""
+    """SHA-256 of its token, in hexadecimal digits."""
+    certificate: str = ""
+    """Name in its client certificate; empty without one. It gives no right, but a revoked one takes all of them."""
+
+    @property
+    def steers_all(self) -> bool:
+        """Return whether it may steer the runs of others."""
+        return CallerRole.OPERATOR in self.roles
+
+
+_CURRENT: ContextVar[Caller | None] = ContextVar("caller", default=None)
+
+
+def current_caller() -> Caller | None:
+    """Return the caller of the rpc that this task answers; None outside of one, or where no guard is."""
+    return _CURRENT.get()
+
+
+def set_caller(caller: Caller) -> None:
+    """Set the caller of this task's rpc. gRPC answers each call in a task of its own, which ends with the call."""
+    _CURRENT.set(caller)
+
 
 VIEWER, SUBMITTER, OPERATOR, WORKER, SCRAPER = CallerRole
 
@@ -35,7 +75,6 @@ def _changes(*roles: CallerRole) -> Right:
 
 
 STEERS = Right(frozenset({SUBMITTER, OPERATOR}), changes=True, own_run=True)
-
 RPCS: Mapping[str, Right] = {
     "paceline.v1.RunService/Submit": _changes(SUBMITTER, OPERATOR),
     "paceline.v1.RunService/Get": _reads(),
@@ -85,19 +124,16 @@ RPCS: Mapping[str, Right] = {
     "paceline.v1.LearnerService/Export": _changes(OPERATOR),
 }
 """The right to each rpc, by `package.Service/Method`."""
-
 COMPLETIONS = RPCS["paceline.v1.RolloutService/Generate"].roles
-"""Roles that the OpenAI-compatible endpoint answers, where it requires a token (`services/common/serving/http_guard.py`)."""
+"""Roles that the OpenAI-compatible endpoint answers, where it requires a token (`services/common/serving/json_http.py`)."""
 METRICS = RPCS["paceline.v1.StatusService/Status"].roles
 """Roles that `/metrics` and `/scale` answer, likewise."""
-
 _ROLLOUT, _REWARD, _LEARNER, _ENVIRONMENT = (
     common_pb2.ROLE_ROLLOUT,
     common_pb2.ROLE_REWARD,
     common_pb2.ROLE_LEARNER,
     common_pb2.ROLE_ENVIRONMENT,
 )
-
 EXCHANGE: Mapping[str, frozenset[common_pb2.Role.ValueType]] = {
     "lease": frozenset({_ROLLOUT, _ENVIRONMENT}),
     "group": frozenset({_ROLLOUT, _ENVIRONMENT}),

@@ -1,10 +1,13 @@
-"""TLS of servers: gRPC's credentials and contexts for HTTP, which present the folder's newest certificate to each connection."""
+"""TLS of servers: gRPC's credentials and contexts for HTTP, which present the folder's newest certificate to each connection;
+and what a call's connection says of its peer.
+"""
 
 from __future__ import annotations
 
 import functools
 import ssl
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -14,6 +17,9 @@ from paceline.tls.folder import Material, TlsFolder
 
 MAX_CACHED = 4096
 """Client certificates whose names are kept."""
+MAX_PEERS = 8192
+"""Names of peers whose parts are kept."""
+MAX_HOST = 64
 
 
 def server_credentials(folder: TlsFolder, *, mutual: bool) -> grpc.ServerCredentials:
@@ -88,3 +94,18 @@ def _context(folder: TlsFolder) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(folder.path / "tls.crt", folder.path / "tls.key")
     return context
+
+
+def address_of(name: str) -> str:
+    """Return host:port by gRPC's name of a peer, such as `ipv4:10.0.0.7:5432` and `ipv6:%5B::1%5D:5432`; the name of another kind as it is."""
+    kind, colon, address = unquote(name).partition(":")
+    return address if colon and kind in ("ipv4", "ipv6") else name
+
+
+@functools.lru_cache(MAX_PEERS)
+def host_of(name: str) -> str:
+    """Return the host by a peer's name, without scope, and that of IPv4 in its own form, because a socket may take both kinds; the
+    beginning of the name of another kind, such as `unix:/tmp/socket`."""
+    kind, _, rest = unquote(name).partition(":")
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0].removeprefix("::ffff:")
+    return host if host and kind in ("ipv4", "ipv6") else name[:MAX_HOST]

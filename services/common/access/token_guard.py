@@ -9,22 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from paceline.calls.token import KEY
-from paceline.errors import AccessDenied, InvalidInput, NotPermitted, PacelineError, Unavailable
+from paceline.errors import (
+    AccessDenied,
+    Busy,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    PacelineError,
+    Unavailable,
+    WireError,
+)
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.access.caller import Caller, CallerRole, set_caller
-from paceline.services.common.access.callers import Callers
-from paceline.services.common.access.rights import RPCS, Right
-from paceline.services.common.access.tls import certificate_name
-from paceline.services.common.access.worker_callers import WorkerCallers
-from paceline.services.common.error_status import status_of
-from paceline.services.common.grpc_peers import address_of
+from paceline.services.common.access.callers import Callers, WorkerCallers
+from paceline.services.common.access.rights import RPCS, Caller, CallerRole, Right, set_caller
+from paceline.services.common.access.tls import address_of, certificate_name
 
 OPEN = ("/grpc.health.", "/grpc.reflection.")
 RECHECK_S = 1.0
@@ -41,6 +48,7 @@ ENDS_OF_STREAMS = (
 """Statuses with which a stream ends without a refusal: its peer left or went away, or this service stops."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Continuation = Callable[[grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any]]"]
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
 
@@ -88,6 +96,9 @@ class _Requests:
 class _Noted:
     """A call under way that changes something."""
 
+    method: str
+    caller: Caller
+    context: Context
     requests: Any
     has_begun: bool = False
     answer: Any = None
@@ -105,8 +116,6 @@ class _Stream:
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
-    """The guard of one server."""
-
     def __init__(
         self,
         callers: Callers,
@@ -123,9 +132,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         self._watching: asyncio.Task[None] | None = None
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that checks the call, then calls the method's handler."""
         details: Any = handler_call_details
@@ -160,14 +167,15 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
                     async with contextlib.aclosing(responses):
                         async for response in responses:
                             if not noted.has_begun:
-                                self._note_begun(method, caller, noted, context)
+                                noted.has_begun = True
+                                self._note_call(noted, grpc.StatusCode.OK, "begins")
                             yield response
             except asyncio.CancelledError:
                 if stream is None or not stream.refusal:
                     raise
                 stream.task.uncancel()
-                code, first = grpc.StatusCode.UNAUTHENTICATED, _Noted(request)
-                self._note_call(method, caller, first, context, code, stream.refusal)
+                first = _Noted(method, caller, context, request)
+                self._note_call(first, grpc.StatusCode.UNAUTHENTICATED, stream.refusal)
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, stream.refusal)
             finally:
                 if stream is not None:
@@ -235,7 +243,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     def _noted(self, method: str, caller: Caller, requests: Any, context: Context) -> Iterator[_Noted]:
         """Note a call that changes something, with its result. A stream of answers is noted when the first one leaves, and
         again where it ends with an error that is not the peer's going away."""
-        right, noted = self._rights.get(method), _Noted(requests)
+        right, noted = self._rights.get(method), _Noted(method, caller, context, requests)
         if right is None or not right.changes:
             noted.has_begun = True
             yield noted
@@ -254,23 +262,11 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             if not noted.has_begun or code not in ENDS_OF_STREAMS:
                 details = context.details() or ""
                 text = details.decode(errors="replace") if isinstance(details, bytes) else str(details)
-                self._note_call(method, caller, noted, context, code, text)
+                self._note_call(noted, code, text)
 
-    def _note_begun(self, method: str, caller: Caller, noted: _Noted, context: Context) -> None:
-        noted.has_begun = True
-        self._note_call(method, caller, noted, context, grpc.StatusCode.OK, "begins")
-
-    def _note_call(
-        self,
-        method: str,
-        caller: Caller,
-        noted: _Noted,
-        context: Context,
-        code: grpc.StatusCode,
-        details: str,
-    ) -> None:
-        peer, certificate = context.peer(), caller.certificate
-        self._note(Call(method, caller, peer, noted.request, code, details, certificate, noted.answer))
+    def _note_call(self, noted: _Noted, code: grpc.StatusCode, details: str) -> None:
+        caller, peer, request = noted.caller, noted.context.peer(), noted.request
+        self._note(Call(noted.method, caller, peer, request, code, details, caller.certificate, noted.answer))
 
     def _watch(self, caller: Caller) -> _Stream:
         """Note a stream, which ends when its caller does not count any more."""
@@ -309,9 +305,32 @@ def _check_role(method: str, right: Right | None, caller: Caller) -> None:
     """Raises NotPermitted."""
     if right is None:
         raise NotPermitted(f"nobody may call {method}: it has no row in services/common/access/rights.py")
-    if not right.roles & caller.roles:
-        allowed = ", ".join(role for role in CallerRole if role in right.roles)
-        roles = ", ".join(sorted(caller.roles)) or "none"
-        raise NotPermitted(
-            f"{method} is for the roles {allowed}; {caller.name} has {roles}. Use another token, or ask an operator for one"
-        )
+    check_roles(method, right.roles, caller, ". Use another token, or ask an operator for one")
+
+
+def check_roles(what: str, allowed: frozenset[CallerRole], caller: Caller, remedy: str = "") -> None:
+    """Raises NotPermitted for a caller that has none of the roles, here and at HTTP ports."""
+    if not allowed & caller.roles:
+        roles = ", ".join(role for role in CallerRole if role in allowed)
+        has = ", ".join(sorted(caller.roles)) or "none"
+        raise NotPermitted(f"{what} is for the roles {roles}; {caller.name} has {has}{remedy}")
+
+
+STATUS: Sequence[tuple[type[Exception], grpc.StatusCode]] = (
+    (DecodeError, grpc.StatusCode.INVALID_ARGUMENT),  # of a message in a stream
+    (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT),
+    (WireError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotFound, grpc.StatusCode.NOT_FOUND),
+    (Conflict, grpc.StatusCode.FAILED_PRECONDITION),
+    (Busy, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (AccessDenied, grpc.StatusCode.UNAUTHENTICATED),
+    (NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
+    (PacelineError, grpc.StatusCode.INTERNAL),
+)
+"""The one table from an error to the gRPC status that answers it; the first match wins."""
+
+
+def status_of(error: Exception) -> grpc.StatusCode | None:
+    """Return the status of an error; None for one that nobody foresaw."""
+    return next((code for kind, code in STATUS if isinstance(error, kind)), None)

@@ -1,26 +1,32 @@
-"""The named tokens of a coordinator, in `tokens.json` in its directory (mode 0600, replaced whole).
+"""Two private files in the coordinator's directory, of mode 0600 and replaced whole: the named tokens in `tokens.json`, and in
+`revoked-certificates.json` the names of client certificates that do not count any more. Commands edit them under a lock, the coordinator
+reads them anew within a second.
 
 A token is 32 random bytes, so nobody can guess one from its digest, and a plain SHA-256 protects it at rest: a slow or a keyed
 hash protects secrets that people choose. The file has digests alone; the token is shown once, when it is made.
 
-Commands edit the file under a lock, the coordinator reads it anew within a second.
+A certificate says who somebody is until it expires; its name can be revoked at once. A revoked name stays revoked, also for
+certificates that are issued to it later: the next holder gets another name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from paceline.errors import Conflict, InvalidInput, NotFound
-from paceline.services.common.access.caller import CallerRole
-from paceline.services.common.access.locked_json import locked, replace_whole
+from paceline.files.whole_file import sync_folder
+from paceline.services.common.access.rights import CallerRole
 
 FILE_NAME = "tokens.json"
 FORMAT = 1
@@ -31,6 +37,11 @@ PREFIX = "plt_"
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 MAX_TOKENS = 10_000
 DAY_S = 86_400.0
+REVOKED_NAME = "revoked-certificates.json"
+MAX_NAME = 64
+"""Characters of a common name in X.509."""
+MAX_NAMES = 10_000
+RowT = TypeVar("RowT")
 
 
 @dataclass(frozen=True)
@@ -63,23 +74,15 @@ def digest_of(token: str) -> str:
 
 def read_table(path: Path) -> Mapping[str, NamedToken]:
     """Return the tokens by their digest; none where there is no file. Raises Conflict for a file that is no table."""
-    try:
-        content = json.loads(path.read_text())
-        if content["format"] != FORMAT:
-            raise Conflict(f"{path} has format {content['format']!r}, this version reads {FORMAT}; update it")
+
+    def parsed(content: Any) -> Mapping[str, NamedToken]:
         tokens = [NamedToken(**row) for row in content["tokens"]]
         for token in tokens:
             if token.role:
                 CallerRole(token.role)
         return {token.sha256: token for token in tokens}
-    except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError, TypeError) as error:
-        raise Conflict(
-            f"{path} is damaged ({type(error).__name__}); restore it, or delete it and make the tokens again"
-        ) from None
-    except OSError as error:
-        raise Conflict(f"{path} cannot be read: {error.strerror}") from None
+
+    return _read(path, parsed, "make the tokens again")
 
 
 def create(path: Path, name: str, role: CallerRole, lasts_s: float) -> str:
@@ -122,3 +125,66 @@ def _edited(path: Path) -> Iterator[dict[str, NamedToken]]:
         table = dict(read_table(path))
         yield table
         replace_whole(path, {"format": FORMAT, "tokens": [asdict(row) for row in table.values()]})
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is beside it, for the block."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path.with_name(f"{path.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o600), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def replace_whole(path: Path, content: Any) -> None:
+    """Replace the file; it is on the disk when this returns. Call it under its lock."""
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def read_revoked(path: Path) -> Mapping[str, float]:
+    """Return the revoked names, with the time in seconds since 1970; none where there is no file. Raises Conflict for a file
+    that is no list of them."""
+
+    def parsed(content: Any) -> Mapping[str, float]:
+        return {str(row["name"]): float(row["revoked_s"]) for row in content["names"]}
+
+    return _read(path, parsed, "revoke the names again")
+
+
+def revoke_certificate(path: Path, name: str) -> None:
+    """Revoke a name. Raises InvalidInput; Conflict for one that is revoked already."""
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise InvalidInput(f"the name {name[:80]!r} has to be 1 to {MAX_NAME} printable characters")
+    with locked(path):
+        names = dict(read_revoked(path))
+        if name in names:
+            raise Conflict(f"the certificates of {name} are revoked already")
+        if len(names) >= MAX_NAMES:
+            raise Conflict(f"{path} has {MAX_NAMES} names, which is the most; make a new authority instead")
+        names[name] = time.time()
+        rows = [{"name": each, "revoked_s": revoked_s} for each, revoked_s in names.items()]
+        replace_whole(path, {"format": FORMAT, "names": rows})
+
+
+def _read(path: Path, parsed: Callable[[Any], Mapping[str, RowT]], again: str) -> Mapping[str, RowT]:
+    """Return the rows of a file; none where there is no file. Raises Conflict; `again` is what to do after deleting it."""
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise Conflict(f"{path} has format {content['format']!r}, this version reads {FORMAT}; update it")
+        return parsed(content)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise Conflict(
+            f"{path} is damaged ({type(error).__name__}); restore it, or delete it and {again}"
+        ) from None
+    except OSError as error:
+        raise Conflict(f"{path} cannot be read: {error.strerror}") from None

@@ -1,37 +1,117 @@
 """Supervision of one child process: start it, notice its death, log why, start it again.
 
 Promises: a service that dies is started again, at first after half a second and ever more slowly while it keeps dying
-(`restart_policy.py`). It is given up, with the reason, only if `max_deaths` is set. All its lives write into one log, in
+(`RestartPolicy`). It is given up, with the reason, only if `max_deaths` is set. All its lives write into one log, in
 which a line ends each. No process of its process group outlives it, and it does not outlive this process.
 
 One thread (the keeper) owns each child: it alone starts, waits for and reaps it. Callers only send signals, under the
 lock that also covers reaping, so a signal never meets a process id that the system has given to another process.
 Nothing waits for a keeper except `stop`, which has a deadline.
+
+A death by a signal from outside, or after a life that was long enough for some work, is not likely to repeat: the
+service is restarted at once. A service that keeps failing is restarted ever more slowly, and logged ever more rarely.
+
+`reason_in` finds the line of a log that says why the service died. Services, Python and libraries each write the reason in their own form: a log line with the level ERROR, the last line of a
+traceback, the `Error: ...` of a command. Warnings often follow it, as those of Python's resource tracker about a process
+that did not clean up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from paceline.calls.backoff import pause_after
 from paceline.errors import PacelineError
-from paceline.services.common.processes.log_tail import last_lines, reason_in
-from paceline.services.common.processes.restart_policy import MAX_BACKOFF_S, Death, RestartPolicy
 from paceline.services.common.processes.tether import tethered
+
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 60.0
+MAX_BACKOFF_AFTER_SIGNAL_S = 10.0
+HEALTHY_S = 30.0
+"""A longer life counts as progress, because the pool has started up and worked by then."""
+LOGGED_EACH = 4
+"""Deaths in a row that are logged one by one; later only the fifth, the tenth, the twentieth and so on."""
+FROM_OUTSIDE = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE}
+)
+"""Signals that do not come from the program itself: a person, or the kernel for lack of memory, killed it."""
+CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of one life."""
+
+    status: int
+    """Return code; negative is the signal, as in `subprocess`."""
+    life_s: float
+    reason: str = ""
+    """Line of its log that says why it died."""
+    by_supervisor: bool = False
+    """True when the supervisor itself killed it and knows why."""
+
+    @property
+    def way(self) -> tuple[int, str]:
+        """Return status and reason without the numbers that differ each time: equal for two deaths of one cause."""
+        return self.status, CHANGING.sub("#", self.reason)
+
+
+class RestartPolicy:
+    """The rule for restarts of one service and for the log lines about them, with its deaths so far. Pure."""
+
+    def __init__(self, max_backoff_s: float = MAX_BACKOFF_S):
+        self._max_backoff_s = max_backoff_s
+        self._way: tuple[int, str] | None = None
+        self.in_a_row = 0
+        """Deaths since it last worked; deaths that the supervisor caused do not count."""
+        self.same_way = 0
+        """Deaths of one cause in a row, however long the lives between them were."""
+        self.pause_s = FIRST_BACKOFF_S
+        """Seconds until the next life."""
+
+    def count(self, death: Death) -> None:
+        if death.by_supervisor:
+            self.pause_s = FIRST_BACKOFF_S
+            return
+        from_outside = -death.status in FROM_OUTSIDE
+        self.same_way = self.same_way + 1 if death.way == self._way else 1
+        self._way = death.way
+        well = death.life_s >= HEALTHY_S and (from_outside or self.same_way == 1)
+        self.in_a_row = 1 if well else self.in_a_row + 1
+        longest_s = (
+            min(MAX_BACKOFF_AFTER_SIGNAL_S, self._max_backoff_s) if from_outside else self._max_backoff_s
+        )
+        self.pause_s = pause_after(self.in_a_row, FIRST_BACKOFF_S, longest_s)
+
+    @property
+    def is_logged(self) -> bool:
+        times = max(self.in_a_row, self.same_way)
+        return times <= LOGGED_EACH or (times % 5 == 0 and (times // 5) & (times // 5 - 1) == 0)
+
+    def in_words(self, name: str, how: str) -> str:
+        """Return the death as a clause with its repetitions, such as "ended with exit status 1"."""
+        if self.same_way > LOGGED_EACH:
+            return f"{name} has died {self.same_way} times the same way: it {how}"
+        if self.in_a_row > LOGGED_EACH:
+            return f"{name} has died {self.in_a_row} times in a row; the last time it {how}"
+        return f"{name} {how}"
+
 
 KILL_WAIT_S = 10.0
 CANNOT_START = 127
 """Status of a life that never began, as in shells."""
-
 KEPT_DEATHS = 1000
 SHOWN_LINES = 5
 """Lines of the log that are shown when a service is given up."""
@@ -220,3 +300,78 @@ def ending(status: int) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
+
+
+LOG_TAIL_BYTES = 1 << 16
+"""Bytes of the end that are read: vLLM writes lines of several thousand characters before it says why it ends."""
+MAX_REASON_CHARS = 500
+FRAME = " |+-"
+"""What precedes the lines of an exception group."""
+TRACEBACK = "Traceback (most recent call last):"
+LAST_WORDS = "Error: "
+"""How a command says why it ends."""
+LEVEL = re.compile(r"(?:\S+ \S+ |\([^)]*\) )?(?:ERROR|CRITICAL) (?:\d\d-\d\d [\d:]+ \[[^\]]*\] )?")
+"""What precedes the message in a log line of an error, ours or vLLM's, which repeats it in each line of a traceback."""
+FOLLOWS = re.compile(
+    r"(?i:(stack trace|root cause)[^.]* (above|for)\b|(stack trace|root cause) \(above)"
+    r"|RuntimeError: (Executor failed\.|cancelled)$|\[dump_input\.py:"
+)
+"""Text of an error that only follows from an earlier one, as vLLM's "See stack trace (above) for the root cause."."""
+WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
+"""First line of a Python warning; the second is the line of source, indented."""
+
+
+def last_lines(log_path: Path, start: int = 0, count: int | None = None) -> list[str]:
+    """Return the last `count` lines (default: all in LOG_TAIL_BYTES) that were written after byte `start`, without empty lines
+    and without Python's warnings; none without a log."""
+    if not log_path.exists():
+        return []
+    with log_path.open("rb") as log:
+        end = log.seek(0, os.SEEK_END)
+        log.seek(max(start, end - LOG_TAIL_BYTES))
+        lines = log.read().decode(errors="replace").splitlines()
+    kept = list(_without_warnings(line.rstrip() for line in lines if line.strip()))
+    return kept if count is None else kept[-count:]
+
+
+def reason_in(lines: Sequence[str]) -> str:
+    """Return the line of a log's end that says why its service died, shortened to MAX_REASON_CHARS: the last error that does not
+    follow from an earlier one, else the last error, else the last line; "" without lines."""
+    errors = _errors(lines)
+    reasons = [line for line in errors if not FOLLOWS.search(line)] or errors or lines
+    line = reasons[-1].strip() if reasons else ""
+    return line if len(line) <= MAX_REASON_CHARS else line[: MAX_REASON_CHARS - 3] + "..."
+
+
+def _errors(lines: Sequence[str]) -> list[str]:
+    """Return the lines that name an error. Of a traceback that is its last line, which replaces the log line before it."""
+    errors: list[str] = []
+    before_is_error = False
+    margin = -1  # of an open traceback: those of an exception group are indented and framed
+    for line in lines:
+        level = LEVEL.match(line)
+        message = line[level.end() :] if level else line.lstrip(FRAME)
+        is_error = False
+        if message.removeprefix("Exception Group ").startswith(TRACEBACK):
+            margin = -1 if level else len(line) - len(message)
+            if before_is_error:
+                errors.pop()
+        elif level or line.startswith(LAST_WORDS):
+            is_error = not message.startswith(" ")
+        elif 0 <= margin == len(line) - len(message):
+            is_error, margin = True, -1
+        if is_error:
+            errors.append(line.lstrip(FRAME))
+        before_is_error = is_error
+    return errors
+
+
+def _without_warnings(lines: Iterator[str]) -> Iterator[str]:
+    in_warning = False
+    for line in lines:
+        if in_warning and line[0].isspace():
+            in_warning = False
+            continue
+        in_warning = WARNING.match(line) is not None
+        if not in_warning:
+            yield line

@@ -69,7 +69,6 @@ REWARDS = Part("train", "Rewards of the batch", "By the coordinator, when it fix
     Metric("logged/<name>", "its own", "mean of the values that reward functions logged by `log_metric(name, value)` and that "
            "arrived since the step before", "absent where none arrived"),
 ))  # fmt: skip
-
 COMPLETIONS = Part("train", "Completions of the batch", "By the coordinator and the learner.", (
     Metric("completion_length", "tokens", "mean length", "a sudden fall or rise often precedes a collapse"),
     Metric("completion_length/min", "tokens", "shortest completion"),
@@ -92,7 +91,6 @@ COMPLETIONS = Part("train", "Completions of the batch", "By the coordinator and 
            "1; more where histories are rewritten or turns cannot be bridged"),
     Metric("environment/mixed_version_fraction", "share", "episodes whose tokens are of several versions"),
 ))  # fmt: skip
-
 LOSS = Part("train", "Loss and policy", "By the learner; means over the tokens that train, unless a row says otherwise.", (
     Metric("loss", "", "the objective, mean over the updates of the step", "for GRPO near 0 and without meaning alone"),
     Metric("advantage_max", "", "largest absolute advantage of a token, before `grpo.advantage_clip_low` and `advantage_clip_high`",
@@ -113,7 +111,6 @@ LOSS = Part("train", "Loss and policy", "By the learner; means over the tokens t
     Metric("effective_sample_size", "share", "(Σw)²/(N·Σw²) of the importance weights by token", "above 0.9"),
     Metric("effective_sample_size_sequence", "share", "the same by sequence", "above 0.5"),
 ))  # fmt: skip
-
 PREFERENCES = Part("train", "Preferences and demonstrations", "Runs on examples (`sft`, `dpo`, `orpo`, `kto`, `rm`).", (
     Metric("preference_loss", "", "part of the loss by the preferences"),
     Metric("sft_loss", "nats", "part of the loss by the likelihood of the chosen completion"),
@@ -124,7 +121,6 @@ PREFERENCES = Part("train", "Preferences and demonstrations", "Runs on examples 
     Metric("rejected_reward", "reward", "mean implicit reward of rejected or undesirable completions", "below `chosen_reward`"),
     Metric("batch_kl", "nats", "KL to the reference, measured on mismatched completions (`kto`)"),
 ))  # fmt: skip
-
 VALUES = Part("train", "Value model (PPO)", "With `grpo.advantage: gae`.", (
     Metric("value_loss", "", "loss of the value model, mean over updates", "falls, then steady"),
     Metric("value_clip_fraction", "share", "values whose change was clipped"),
@@ -132,7 +128,6 @@ VALUES = Part("train", "Value model (PPO)", "With `grpo.advantage: gae`.", (
     Metric("return", "reward", "mean return of the tokens"),
     Metric("explained_variance", "share", "1 - Var(return - value)/Var(return)", "rises towards 1; below 0 it is worse than a constant"),
 ))  # fmt: skip
-
 WORK = Part("train", "Work and time of the learner", "Seconds are means over ranks.", (
     Metric("time", "s", "wall clock at which the step was recorded, in seconds since 1970", "for the axes of charts"),
     Metric("tokens", "tokens", "tokens that train, in the whole batch"),
@@ -168,7 +163,6 @@ WORK = Part("train", "Work and time of the learner", "Seconds are means over ran
     Metric("learner/spool_bytes", "bytes", "files of the queued checkpoints, all ranks together", "below `PACELINE_SPOOL_MB`"),
     Metric("learner/unforeseen_errors", "errors", "unforeseen errors of the learner's process since its start", "0"),
 ))  # fmt: skip
-
 POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last heartbeats.", (
     Metric("rollout/tokens_per_s", "tokens/s", "tokens generated"),
     Metric("rollout/wait_fraction", "workers", "share of the time without a lease, added over the workers",
@@ -216,7 +210,6 @@ POOLS = Part("train", "Pools", "Sums over the workers of a pool, by their last h
     Metric("joules_per_trained_token", "J/token", "`gpu_energy_j` by `trained_tokens`", "steady"),
     Metric("coordinator/unforeseen_errors", "errors", "unforeseen errors of the coordinator since its start", "0"),
 ))  # fmt: skip
-
 GROUPS = Part("train", "Groups", "Counts of the ledger after the step.", (
     Metric("groups/<state>", "groups", "groups in that state: open ones now, ended ones (trained, dropped) since the start"),
     Metric("dropped/<reason>", "groups", "groups dropped so far, by reason: `no_variance`, `stale`, `prompt_too_long`, `bad_prompt` (a "
@@ -226,7 +219,6 @@ GROUPS = Part("train", "Groups", "Counts of the ledger after the step.", (
     Metric("epochs", "passes", "prompts drawn so far by the rows of the data set"),
     Metric("failures/<reason>", "attempts", "attempts at generating or scoring that failed so far, by reason", "absent"),
 ))  # fmt: skip
-
 TRANSFER = Part("train", "Weights in a step's line", "Newest values when the step ended.", (
     Metric("weights/gather_s", "s", "gathering the version from the ranks"),
     Metric("weights/wait_s", "s", "time in which training stood still for it", "far below `step_s`"),
@@ -236,7 +228,6 @@ TRANSFER = Part("train", "Weights in a step's line", "Newest values when the ste
     Metric("weights/pause_s", "s", "pause of its sampler", "below 1"),
     Metric("weights/swap_s", "s", "of it: exchanging the weights"),
 ))  # fmt: skip
-
 EVALUATION = Part("eval", "Evaluation", "One line for each evaluated version; `step` is the version.", (
     Metric("step", "", "version that was evaluated"),
     Metric("reward", "reward", "mean total reward: first over a prompt's completions, then over prompts", "rises"),
@@ -256,7 +247,6 @@ EVALUATION = Part("eval", "Evaluation", "One line for each evaluated version; `s
     Metric("loss", "", "objective on held-out examples (runs on examples)", "rises again when the model overfits"),
     Metric("sequences", "sequences", "held-out sequences (runs on examples); further metrics are those of a step, as `accuracy`"),
 ))  # fmt: skip
-
 VERSIONS = Part("weights", "Weights by version", "One line for each published version; seconds are of the slowest member.", (
     Metric("session", "", "session of the learner that published it"),
     Metric("epoch", "", "number of the roster"),
@@ -278,7 +268,6 @@ VERSIONS = Part("weights", "Weights by version", "One line for each published ve
     Metric("host_bytes", "bytes", "bytes that all hosts received"),
     Metric("hops_skipped", "hosts", "hosts that others skipped: dead, silent, or with wrong bytes", "0"),
 ))  # fmt: skip
-
 STATE = Part("coordinator", "State of the coordinator", "Gauges for a collector alone, renewed every five seconds; no line of "
              "metrics.jsonl has them.", (
     Metric("members", "members", "members whose stream is open, by `pool` (`rollout`, `reward`, `environment`, `learner`)",
@@ -296,7 +285,6 @@ STATE = Part("coordinator", "State of the coordinator", "Gauges for a collector 
     Metric("insecure", "", "1 while the coordinator listens beyond its host without TLS (`--insecure`)", "0"),
     Metric("memory_gb", "GB", "memory of the host that the coordinator holds"),
 ))  # fmt: skip
-
 PARTS = (
     REWARDS,
     COMPLETIONS,

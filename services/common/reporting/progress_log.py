@@ -1,5 +1,7 @@
-"""Lines in a worker's log that tell what it has done, at most one in a period, so that a service that runs by itself shows
-that it works."""
+"""What a worker tells of its work: lines in its log, at most one in a period, so that a service that runs by itself shows that it works;
+and for its heartbeats the taken share of its room, as the mean over the time since the heartbeat before. The mean, because work that
+takes milliseconds would be missed, or count for a second, if the room was looked at once a second.
+"""
 
 from __future__ import annotations
 
@@ -28,3 +30,32 @@ class ProgressLog:
         if elapsed_s >= self._period_s:
             self._log.info("%s", line(self._sums, elapsed_s))
             self._since_s, self._sums = self._clock(), {}
+
+
+class Occupancy:
+    """Share of the room that is taken; a worker begins with nothing."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._share = 0.0
+        self._since_s = self._taken_s = clock()
+        self._sum_s = 0.0
+        """Seconds by their share, from `_taken_s` to `_since_s`."""
+
+    def note(self, work: float, room: float) -> None:
+        """Note the work in hand and the room for it, in any unit."""
+        self._pass_time()
+        self._share = min(1.0, work / max(room, 1))
+
+    def take(self) -> float:
+        """Return the mean share since the last call."""
+        self._pass_time()
+        seconds = self._since_s - self._taken_s
+        mean = self._sum_s / seconds if seconds > 0 else self._share
+        self._taken_s, self._sum_s = self._since_s, 0.0
+        return mean
+
+    def _pass_time(self) -> None:
+        now_s = self._clock()
+        self._sum_s += (now_s - self._since_s) * self._share
+        self._since_s = now_s

@@ -3,30 +3,35 @@
 Promise: a call beyond a limit is refused before its handler runs, with RESOURCE_EXHAUSTED and the time after which it may be
 taken, and what is kept here is bounded. A caller is the one that the token's guard has found; where there is none (health,
 reflection) it is the peer's address.
+
+The outermost interceptor of a server frees what an aborted call holds: gRPC keeps the exception of an aborted call in the state of the call. The exception's traceback, and that of the error before it, hold
+frames that hold the call's context, which holds that state: a cycle of some 60 objects and 10 kB for each refused call, which waits
+for the collector of cycles. So both tracebacks are cut off; their texts are in the status and in the log by then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import grpc
 
-from paceline.calls.retry_hint import USUAL_S, to_metadata
+from paceline.calls.backoff import to_metadata
+from paceline.errors import USUAL_S
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.access.caller import current_caller
-from paceline.services.common.grpc_peers import host_of
-from paceline.services.common.serving.outermost_interceptor import handler_with, method_of
+from paceline.services.common.access.rights import current_caller
+from paceline.services.common.access.tls import host_of
+from paceline.services.common.access.token_guard import Continuation
 
 MAX_KEPT = 8192
 """Callers and methods whose calls are counted; beyond it those that have been quiet the longest begin anew."""
-
 NO_LIMIT = 1 << 31
 
 
@@ -46,20 +51,15 @@ class Limit:
 
 USUAL = Limit(per_s=200.0, burst=1000, under_way=256, in_all=1024)
 """One page of the dashboard makes some ten calls a second with the token of its server."""
-
 STEERING = Limit(per_s=5.0, burst=200, under_way=32, in_all=128)
 """Calls that read a spec, or write events."""
-
 STREAM = Limit(per_s=20.0, burst=400, under_way=128, in_all=1024)
 """Streams that a client keeps open."""
-
 OPEN_STREAM = Limit(per_s=20.0, burst=100, under_way=16, in_all=64)
 """Streams that need no token."""
-
 BY_WORKERS = Limit(per_s=2000.0, burst=10_000, under_way=NO_LIMIT, in_all=NO_LIMIT)
 """Calls of workers, whose number is bounded elsewhere: members by the open files, completions by the engine's places. The workers
 of a cluster share a token, and all come at once after the coordinator's restart."""
-
 LIMITS: Mapping[str, Limit] = MappingProxyType(
     {
         "paceline.v1.RunService/Submit": STEERING,
@@ -123,9 +123,7 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
         self._in_all: Counter[str] = Counter()
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that counts the call, then calls the method's handler."""
         details: Any = handler_call_details
@@ -187,3 +185,70 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
                 counter[each] -= 1
                 if not counter[each]:
                     del counter[each]
+
+
+class OutermostInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic for its types only
+    """The interceptor; it has to be the first."""
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return a handler that calls the method's handler."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            handler = grpc.stream_stream_rpc_method_handler(_refuse)
+        call = method_of(handler)
+
+        # The frames of these two are in the traceback again, so they drop what refers to the call.
+        async def answer(request: Any, context: Any) -> Any:
+            answered = call(request, context)
+            del request, context
+            try:
+                return await answered
+            except grpc.aio.AbortError as error:
+                _cut_off(error)
+                raise
+
+        async def answer_stream(request: Any, context: Any) -> Any:
+            responses = call(request, context)
+            del request, context
+            try:
+                async with contextlib.aclosing(responses):
+                    async for response in responses:
+                        yield response
+            except grpc.aio.AbortError as error:
+                _cut_off(error)
+                raise
+
+        return handler_with(handler, answer, answer_stream)
+
+
+def method_of(handler: Any) -> Any:
+    """Return the function of a method's handler."""
+    return handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
+
+
+def handler_with(handler: Any, answer: Any, answer_stream: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler of the same kind with another function: `answer_stream` in place of an asynchronous generator, `answer` in
+    place of a coroutine."""
+    call = answer_stream if inspect.isasyncgenfunction(method_of(handler)) else answer
+    kinds = (_many(handler.request_streaming), _many(handler.response_streaming))
+    make: Any = getattr(grpc, f"{kinds[0]}_{kinds[1]}_rpc_method_handler")
+    made: grpc.RpcMethodHandler[Any, Any] = make(
+        call, handler.request_deserializer, handler.response_serializer
+    )
+    return made
+
+
+async def _refuse(_requests: Any, context: Any) -> Any:
+    """Answer a call of a method that nobody has."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+    yield  # makes it a stream
+
+
+def _cut_off(error: BaseException) -> None:
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+
+
+def _many(streaming: bool) -> str:
+    return "stream" if streaming else "unary"

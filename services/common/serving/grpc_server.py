@@ -18,42 +18,34 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from paceline.calls.retry_hint import to_metadata
+from paceline.calls.backoff import to_metadata
 from paceline.errors import Busy, Conflict, PacelineError
 from paceline.rate_limited_log import SeldomFilter, unforeseen
 from paceline.services.common.access.insecure import insecurity
 from paceline.services.common.access.tls import server_credentials
-from paceline.services.common.access.token_guard import TokenGuard
-from paceline.services.common.error_status import status_of
-from paceline.services.common.serving.call_limits import CallLimits
-from paceline.services.common.serving.outermost_interceptor import OutermostInterceptor
-from paceline.services.common.serving.reminder import remind
-from paceline.services.common.serving.zmq_keepalive import in_brackets
+from paceline.services.common.access.token_guard import TokenGuard, status_of
+from paceline.services.common.serving.call_limits import CallLimits, OutermostInterceptor
+from paceline.services.common.serving.endpoints import in_brackets
 from paceline.tls.folder import TlsFolder, tls_folder
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest gRPC message either way: weights manifests are the largest messages here."""
-
 MAX_DETAILS_BYTES = 4096
 """Bytes of a status's text on the wire, where a byte beyond printable ASCII takes three: gRPC refuses longer trailers.
 """
-
 HANDSHAKE_S = 10.0
 """Seconds in which a new connection has to be through its handshakes, those of TLS and HTTP/2."""
-
 IDLE_S = 60.0
 """Seconds after which a connection without a call is closed, so that strangers cannot hold all connections of a port by opening them.
 A channel opens the next one when it needs it."""
-
 MAX_STREAMS = 4096
 """Calls under way on one connection; a channel keeps further ones back."""
-
 MAX_CONNECTIONS = 4096
 """Connections to each port of a server that names no other number; a further one is closed at once."""
-
 STOP_GRACE_S = 1.0
 """Seconds that calls under way have when the service ends."""
-
+REMIND_S = 600.0
+"""Seconds between two lines of a reminder."""
 LIMITS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -78,11 +70,11 @@ SERVER_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
 ]
-
 GRPC_LOG = "grpc._cython.cygrpc"
 """Logger of gRPC's traceback for each request that cannot be decoded."""
 
 seldom = SeldomFilter()
+log = logging.getLogger(__name__)
 CallT = TypeVar("CallT", bound=Callable[..., Awaitable[Any]])
 StreamT = TypeVar("StreamT", bound=Callable[..., AsyncIterator[Any]])
 
@@ -158,11 +150,10 @@ class GrpcServer:
         mutual: bool = False,
         people_port: int | None = None,
     ):
-        """`guard` checks every call first, `CallLimits` come second; beyond `max_connections` to a port a new connection is closed
-        at once. Under TLS `mutual` takes clients with a certificate alone, and `people_port` is a second port for those without one.
-
-        Raises Conflict when a port is taken, InvalidInput for certificates that cannot be used.
-        """
+        """`guard` checks every call first, `CallLimits` come second; beyond `max_connections` to a port a new
+        connection is closed at once. Under TLS `mutual` takes clients with a certificate alone, and `people_port` is a
+        second port for those without one. Raises Conflict when a port is taken, InvalidInput for certificates that
+        cannot be used."""
         logging.getLogger(GRPC_LOG).addFilter(seldom)
         # The guard is outside of the limits, which count by the caller that it has found.
         interceptors: list[Any] = [OutermostInterceptor(), *([guard] if guard else []), CallLimits()]
@@ -178,9 +169,8 @@ class GrpcServer:
         self.people_port = None if people_port is None else self._listen(people_port, folder, False)
 
     def _listen(self, port: int, folder: TlsFolder | None, mutual: bool) -> int:
-        if port and _is_taken(
-            self.host, port
-        ):  # before gRPC tries, because it writes a line to stderr itself
+        # Before gRPC tries, because it writes a line to stderr itself.
+        if port and _is_taken(self.host, port):
             raise _taken(self.host, port)
         address = f"{in_brackets(self.host)}:{port}"
         try:
@@ -243,27 +233,19 @@ def _is_taken(host: str, port: int) -> bool:
 
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run `main` with an event that SIGTERM and SIGINT set; `main` then ends in good order.
-
-    A PacelineError ends the process with its message and status 1, any other exception with its traceback.
-    """
+    """Run `main` with an event that SIGTERM and SIGINT set; `main` then ends in good order. A PacelineError ends the
+    process with its message and status 1, any other exception with its traceback."""
     try:
         asyncio.run(_until_signal(main))
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
     except ExceptionGroup as group:
-        fault = _first(group)
+        fault: Exception | None = group.subgroup(PacelineError)
         if fault is None:
             raise
+        while isinstance(fault, ExceptionGroup):
+            fault = fault.exceptions[0]
         raise click.ClickException(str(fault)) from None
-
-
-def _first(group: ExceptionGroup) -> PacelineError | None:
-    for error in group.exceptions:
-        found = _first(error) if isinstance(error, ExceptionGroup) else error
-        if isinstance(found, PacelineError):
-            return found
-    return None
 
 
 async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
@@ -272,3 +254,22 @@ async def _until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> Non
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await main(stop)
+
+
+async def remind(sentence: str) -> None:
+    """Write a warning to the log, now and every `REMIND_S` seconds, until cancelled; return at once where it is empty."""
+    while sentence:
+        log.warning("%s", sentence)
+        await asyncio.sleep(REMIND_S)
+
+
+ACCEPTED_KEY = "paceline-accepted"
+ACCEPTED = ((ACCEPTED_KEY, "1"),)
+"""The mark in a response's initial metadata with which a rollout worker says that it has begun to work on a request. A call that ends
+without an answer was lost in the middle of the work only if it has this mark: a worker that could not be reached, or that refused the
+request, never sent it."""
+
+
+async def was_accepted(call: Any) -> bool:
+    """Wait for a call's initial metadata or its end; return whether the worker has accepted the request."""
+    return ACCEPTED_KEY in dict(await call.initial_metadata() or ())

@@ -19,36 +19,29 @@ from typing import cast
 
 from aiohttp import web
 
-from paceline.calls.retry_hint import USUAL_S, to_header
-from paceline.errors import Busy, Conflict, InvalidInput
+from paceline.calls.backoff import to_header
+from paceline.errors import USUAL_S, Busy, Conflict, InvalidInput
 from paceline.rate_limited_log import SeldomFilter
 from paceline.services.common.access.tls import server_context
 from paceline.tls.folder import tls_folder
 
 MAX_CONNECTIONS = 512
 """Connections, because the process needs files for other things."""
-
 SHARE_OF_ADDRESS = 0.5
 """Share of the connections that one address may have, so that none keeps all others out."""
-
 IDLE_S = 75.0
 """Seconds for which a connection may stand without a request: one that has not come whole, or the next one. Proxies keep theirs
 for a minute."""
-
 UNREAD_S = 30.0
 """Seconds for which a client may leave its answer unread."""
-
 CHECK_S = 1.0
 MAX_BODY_BYTES = 8 << 20
 MAX_BODIES = 16
 """Request bodies that are read at a time, because everyone who can reach the port can send them."""
-
 BODY_S = 30.0
 """Seconds for a body to arrive."""
-
 SHUTDOWN_S = 2.0
 """Seconds that answers under way have when the listener closes; by then their sequences have ended."""
-
 HTTP_LOG = "aiohttp.server"
 """Logger of aiohttp's lines for each request that is no HTTP."""
 

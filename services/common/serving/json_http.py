@@ -2,74 +2,94 @@
 
 Promise: whoever can reach the port takes a bounded number of connections, bodies and bytes, every error is answered to its
 sender as the API's JSON, and no request ends the service.
+
+Beyond this host, where the process has certificates, a request needs a token: `Authorization: Bearer TOKEN`, as clients of the OpenAI
+API send their key and Prometheus its credentials. On loopback it needs none, nor without TLS: it would travel in the clear.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import grpc
 from aiohttp import web
 
-from paceline.calls.retry_hint import USUAL_S, to_header
+from paceline.calls.backoff import to_header
+from paceline.calls.connection import is_loopback
 from paceline.chat.api_errors import error_answer, error_body
 from paceline.chat.messages import Json
-from paceline.errors import Busy, InvalidInput, PacelineError
-from paceline.rate_limited_log import unforeseen
-from paceline.services.common.serving.http_guard import HttpGuard, needs_token
+from paceline.errors import USUAL_S, AccessDenied, Busy, InvalidInput, NotPermitted, PacelineError
+from paceline.rate_limited_log import RateLimitedLog, unforeseen
+from paceline.services.common.access.callers import Callers
+from paceline.services.common.access.rights import CallerRole
+from paceline.services.common.access.token_guard import Call, check_roles, status_of
 from paceline.services.common.serving.http_listener import MAX_BODY_BYTES, Handler, HttpListener
+from paceline.tls.folder import tls_folder
+
+SCHEME = "Bearer "
+MAX_TOKEN = 512
 
 
-class JsonListener:
-    """A port with routes."""
+class HttpGuard:
+    """The check at one port, for callers with one of `roles`."""
 
     def __init__(
         self,
-        name: str,
-        remedy: str,
-        *,
-        max_connections: int | None = None,
-        max_bodies: int | None = None,
-        share_of_address: float | None = None,
-        guard: HttpGuard | None = None,
-        encrypted: bool = True,
+        callers: Callers,
+        roles: frozenset[CallerRole],
+        seldom: RateLimitedLog,
+        note: Callable[[Call], None] = lambda call: None,
     ) -> None:
-        """`name` and `remedy` are for the message about a taken port; the limits, and `encrypted`, are those of `HttpListener`.
+        """`seldom` writes a line for refused requests, `note` takes each of them."""
+        self._callers, self._roles, self._seldom, self._note = callers, roles, seldom, note
+
+    async def check(self, request: web.Request) -> None:
+        """Raises AccessDenied, NotPermitted, Unavailable."""
+        caller = None
+        try:
+            header = request.headers.get("Authorization", "")
+            if not header.startswith(SCHEME) or len(header) > MAX_TOKEN:
+                raise AccessDenied(
+                    "this port requires a token, as the header `Authorization: Bearer TOKEN` (the api_key of a client of the "
+                    "OpenAI API); an operator makes one with `paceline token create`"
+                )
+            caller = await self._callers.caller(header.removeprefix(SCHEME).strip())
+            check_roles(request.path[:80], self._roles, caller)
+        except (AccessDenied, NotPermitted) as error:
+            self._seldom.warning("http", "refused an HTTP request from %s: %s", request.remote, error)
+            code = status_of(error) or grpc.StatusCode.INTERNAL
+            self._note(Call(f"http{request.path[:80]}", caller, request.remote or "", None, code, str(error)))
+            raise
+
+
+def needs_token(host: str) -> bool:
+    """Return whether a port on `host` takes requests with a token alone."""
+    return tls_folder() is not None and not is_loopback(host)
+
+
+class JsonListener(HttpListener):
+    def __init__(self, name: str, remedy: str, *, guard: HttpGuard | None = None, **limits: Any) -> None:
+        """`name` and `remedy` are for the message about a taken port; `limits`, and `encrypted`, are those of `HttpListener`.
         `guard` checks each request where `needs_token` says so."""
         self.app = web.Application(
             middlewares=[_with_errors, self._with_token], client_max_size=MAX_BODY_BYTES
         )
         self._guard, self._needs_token = guard, False
-        self._listener = HttpListener(
-            self.app,
-            name,
-            remedy,
-            max_connections=max_connections,
-            max_bodies=max_bodies,
-            share_of_address=share_of_address,
-            encrypted=encrypted,
-        )
+        super().__init__(self.app, name, remedy, **limits)
 
     async def start(self, host: str, port: int) -> int:
         """See `HttpListener.start`."""
         self._needs_token = self._guard is not None and needs_token(host)
-        return await self._listener.start(host, port)
-
-    @property
-    def scheme(self) -> str:
-        """Return `https` or `http`."""
-        return self._listener.scheme
-
-    async def close(self) -> None:
-        """Take no more requests; answers under way are finished first."""
-        await self._listener.close()
+        return await super().start(host, port)
 
     async def body(self, request: web.Request) -> Any:
         """Return the document in a request. Raises InvalidInput where there is none, Busy beyond the limit."""
         # A web page can make a browser post text to a local port, but not JSON, which needs this server's consent.
         if request.content_type != "application/json":
             raise InvalidInput(f"the content type is {request.content_type!r}, must be 'application/json'")
-        content = await self._listener.body(request)
+        content = await super().body(request)
         try:
             return json.loads(content)
         except ValueError as error:
@@ -93,7 +113,6 @@ def event_stream() -> web.StreamResponse:
 
 
 async def send_event(response: web.StreamResponse, event: Json, name: str = "") -> None:
-    """Send one event."""
     head = f"event: {name}\n".encode() if name else b""
     await response.write(head + b"data: " + json.dumps(event, allow_nan=False).encode() + b"\n\n")
 

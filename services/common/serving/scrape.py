@@ -39,8 +39,7 @@ async def metrics_endpoint(
     from aiohttp import web
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-    from paceline.services.common.serving.http_guard import HttpGuard
-    from paceline.services.common.serving.json_http import JsonListener
+    from paceline.services.common.serving.json_http import HttpGuard, JsonListener
 
     async def answer(_request: web.Request) -> web.Response:
         text = await asyncio.to_thread(generate_latest)

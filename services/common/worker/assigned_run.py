@@ -1,13 +1,27 @@
-"""The run that the coordinator's directives assign to a rollout or reward worker."""
+"""The run that the coordinator's directives assign to a worker: its spec, with the paths of its bundle's files, which the worker fetches;
+what the worker refuses to load; and the report when it cannot work on the run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 
-from paceline.services.common.worker.run_setup import failed_set_up
+from paceline.bundle import allowed as allowed_code
+from paceline.bundle.manifest import Kind, with_original_paths
+from paceline.calls.bundle_transfer import unpacked_spec
+from paceline.calls.token import open_channel
+from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
+from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
+from paceline.spec import RunSpec
+from paceline.spec.code_paths import code_paths
+from paceline.spec.reading import spec_from_ledger
+from paceline.user_code.surroundings import isolation_is_required
 from paceline.v1 import worker_pb2
 
+log = logging.getLogger(__name__)
 Report = Callable[[worker_pb2.ConnectRequest], Awaitable[None]]
 
 
@@ -24,10 +38,8 @@ class AssignedRun:
         """Callback with whether the worker can work on its run, called whenever that changes."""
 
     def assign(self, assignment: worker_pb2.RunAssignment) -> bool:
-        """Take a directive to work on a run; return whether the run is another one than before.
-
-        A run that is assigned again after a failed set-up is set up again at once.
-        """
+        """Take a directive to work on a run; return whether the run is another one than before. A run that is assigned
+        again after a failed set-up is set up again at once."""
         is_new = self.assignment is None or self.assignment.run_id != assignment.run_id
         if is_new or self.failure is not None:
             self.failure = None
@@ -62,3 +74,81 @@ class AssignedRun:
 
 async def _ignore(ready: bool) -> None:
     """Default callback: do nothing."""
+
+
+def spec_of(assignment: worker_pb2.RunAssignment) -> RunSpec:
+    """Return the spec of an assignment, without keys of another version, which are logged. Raises Unavailable if this version cannot
+    read it."""
+    try:
+        spec, warnings = spec_from_ledger(assignment.spec_yaml)
+    except SpecError as error:
+        raise Unavailable(
+            f"this worker does not understand the run's spec: {error}. Bring worker and coordinator to one version"
+        ) from None
+    for warning in warnings:
+        log.warning("%s", warning)
+    return spec
+
+
+def fault_of(error: BaseException) -> worker_pb2.Fault.ValueType:
+    """Return FAULT_SPEC if only another spec (or its data, or its code) would help; other faults may pass."""
+    is_spec = isinstance(error, InvalidInput) and not isinstance(error, Unreadable)
+    return worker_pb2.FAULT_SPEC if is_spec else worker_pb2.FAULT_PASSING
+
+
+def failed_set_up(run_id: str, error: Exception, session: int = 0) -> worker_pb2.ConnectRequest:
+    """Log why a worker cannot work on a run, and return the report."""
+    if isinstance(error, InvalidInput | Unavailable):
+        text = str(error)
+        log.error("cannot work on run %s: %s", run_id, text)
+    else:
+        text = f"{type(error).__name__}: {error}"
+        log.error("cannot work on run %s: %s", run_id, text, exc_info=error)
+    return worker_pb2.ConnectRequest(
+        run_report=worker_pb2.RunReport(run_id=run_id, session=session, error=text, fault=fault_of(error))
+    )
+
+
+def refusal_of_files(spec: RunSpec, bundle: str, allowed: Sequence[Path]) -> str:
+    """Return the reason why a worker may not load a spec's code from its own disk, as a sentence; empty when it may, and for code in
+    a bundle. `allowed` are the folders of `--functions-from`."""
+    if bundle:
+        return ""
+    if isolation_is_required() and (named := code_paths(spec)):
+        field, code = next(iter(named.items()))
+        return (
+            f"{field}: {code} comes from no bundle, and --require-isolation takes code of bundles only; submit the run with a client that "
+            "sends its files"
+        )
+    return allowed_code.refusal_of_files(spec, allowed)
+
+
+class BundledSpec:
+    """A spec whose files stay where they are until `close`."""
+
+    def __init__(
+        self, spec: RunSpec, coordinator: str, bundle: str, *kinds: Kind, allowed: Sequence[Path] = ()
+    ):
+        """Fetch the files of some kinds that are not in this user's cache; without a bundle there are none. Blocks.
+        `allowed` are the folders of `--functions-from`. Raises Unreadable, also for code that they do not have;
+        Unavailable; InvalidInput."""
+        self.original = self.spec = spec
+        self._unpacked = None
+        if bundle:
+            with open_channel(coordinator, options=CHANNEL_OPTIONS) as channel:
+                self.spec, self._unpacked = unpacked_spec(channel, spec, bundle, *kinds, allowed=allowed)
+
+    def close(self) -> None:
+        """Allow the removal of the files."""
+        if self._unpacked is not None:
+            self._unpacked.close()
+
+    @contextlib.contextmanager
+    def original_paths(self) -> Iterator[None]:
+        """Give errors the paths that the submitter knows."""
+        try:
+            yield
+        except InvalidInput as error:
+            if self._unpacked is None:
+                raise
+            raise type(error)(with_original_paths(str(error), self.original, self._unpacked.root)) from error

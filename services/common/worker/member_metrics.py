@@ -14,16 +14,16 @@ from contextlib import asynccontextmanager
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from paceline.services.common.access.worker_callers import WorkerCallers
+from paceline.services.common.access.callers import WorkerCallers
 from paceline.services.common.serving.scrape import metrics_endpoint
-from paceline.services.common.worker import function_sums, logged_metrics
 from paceline.services.common.worker.membership import Membership
+from paceline.services.common.worker.score_extras import COUNT, PREFIX, SUM
 from paceline.tracing import set_up_metrics
 
 NAMES = "paceline.member."
 MAX_NAMES = 256
 """Gauges of one process; further names are left out."""
-_SUMS = (function_sums.PREFIX, logged_metrics.SUM, logged_metrics.COUNT)
+_SUMS = (PREFIX, SUM, COUNT)
 
 
 class MemberMetrics:

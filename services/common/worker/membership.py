@@ -29,17 +29,16 @@ import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from paceline.calls.address import checked_address
 from paceline.calls.backoff import ExponentialBackoff
+from paceline.calls.connection import checked_address
 from paceline.calls.token import metadata, read_token, token_path
 from paceline.errors import Conflict, WireError
 from paceline.host import gpu_gauges
 from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import RateLimitedLog, unforeseen
+from paceline.services.common.serving.endpoints import use_ipv6, watch
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
-from paceline.services.common.serving.zmq_keepalive import use_ipv6, watch
-from paceline.tls.channels import open_aio_channel
-from paceline.tls.diagnosis import why_no_channel
+from paceline.tls.channels import open_aio_channel, why_no_channel
 from paceline.tls.folder import tls_folder
 from paceline.v1 import exchange_pb2 as pb
 from paceline.v1 import worker_pb2, worker_pb2_grpc
@@ -48,29 +47,22 @@ from paceline.wire import MAX_MESSAGE_BYTES, PROTOCOL, parse_message
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 LEAVE_WAIT_S = 2.0
 """Default of the time that a leaving worker waits for the coordinator to take its last reports."""
-
 RESEND_S = 60.0
 """A request without reply for this long is sent again, then after twice as long, and so on. Longer than any wait that a
 request may ask for. More frequent sending would not speed up a slow answer."""
-
 MAX_SENDINGS = 16
 """Sendings of one request to which a reply still counts."""
-
 NEWEST_REPLY_ONLY = frozenset({"lease", "task"})
 """Kinds of requests for which only a reply to the newest sending counts: the newest request lists what the worker
 holds, so whatever an earlier reply granted has been revoked."""
-
 MAX_BULK = 4
 """Requests with payloads that wait for their replies at a time; others wait to be sent. The coordinator has to keep all
 received payloads, also while its disk is full."""
-
 TROUBLE_LOG_S = 60.0
 """Shortest time between two lines about a coordinator that is away or refuses this worker."""
-
 MAX_TURNS = 64
 """Finished turns of episodes that wait for their replies at a time. They are small, and those that come together share one
 synced write."""
-
 OUTBOX_SIZE = 1024
 FATAL = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 REFUSED = {
@@ -260,9 +252,8 @@ class Membership:
                         self.has_stream = True
                     await self._on_directive(directive)
                     if self._leaving.is_set() and directive.WhichOneof("directive") == "welcome":
-                        await self.report(
-                            worker_pb2.ConnectRequest(leave=worker_pb2.Leave())
-                        )  # lost with a stream
+                        # It was lost with a stream.
+                        await self.report(worker_pb2.ConnectRequest(leave=worker_pb2.Leave()))
             finally:
                 self.has_stream = False
                 call.cancel()
@@ -272,9 +263,7 @@ class Membership:
     async def _write_stream(self, call: Stream, heard: asyncio.Event) -> None:
         """Send Hello, then after Welcome all reports and, while the exchange can be reached, a heartbeat every second,
         until the stream breaks. Nothing is sent before Welcome, because it would be lost if the stream is refused.
-
-        After an error of this worker it sends nothing more: the coordinator takes it for silent and ends the stream.
-        """
+        After an error of this worker it sends nothing more: the coordinator takes it for silent and ends the stream."""
         try:
             await self._speak_on(call, heard)
         except Exception as error:
@@ -324,9 +313,8 @@ class Membership:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.setsockopt(
-            zmq.RCVHWM, 0
-        )  # the exchange uses the same port; all replies are to requests that were sent
+        # The exchange uses the same port; all replies are to requests that were sent.
+        socket.setsockopt(zmq.RCVHWM, 0)
         watch(socket)
         if welcome.exchange_key:
             socket.curve_publickey, socket.curve_secretkey = self._public_key, self._private_key

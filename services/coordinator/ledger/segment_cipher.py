@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 
-from paceline.encryption.encrypted_file import SALT_BYTES, WrongKey
-from paceline.encryption.records import OVERHEAD_BYTES, RecordCipher
+from paceline.encryption.encrypted_file import OVERHEAD_BYTES, SALT_BYTES, RecordCipher, WrongKey
 from paceline.encryption.storage_key import NAME_BYTES, StorageKey
 
 MAGIC = b"PLCSEG\x001"

@@ -18,13 +18,13 @@ from paceline.errors import NotPermitted
 from paceline.errors import SpecError
 from paceline.files.names import EXPORTS
 from paceline.files.storage import Folder
-from paceline.files.store_root import refusal as refusal_of_store
+from paceline.files.storage import refusal_of_store
 from paceline.models.auto_settings import is_open
 from paceline.models.auto_settings import planned
 from paceline.models.memory_plan import Room
 from paceline.models.shape import read_shape
-from paceline.services.common.access.caller import Caller
-from paceline.services.common.access.caller import current_caller
+from paceline.services.common.access.rights import Caller
+from paceline.services.common.access.rights import current_caller
 from paceline.services.coordinator.exchange.submissions import refuse_large_groups
 from paceline.services.coordinator.ledger.database import free_name
 from paceline.services.coordinator.ledger.ledger import Ledger

@@ -11,7 +11,7 @@ import logging
 import re
 from typing import Any
 
-from paceline.calls.address import FORM
+from paceline.calls.connection import FORM
 from paceline.errors import Conflict, InvalidInput
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.tls import identity_of_call

@@ -20,9 +20,8 @@ from collections.abc import Callable, Hashable, Set
 from dataclasses import dataclass, field
 
 from paceline.groups import Version
-from paceline.services.common.access.caller import Caller
-from paceline.services.common.worker.function_sums import FunctionSums
-from paceline.services.common.worker.logged_metrics import LoggedMetrics
+from paceline.services.common.access.rights import Caller
+from paceline.services.common.worker.score_extras import FunctionSums, LoggedMetrics
 from paceline.v1 import common_pb2, worker_pb2
 
 MAX_WAITING = 256

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from paceline.encryption.storage_key import storage_key
 from paceline.files.line_file import LineWriter
 from paceline.files.whole_file import write_whole
-from paceline.services.common.worker.logged_extra import EXTRA_NAME
+from paceline.services.common.worker.score_extras import EXTRA_NAME
 
 log = logging.getLogger(__name__)
 METRICS_NAME = "metrics.jsonl"

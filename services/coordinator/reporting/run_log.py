@@ -24,8 +24,7 @@ from paceline.errors import PacelineError
 from paceline.host.gpu_gauges import ENERGY, XID
 from paceline.host.memory import process_gauges
 from paceline.rate_limited_log import unforeseen
-from paceline.services.common.worker.function_sums import FunctionSums
-from paceline.services.common.worker.logged_metrics import LoggedMetrics
+from paceline.services.common.worker.score_extras import FunctionSums, LoggedMetrics
 from paceline.services.coordinator.exchange import evaluation
 from paceline.services.coordinator.exchange.state import ActiveRun, Exchange, Notice
 from paceline.services.coordinator.ledger.groups import State

@@ -15,8 +15,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.error_texts import first_line
-from paceline.errors import Conflict, InvalidInput, Unavailable
+from paceline.errors import Conflict, InvalidInput, Unavailable, first_line
 from paceline.services.learner.nodes.assembly import REVISION, Assembly, SessionEnd
 from paceline.services.learner.nodes.settings import NodeSettings
 from paceline.services.learner.nodes.store import FAULTS, NodeStore, connect, serve

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.calls.address import checked_address
+from paceline.calls.connection import checked_address
 from paceline.errors import InvalidInput
 
 PORT = 29400

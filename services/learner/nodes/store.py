@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from paceline.error_texts import first_line
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, first_line
 
 PREFIX = "paceline/"
 MAX_VALUE = 4096

@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import CheckpointFault, Conflict, NotFound, PacelineError, Unavailable
-from paceline.files.run_folders import checkpoint_folder
-from paceline.files.spool import SIZE_VARIABLE, quota_bytes
-from paceline.files.storage import Folder
+from paceline.files.bounded_cache import SIZE_VARIABLE, quota_bytes
+from paceline.files.storage import Folder, checkpoint_folder
 from paceline.learner.checkpoints import checkpoint as checkpoints
 from paceline.learner.checkpoints.checkpoint import Checkpoint, Misfit
 from paceline.learner.checkpoints.upload_queue import UploadQueue

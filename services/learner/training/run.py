@@ -38,8 +38,7 @@ from paceline.learner.step.trainer import Trainer
 from paceline.models.export_origin import Origin
 from paceline.services.common.gpus import refuse_cpu
 from paceline.services.common.reporting.progress_log import ProgressLog
-from paceline.services.common.worker.bundled_spec import BundledSpec
-from paceline.services.common.worker.run_setup import failed_set_up, spec_of
+from paceline.services.common.worker.assigned_run import BundledSpec, failed_set_up, spec_of
 from paceline.services.learner.context import RankContext
 from paceline.services.learner.rank_group import (
     COLLECTIVE_TIMEOUT_S,

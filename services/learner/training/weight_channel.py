@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from paceline.calls.address import is_loopback
+from paceline.calls.connection import is_loopback
 from paceline.groups import Version
-from paceline.host.cores import threads_beside
+from paceline.host.memory import threads_beside
 from paceline.learner.collectives import any_over_ranks, broadcast_bytes
 from paceline.learner.weights.channel import WeightChannel
 from paceline.learner.weights.delta import DeltaChannel, Rank0DeltaChannel

@@ -26,10 +26,9 @@ from paceline.chat.token_route import TokenAnswer, TokenAsk
 from paceline.errors import InvalidInput, PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
+from paceline.services.common.access.callers import WorkerCallers
 from paceline.services.common.access.rights import COMPLETIONS
-from paceline.services.common.access.worker_callers import WorkerCallers
-from paceline.services.common.serving.http_guard import HttpGuard
-from paceline.services.common.serving.json_http import JsonListener, event_stream, send_event
+from paceline.services.common.serving.json_http import HttpGuard, JsonListener, event_stream, send_event
 from paceline.services.rollout.gather import gather_or_cancel
 from paceline.services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
 from paceline.services.rollout.openai.gate import Gate

@@ -26,7 +26,7 @@ from paceline.reward.endpoints.settings import EndpointSettings
 from paceline.rollout.engine import GenerationRequest, SamplingParams
 from paceline.rollout.stop_strings import cut
 from paceline.services.cli.chat import spec_of_model
-from paceline.services.common.sampling_params import params_message
+from paceline.services.coordinator.exchange.leases import params_message
 from paceline.services.rollout.group_sampler import GroupSampler
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from links.proxy import Proxy
 
-from paceline.services.common.serving import zmq_keepalive
+from paceline.services.common.serving import endpoints as zmq_keepalive
 from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.common.worker.membership import Membership
 from paceline.services.coordinator.exchange.transport.router_socket import (

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.bundle.layout import (
+from paceline.bundle.manifest import (
+    BundledFile,
+    Kind,
+    Manifest,
     localized,
     place_of_data,
     place_of_file,
@@ -12,7 +15,6 @@ from paceline.bundle.layout import (
     split_glob,
     with_original_paths,
 )
-from paceline.bundle.manifest import BundledFile, Kind, Manifest
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bundle.requirements import check_requirements, undeclared
+from paceline.bundle.imports import check_requirements, undeclared
 from paceline.errors import Unreadable
 
 

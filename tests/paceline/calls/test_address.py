@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from paceline.calls.address import checked_address
+from paceline.calls.connection import checked_address
 from paceline.errors import InvalidInput
 from paceline.services.cli.main import main
 

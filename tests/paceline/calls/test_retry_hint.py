@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.calls.retry_hint import KEY, MAX_S, USUAL_S, from_error, to_header, to_metadata
-from paceline.errors import Busy
+from paceline.calls.backoff import KEY, MAX_S, from_error, to_header, to_metadata
+from paceline.errors import USUAL_S, Busy
 
 
 def error(*trailing: tuple[str, Any]) -> Any:

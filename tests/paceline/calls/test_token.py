@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from paceline.calls.token import is_authorized, make_token, metadata, read_token, token_path
+from paceline.calls.token import is_same, make_token, metadata, read_token, token_path
 from paceline.errors import InvalidInput
 from paceline.services.cli.main import main
 
@@ -34,11 +34,12 @@ def test_a_file_without_a_token_is_refused(tmp_path: Path) -> None:
 def test_only_the_whole_token_is_right() -> None:
     ((key, value),) = metadata("abc")
     assert key == "authorization"
-    assert is_authorized(value, "abc")
-    for said in ("", "abc", "Bearer ab", "Bearer abcd", "bearer abc", "Bearer äbc"):
-        assert not is_authorized(said, "abc")
+    assert value == "Bearer abc"
+    assert is_same("abc", "abc")
+    for other in ("", "ab", "abcd", "Abc", "äbc"):
+        assert not is_same(other, "abc")
     assert metadata("") == ()
-    assert not is_authorized("Bearer ", "")  # no token is not an empty one
+    assert not is_same("", "")  # no token is not an empty one
 
 
 def test_the_variable_goes_before_the_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from paceline.encryption.encrypted_file import WrongKey
-from paceline.encryption.records import OVERHEAD_BYTES, RecordCipher
+from paceline.encryption.encrypted_file import OVERHEAD_BYTES, RecordCipher, WrongKey
 from paceline.encryption.storage_key import StorageKey
 
 KEY = StorageKey(bytes(range(32)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.files.function_files import refusal
+from paceline.bundle.allowed import refusal_of_files
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec, parse_spec, spec_to_yaml, submitted_spec
 
@@ -36,13 +36,13 @@ def spec_with(folder: Path, function: str) -> RunSpec:
 
 @pytest.mark.parametrize("function", ["f.py:f", "below/f.py:f", "exact_match"])
 def test_a_file_below_the_specs_folder_and_a_built_in_are_taken(folder: Path, function: str) -> None:
-    assert refusal(spec_with(folder, function)) == ""
+    assert refusal_of_files(spec_with(folder, function)) == ""
 
 
 @pytest.mark.parametrize("function", ["../theirs/f.py:f", "below/../../theirs/f.py:f"])
 def test_a_file_elsewhere_is_refused_with_both_remedies(folder: Path, function: str) -> None:
     file = folder.parent / "theirs" / "f.py"
-    assert refusal(spec_with(folder, function)) == (
+    assert refusal_of_files(spec_with(folder, function)) == (
         f"rewards.0.function: {file} is not below {folder}; move it there, or allow its folder with "
         f"--functions-from {file.parent}"
     )
@@ -52,19 +52,19 @@ def test_a_link_counts_as_what_it_leads_to(folder: Path) -> None:
     (folder / "link.py").symlink_to(folder.parent / "theirs" / "f.py")
     (folder / "below" / "up").symlink_to(folder.parent / "theirs")
     for function in ("link.py:f", "below/up/f.py:f"):
-        assert "theirs/f.py is not below" in refusal(spec_with(folder, function))
+        assert "theirs/f.py is not below" in refusal_of_files(spec_with(folder, function))
     # Also when only the one that refuses sees the link: the spec was resolved before it was there.
     spec = spec_with(folder, "f.py:f")
     (folder / "f.py").unlink()
     (folder / "f.py").symlink_to(folder.parent / "theirs" / "f.py")
-    assert "theirs/f.py is not below" in refusal(spec)
+    assert "theirs/f.py is not below" in refusal_of_files(spec)
 
 
 def test_allowed_folders_go_before_what_the_spec_says_about_itself(folder: Path) -> None:
     theirs = folder.parent / "theirs"
-    assert refusal(spec_with(folder, "../theirs/f.py:f"), [theirs]) == ""
-    assert "mine/f.py is not below" in refusal(spec_with(folder, "f.py:f"), [theirs])
-    assert refusal(spec_with(folder, "f.py:f"), [theirs, folder]) == ""
+    assert refusal_of_files(spec_with(folder, "../theirs/f.py:f"), [theirs]) == ""
+    assert "mine/f.py is not below" in refusal_of_files(spec_with(folder, "f.py:f"), [theirs])
+    assert refusal_of_files(spec_with(folder, "f.py:f"), [theirs, folder]) == ""
 
 
 def test_the_folder_survives_the_way_to_the_coordinator_and_a_second_reading(folder: Path) -> None:
@@ -83,5 +83,5 @@ def test_a_spec_that_a_program_made_may_name_any_file_unless_folders_are_set(fol
             "rewards": [{"function": f"{file}:f"}],
         }
     )
-    assert refusal(spec) == ""
-    assert "theirs/f.py is not below" in refusal(spec, [folder])
+    assert refusal_of_files(spec) == ""
+    assert "theirs/f.py is not below" in refusal_of_files(spec, [folder])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.files.spool import quota_bytes, spool_folder
+from paceline.files.bounded_cache import quota_bytes, spool_folder
 
 
 def test_the_environment_says_where_and_how_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from paceline.files.stamps import stamp
+from paceline.files.whole_file import stamp
 
 
 def test_a_file_that_is_changed_or_added_changes_the_stamp(tmp_path: Path) -> None:

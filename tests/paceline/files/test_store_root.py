@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.files.storage import Folder
-from paceline.files.store_root import refusal, store_root
+from paceline.files.storage import Folder, refusal_of_store, store_root
 
 
 class NoCredentialsError(Exception):
@@ -30,9 +29,9 @@ def test_a_store_that_refuses_is_an_error_and_one_that_is_away_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"memory://{uuid.uuid4().hex}"
-    assert refusal(url) == refusal(str(tmp_path / "new")) == ""
+    assert refusal_of_store(url) == refusal_of_store(str(tmp_path / "new")) == ""
     (tmp_path / "file").write_text("")
-    assert "refuses to be written: NotADirectoryError" in refusal(str(tmp_path / "file" / "below"))
+    assert "refuses to be written: NotADirectoryError" in refusal_of_store(str(tmp_path / "file" / "below"))
     for error, words in (
         (PermissionError("Access Denied"), "PermissionError: Access Denied; correct its name"),
         (NoCredentialsError("no keys"), "NoCredentialsError: no keys"),
@@ -43,5 +42,5 @@ def test_a_store_that_refuses_is_an_error_and_one_that_is_away_is_none(
             raise error
 
         monkeypatch.setattr(Folder, "write", write)
-        assert words in refusal(url)
-        assert bool(words) == bool(refusal(url))
+        assert words in refusal_of_store(url)
+        assert bool(words) == bool(refusal_of_store(url))

@@ -13,9 +13,8 @@ import pytest
 from paceline.encryption.encrypted_file import decrypt
 from paceline.encryption.storage_key import StorageKey
 from paceline.errors import Unavailable, Unreadable
-from paceline.files import url_copies
-from paceline.files.bounded_cache import BoundedCache, CacheKind
-from paceline.files.url_copies import open_copies
+from paceline.files import bounded_cache as url_copies
+from paceline.files.bounded_cache import BoundedCache, CacheKind, open_copies
 
 
 class Copies:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from paceline.bundle.allowed import refusal_of_files
 from paceline.bundle.collecting import collect, collect_again
-from paceline.bundle.layout import localized, with_original_paths
-from paceline.files.function_files import refusal
+from paceline.bundle.manifest import localized, with_original_paths
 from paceline.spec import RunSpec
 from paceline.spec.code_paths import code_paths, with_code_paths
 from paceline.spec.reading import parse_spec, spec_from_yaml, spec_to_yaml
@@ -79,7 +79,9 @@ def test_an_environment_travels_with_what_it_imports(tmp_path: Path, kind: str) 
 
 def test_an_environment_from_another_folder_is_refused_by_name(tmp_path: Path) -> None:
     spec = make(tmp_path, {"class": "../env.py:Calculator"})
-    assert refusal(spec).startswith(f"environment.class: {tmp_path.parent}/env.py is not below {tmp_path}")
+    assert refusal_of_files(spec).startswith(
+        f"environment.class: {tmp_path.parent}/env.py is not below {tmp_path}"
+    )
 
 
 def test_a_file_that_is_not_here_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from paceline.tls.sockets import ResetSafeSocket
+from paceline.tls.folder import ResetSafeSocket
 
 RESET = struct.pack("ii", 1, 0)
 

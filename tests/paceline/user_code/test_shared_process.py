@@ -16,7 +16,7 @@ from paceline.user_code import child, surroundings
 from paceline.user_code.box import Box
 from paceline.user_code.ends import ProcessDied, ProcessNotStarted, ProcessTimeout
 from paceline.user_code.frames import encode
-from paceline.user_code.shared_process import SharedProcess
+from paceline.user_code.process import SharedProcess
 from paceline.user_code.surroundings import Surroundings
 
 MODULE = "echo_process"

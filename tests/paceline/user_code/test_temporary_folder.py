@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.user_code import temporary_folder
-from paceline.user_code.temporary_folder import PREFIX, TemporaryFolder, remove_left_over
+from paceline.user_code import surroundings as temporary_folder
+from paceline.user_code.surroundings import TEMPORARY_PREFIX, TemporaryFolder, remove_left_over
 
 KILLED = """
 import os, signal, sys, pathlib
-from paceline.user_code.temporary_folder import TemporaryFolder
+from paceline.user_code.surroundings import TemporaryFolder
 folder = TemporaryFolder(pathlib.Path(sys.argv[1]))
 deep = pathlib.Path(folder.path, "a", "b")
 deep.mkdir(parents=True)
@@ -42,7 +42,7 @@ def test_the_folder_of_a_service_that_was_killed_is_removed_and_no_other(
     living = TemporaryFolder(tmp_path)
     other = tmp_path / "another"
     other.mkdir()
-    link = tmp_path / f"{PREFIX}link"
+    link = tmp_path / f"{TEMPORARY_PREFIX}link"
     link.symlink_to(other)
     monkeypatch.setattr(temporary_folder, "MIN_AGE_S", 3600.0)
     assert remove_left_over(tmp_path) == 0, "a young one may be about to be locked"

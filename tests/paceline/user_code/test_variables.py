@@ -10,8 +10,7 @@ import pytest
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, StorageKey
 from paceline.reward.runner import runs_sandboxed_only, service_variables
 from paceline.spec import RewardFunctionSection
-from paceline.user_code.surroundings import VARIABLE, Surroundings
-from paceline.user_code.variables import passed_variables
+from paceline.user_code.surroundings import VARIABLE, Surroundings, passed_variables
 
 HARMLESS = {
     "PATH": "/bin",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import Unreadable
-from paceline.services.common.directory import make_directory
+from paceline.services.common.options import make_directory
 
 
 def test_it_is_made_with_those_above_it(tmp_path: Path) -> None:

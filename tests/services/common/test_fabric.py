@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.errors import InvalidInput
-from paceline.services.common import fabric
+from paceline.services.common import host_agent as fabric
 from paceline.services.common.access.insecure import insecure_option
-from paceline.services.common.fabric import fabric_address, fabric_option
+from paceline.services.common.host_agent import fabric_address, fabric_option
 
 
 def entry(address: str) -> Any:
@@ -34,7 +34,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
         "down": [link],
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
-    monkeypatch.delenv(fabric.VARIABLE, raising=False)
+    monkeypatch.delenv(fabric.FABRIC_VARIABLE, raising=False)
     monkeypatch.delenv("PACELINE_INSECURE", raising=False)
 
 
@@ -67,13 +67,13 @@ def test_beyond_this_host_it_needs_insecure(monkeypatch: pytest.MonkeyPatch) -> 
     def command(fabric: str) -> None:
         click.echo(f"uses {fabric}")
 
-    monkeypatch.setenv(fabric.VARIABLE, "")  # put back after the test, because the option sets it
+    monkeypatch.setenv(fabric.FABRIC_VARIABLE, "")  # put back after the test, because the option sets it
     refused = CliRunner().invoke(command, ["--fabric", "ib0"])
     assert refused.exit_code == 2
     assert "--fabric 10.1.0.9 is beyond this host" in refused.output
     monkeypatch.setenv("PACELINE_INSECURE", "1")
     assert CliRunner().invoke(command, ["--fabric", "ib0"]).output == "uses 10.1.0.9\n"
-    assert os.environ[fabric.VARIABLE] == "10.1.0.9", "the ranks of a learner read it"
+    assert os.environ[fabric.FABRIC_VARIABLE] == "10.1.0.9", "the ranks of a learner read it"
     assert CliRunner().invoke(command, ["--fabric", "lo"]).output == "uses 127.0.0.1\n"
     wrong = CliRunner().invoke(command, ["--fabric", "ib7"])
     assert wrong.exit_code == 2

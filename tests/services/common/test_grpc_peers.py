@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.services.common.grpc_peers import address_of, host_of
+from paceline.services.common.access.tls import address_of, host_of
 
 
 @pytest.mark.parametrize(

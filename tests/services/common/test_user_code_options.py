@@ -12,8 +12,9 @@ from exchange_drivers import make_spec
 
 from paceline.services.cli.main import main
 from paceline.services.common import user_code_options
-from paceline.services.common.worker.bundled_spec import refusal_of_files
-from paceline.user_code import surroundings, variables
+from paceline.services.common.worker.assigned_run import refusal_of_files
+from paceline.user_code import surroundings
+from paceline.user_code import surroundings as variables
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from paceline.client import Client
 from paceline.errors import Conflict, InvalidInput, NotFound, NotPermitted
 from paceline.models.evaluation_results import FORMAT, digest_of
 from paceline.models.references import Reference
-from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.callers import TokenCallers
+from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_guard import TokenGuard
 from paceline.services.common.access.token_table import create
 from paceline.services.common.serving.grpc_server import GrpcServer

@@ -12,7 +12,7 @@ from control_plane import Plane, learner
 from yarl import URL
 
 from paceline.errors import AccessDenied
-from paceline.services.common.access.caller import Caller, CallerRole
+from paceline.services.common.access.rights import Caller, CallerRole
 from paceline.services.common.serving import json_http
 from paceline.services.common.serving.scrape import metrics_endpoint
 from paceline.services.coordinator.servicers import StatusServicer

@@ -14,8 +14,7 @@ import pytest_asyncio
 from paceline.environment.protocols import TurnParams, TurnRequest
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import Version, VersionSpan
-from paceline.services.common.serving.accepted_calls import ACCEPTED
-from paceline.services.common.serving.grpc_server import GrpcServer, with_status
+from paceline.services.common.serving.grpc_server import ACCEPTED, GrpcServer, with_status
 from paceline.services.environment import engines as module
 from paceline.services.environment.engine_list import Wanted
 from paceline.services.environment.engines import MAX_BREAKS, Engines, EnginesEnd, LeasedTokens, PinLost

@@ -16,13 +16,12 @@ from exchange_drivers import make_spec
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.environment.counts import EpisodeCounts
 from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, LeaseLost, TokenSource
-from paceline.episodes import TurnArrays
 from paceline.errors import InvalidInput, PromptTooLong
 from paceline.groups import Completion, Group, Rows, Turn, VersionSpan
 from paceline.services.environment.engines import Engines, EnginesEnd, PinLost
 from paceline.services.environment.run import EnvironmentRun
 from paceline.v1 import exchange_pb2 as pb
-from paceline.wire import CompletionArrays, decode_completions, parse_message, split_rows
+from paceline.wire import CompletionArrays, TurnArrays, decode_completions, parse_message, split_rows
 
 PATIENCE_S = 60.0
 RUN = "run-1"

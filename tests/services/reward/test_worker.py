@@ -14,7 +14,7 @@ from exchange_drivers import make_spec
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.groups import Completion, VersionSpan
-from paceline.services.common.worker.trainer_state import with_trainer_state
+from paceline.services.common.worker.score_extras import with_trainer_state
 from paceline.services.reward.worker import RewardWorker
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import exchange_pb2 as pb

@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
+from paceline.advantages import closed_gates
+from paceline.advantages import group_totals
 from paceline.advantages import has_advantage
 from paceline.errors import Conflict
 from paceline.errors import InvalidInput
 from paceline.groups import FloatArray
 from paceline.rewards import Rewards
-from paceline.rewards import closed_gates
-from paceline.rewards import group_totals
 from paceline.services.coordinator.exchange.admission import must_wait
 from paceline.services.coordinator.exchange.batches import session_faults
 from paceline.services.coordinator.exchange.journals import end_life

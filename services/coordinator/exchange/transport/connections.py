@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from paceline.host.freed_memory import give_freed_memory_back
-from paceline.services.common.serving.zmq_keepalive import in_brackets
+from paceline.host.memory import give_freed_memory_back
+from paceline.services.common.serving.endpoints import in_brackets
 from paceline.wire import MAX_MESSAGE_BYTES
 
 MAX_BYTES = MAX_MESSAGE_BYTES + (32 << 20)

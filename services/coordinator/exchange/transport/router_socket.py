@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from paceline.array_frames import Buffer
 from paceline.errors import Conflict
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.serving.zmq_keepalive import in_brackets, use_ipv6, watch
+from paceline.services.common.serving.endpoints import in_brackets, use_ipv6, watch
 from paceline.services.coordinator.exchange.transport.connections import Connections
 from paceline.services.coordinator.exchange.uploads.intake import Arrived
 from paceline.v1 import exchange_pb2 as pb

@@ -5,7 +5,7 @@ cannot be loaded from this machine's disk (the model is only on the workers') or
 are not compared, and `unavailable` has the reason; every other failure is a warning in the run's events. Used by the
 exchange's check thread; only `begin` and `close` are called from elsewhere.
 
-The child gets the environment variables of user code (`paceline/user_code/variables.py`), because the chat template is user code and
+The child gets the environment variables of user code (`paceline/user_code/surroundings.py`), because the chat template is user code and
 a tokenizer is read from plain files: neither needs the storage key or a token.
 A child that does not answer within ANSWER_S is ended, and prompts are not compared until the next run begins.
 """
@@ -34,7 +34,7 @@ from paceline.services.coordinator.exchange.uploads.prompt_encoder import prompt
 from paceline.services.coordinator.ledger import database
 from paceline.services.coordinator.ledger.group_queries import GroupQueries
 from paceline.spec import PolicySection, RunSpec
-from paceline.user_code.variables import passed_variables
+from paceline.user_code.surroundings import passed_variables
 
 LOAD_S = 60.0
 """Seconds in which a tokenizer has to load; groups that arrive meanwhile wait for it."""

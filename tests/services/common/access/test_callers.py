@@ -14,7 +14,7 @@ from exchange_drivers import make_spec
 from paceline.calls.token import metadata
 from paceline.client import Client
 from paceline.errors import AccessDenied, NotFound, NotPermitted
-from paceline.services.common.access.caller import CallerRole
+from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import create, revoke
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.local.cluster import LocalCluster

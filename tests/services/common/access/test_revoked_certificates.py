@@ -9,31 +9,35 @@ from click.testing import CliRunner
 
 from paceline.errors import AccessDenied, Conflict, InvalidInput
 from paceline.services.cli.main import main
-from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.callers import CHECK_S, TokenCallers
-from paceline.services.common.access.revoked_certificates import FILE_NAME, read_revoked, revoke
-from paceline.services.common.access.token_table import create
+from paceline.services.common.access.rights import CallerRole
+from paceline.services.common.access.token_table import (
+    REVOKED_NAME,
+    create,
+    read_revoked,
+    revoke_certificate,
+)
 from paceline.services.common.access.token_table import revoke as revoke_token
 
 
 def test_a_name_is_revoked_once_and_for_good(tmp_path: Path) -> None:
-    path = tmp_path / FILE_NAME
+    path = tmp_path / REVOKED_NAME
     assert read_revoked(path) == {}
-    revoke(path, "rollout")
-    revoke(path, "Jürgen's laptop")
+    revoke_certificate(path, "rollout")
+    revoke_certificate(path, "Jürgen's laptop")
     assert list(read_revoked(path)) == ["rollout", "Jürgen's laptop"]
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(Conflict, match="rollout are revoked already"):
-        revoke(path, "rollout")
+        revoke_certificate(path, "rollout")
     for name in ("", "x" * 65, "a\nb"):
         with pytest.raises(InvalidInput, match="1 to 64 printable characters"):
-            revoke(path, name)
+            revoke_certificate(path, name)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 2, "names": []}', '{"format": 1, "names": [{}]}'])
 def test_a_damaged_file_says_so(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE_NAME).write_text(text)
-    with pytest.raises(Conflict, match=FILE_NAME):
+    (tmp_path / REVOKED_NAME).write_text(text)
+    with pytest.raises(Conflict, match=REVOKED_NAME):
         TokenCallers(lambda: "boot", tmp_path / "token", tmp_path / "tokens.json")
 
 

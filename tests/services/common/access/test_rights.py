@@ -19,9 +19,8 @@ from google.protobuf.descriptor_pb2 import MethodOptions
 
 import paceline.v1
 from paceline.calls.token import metadata
-from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.callers import TokenCallers
-from paceline.services.common.access.rights import EXCHANGE, RPCS
+from paceline.services.common.access.rights import EXCHANGE, RPCS, CallerRole
 from paceline.services.common.access.token_guard import Call, TokenGuard, worker_guard
 from paceline.services.common.access.token_table import create
 from paceline.services.common.serving.grpc_server import GrpcServer

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from paceline.services.common.access import secret_hiding
-from paceline.services.common.access.secret_hiding import choose_isolation
+from paceline.services.common import user_code_options as secret_hiding
+from paceline.services.common.user_code_options import choose_isolation
 from paceline.user_code.surroundings import VARIABLE
 
 KERNEL = "this kernel has no Landlock"

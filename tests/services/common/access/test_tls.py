@@ -26,8 +26,7 @@ from paceline.services.common.serving.json_http import JsonListener
 from paceline.services.coordinator.members.introduction import check_certificate
 from paceline.tls.authority import issue, make_authority, renew
 from paceline.tls.certificates import Identity
-from paceline.tls.channels import RenewedChannel, open_aio_channel, open_plain_or_tls
-from paceline.tls.diagnosis import why_no_channel
+from paceline.tls.channels import RenewedChannel, open_aio_channel, open_plain_or_tls, why_no_channel
 from paceline.tls.folder import VARIABLE, TlsFolder
 
 DEADLINE_S = 60.0

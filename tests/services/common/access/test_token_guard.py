@@ -19,9 +19,8 @@ from paceline.client import Client
 from paceline.errors import PacelineError
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access import token_guard
-from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.callers import TokenCallers
-from paceline.services.common.access.rights import Right
+from paceline.services.common.access.rights import CallerRole, Right
 from paceline.services.common.access.token_guard import Call, TokenGuard, worker_guard
 from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.common.worker.membership import Membership

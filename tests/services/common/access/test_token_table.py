@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
 from paceline.services.cli.main import main
-from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.callers import CHECK_S, TokenCallers
+from paceline.services.common.access.rights import CallerRole
 from paceline.services.common.access.token_table import BOOTSTRAP, create, digest_of, read_table, revoke
 
 

@@ -15,14 +15,14 @@ import grpc
 import pytest
 from control_plane import Plane, rollout
 
-from paceline.services.common.processes.file_limit import Capacity, raise_file_limit
+from paceline.services.common.processes.starting import Capacity, raise_file_limit
 from paceline.services.common.serving.grpc_server import GrpcServer
 
 DEADLINE_S = 60.0
 
 RAISE = (
     "import logging, resource, sys; logging.basicConfig(level=logging.INFO)\n"
-    "from paceline.services.common.processes.file_limit import raise_file_limit\n"
+    "from paceline.services.common.processes.starting import raise_file_limit\n"
     "print(raise_file_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
 )
 

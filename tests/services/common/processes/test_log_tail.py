@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.common.processes.log_tail import (
+from paceline.services.common.processes.supervisor import (
     LOG_TAIL_BYTES,
     MAX_REASON_CHARS,
     last_lines,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from paceline.services.common.processes.restart_policy import HEALTHY_S, Death, RestartPolicy
+from paceline.services.common.processes.supervisor import HEALTHY_S, Death, RestartPolicy
 
 FAULT = Death(1, 2.0, "Error: no model")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.services.common.reporting.curve import chart, scaled, sparkline
+from paceline.services.common.reporting.terminal import chart, scaled, sparkline
 
 
 def test_values_outside_of_0_to_1_are_scaled_to_their_range() -> None:

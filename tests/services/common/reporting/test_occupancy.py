@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.services.common.reporting.occupancy import Occupancy
+from paceline.services.common.reporting.progress_log import Occupancy
 
 
 def test_the_mean_over_the_time_since_the_last_report() -> None:

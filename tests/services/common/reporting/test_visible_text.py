@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.services.common.reporting.visible_text import visible
+from paceline.services.common.reporting.terminal import visible
 
 
 @pytest.mark.parametrize(

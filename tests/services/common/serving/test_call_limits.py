@@ -11,10 +11,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.calls.retry_hint import from_error
+from paceline.calls.backoff import from_error
 from paceline.calls.token import metadata
-from paceline.services.common.access.caller import Caller, CallerRole
-from paceline.services.common.access.rights import RPCS
+from paceline.services.common.access.rights import RPCS, Caller, CallerRole
 from paceline.services.common.access.token_guard import TokenGuard
 from paceline.services.common.serving import call_limits
 from paceline.services.common.serving.call_limits import (

@@ -11,12 +11,10 @@ from aiohttp import ClientSession, web
 
 from paceline.errors import AccessDenied
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.access.caller import Caller, CallerRole
-from paceline.services.common.access.rights import METRICS
+from paceline.services.common.access.rights import METRICS, Caller, CallerRole
 from paceline.services.common.access.token_guard import Call
 from paceline.services.common.serving import json_http
-from paceline.services.common.serving.http_guard import HttpGuard, needs_token
-from paceline.services.common.serving.json_http import JsonListener
+from paceline.services.common.serving.json_http import HttpGuard, JsonListener, needs_token
 from paceline.tls.folder import VARIABLE
 
 ROLES = {"prometheus": CallerRole.SCRAPER, "pool": CallerRole.WORKER}

@@ -12,9 +12,8 @@ import pytest
 
 from paceline.calls.token import metadata
 from paceline.errors import Conflict
-from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.callers import TokenCallers
-from paceline.services.common.access.rights import Right
+from paceline.services.common.access.rights import CallerRole, Right
 from paceline.services.common.access.token_guard import TokenGuard
 from paceline.services.common.serving.grpc_server import GrpcServer, with_status, with_stream_status
 

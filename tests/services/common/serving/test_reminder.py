@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from paceline.services.common.serving import reminder
-from paceline.services.common.serving.reminder import remind
+from paceline.services.common.serving import grpc_server as reminder
+from paceline.services.common.serving.grpc_server import remind
 
 
 async def test_a_warning_is_written_again_and_again_and_no_warning_never(

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import ClientSession
 
 from paceline.errors import Conflict
-from paceline.services.common.access.worker_callers import WorkerCallers
+from paceline.services.common.access.callers import WorkerCallers
 from paceline.services.common.serving.scrape import MAX_CONNECTIONS, metrics_endpoint
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.reward.results import RewardFailure, RewardResult
 from paceline.reward.trainer_view import USAGE
-from paceline.services.common.worker.function_sums import ENDPOINT_METRICS, FunctionSums
+from paceline.services.common.worker.score_extras import ENDPOINT_METRICS, FunctionSums
 from paceline.spec import RewardFunctionSection
 
 FUNCTIONS = [RewardFunctionSection(function="a"), RewardFunctionSection(function="b", name="judge")]

@@ -10,7 +10,7 @@ import pytest
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.files.line_file import LineWriter
-from paceline.services.common.worker.logged_extra import (
+from paceline.services.common.worker.score_extras import (
     EXTRA_NAME,
     MAX_BYTES,
     extra_json,

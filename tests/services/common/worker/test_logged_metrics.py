@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.services.common.worker.logged_metrics import LoggedMetrics
+from paceline.services.common.worker.score_extras import LoggedMetrics
 
 
 def test_the_mean_is_over_all_values_of_all_heartbeats_and_workers() -> None:

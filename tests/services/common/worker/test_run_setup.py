@@ -17,7 +17,7 @@ from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput, SpecError, Unavailable, Unreadable
 from paceline.reward.runner import RewardRunner
 from paceline.services.common.serving.grpc_server import GrpcServer
-from paceline.services.common.worker.run_setup import fault_of, spec_of
+from paceline.services.common.worker.assigned_run import fault_of, spec_of
 from paceline.services.reward.worker import RewardWorker
 from paceline.services.rollout.run import RolloutRun
 from paceline.services.rollout.worker import RolloutWorker

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from exchange_drivers import make_spec
 
-from paceline.services.common.worker.trainer_state import TRAINER_STATE, trainer_state, with_trainer_state
+from paceline.services.common.worker.score_extras import TRAINER_STATE, trainer_state, with_trainer_state
 
 
 @pytest.mark.parametrize("columns", [{}, {"answer": "}", "trainer_state": [1]}])

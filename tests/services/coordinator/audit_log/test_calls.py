@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from paceline.services.common.access.caller import Caller, CallerRole
+from paceline.services.common.access.rights import Caller, CallerRole
 from paceline.services.common.access.token_guard import Call
 from paceline.services.coordinator.audit_log.log import entry_of_call, entry_of_request
 from paceline.v1 import registry_pb2, run_pb2, worker_pb2

@@ -31,7 +31,7 @@ from stream_threads import settle
 from paceline.data.prompts import open_prompts
 from paceline.errors import Unreadable, WireError
 from paceline.groups import Group, Version, VersionSpan
-from paceline.services.common.worker.trainer_state import TRAINER_STATE
+from paceline.services.common.worker.score_extras import TRAINER_STATE
 from paceline.services.coordinator.exchange.leases import revoke_work
 from paceline.services.learner.training.batches import BatchClient, RankBatch
 from paceline.v1 import exchange_pb2 as pb

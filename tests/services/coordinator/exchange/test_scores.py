@@ -17,7 +17,7 @@ from exchange_drivers import (
     World,
 )
 
-from paceline.error_texts import ALIKE
+from paceline.errors import ALIKE
 
 
 def test_scoring_that_fails_three_times_drops_the_group(world: World) -> None:

@@ -13,10 +13,10 @@ import pytest
 from control_plane import DEADLINE_S, Plane, learner, refusal
 from exchange_drivers import make_spec
 
-from paceline.calls.retry_hint import from_error
+from paceline.calls.backoff import from_error
 from paceline.errors import Busy
 from paceline.files.storage import Folder
-from paceline.services.common.access.caller import Caller, CallerRole, set_caller
+from paceline.services.common.access.rights import Caller, CallerRole, set_caller
 from paceline.services.coordinator.lifecycle import run_queue
 from paceline.services.coordinator.lifecycle.run_data import RunData
 from paceline.spec.reading import spec_from_yaml, spec_to_yaml

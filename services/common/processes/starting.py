@@ -1,26 +1,58 @@
-"""The limit on open files: it is raised at the start, and it bounds the members that a coordinator can serve.
+"""What services do as they start: they tie themselves to their starter, keep libraries quiet, raise the limit on open files, and write
+their address to the ready file, because their starter does not know a free port that they took.
 
-A usual soft limit is 1,024, and a process at its limit can neither take a connection nor list a folder. The hard limit,
-which needs no right to be used, is mostly far higher.
+A usual soft limit on open files is 1,024, and a process at its limit can neither take a connection nor list a folder. The hard limit,
+which needs no right to be used, is mostly far higher. It bounds the members that a coordinator can serve (`Capacity`).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import resource
+import signal
+from pathlib import Path
+
+from paceline.files.whole_file import write_whole
+from paceline.host.process import die_with_parent
+
+STARTER_VARIABLE = "PACELINE_STARTER"
+
+
+def die_with_starter() -> None:
+    """Get SIGTERM when the starting process dies, if that process named itself in the environment. Linux only;
+    elsewhere nothing happens, and the starter has to clean up."""
+    starter = os.environ.get(STARTER_VARIABLE)
+    if starter:
+        die_with_parent(int(starter), signal.SIGTERM)
+
+
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""Variables to set before torch and huggingface_hub are imported. A link's store warns of every connection that its peer closed, as
+at each normal stop, with the frames of a C++ stack; transformers draws a bar for the weights of each model, which makes a line of
+hundreds of characters in a file."""
+
+
+def quiet_libraries() -> None:
+    """Set the variables that are not set, for this process and its later children."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def announce(ready_file: Path | None, address: str) -> None:
+    """Write `address` to `ready_file`, whole or not at all."""
+    if ready_file is not None:
+        write_whole(ready_file, address + "\n")
+
 
 FILES_PER_MEMBER = 2
 """A control stream and a connection to the exchange. A second port for people may have as many connections as that for members."""
-
 RESERVED_FILES = 160
 """Files for the ledger, its segments, files of runs, libraries, and for clients that watch."""
-
 RESERVED_FOR_CLIENTS = 64
 """Connections to the control plane beyond those of members; part of RESERVED_FILES."""
-
 MAX_MEMBERS = 8192
 """Most members, whatever the limit of open files: each connection takes memory."""
-
 TIGHT = 0.9
 """Share of the possible members from which on a warning is logged."""
 

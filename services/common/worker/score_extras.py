@@ -1,0 +1,203 @@
+"""What goes with score tasks and their answers beside the rewards: sums over calls and logged values, which travel with a reward worker's
+heartbeats as gauges; columns that reward functions log by `log_extra`; and the trainer's state, TRL's `trainer_state`.
+
+Promise: the numbers of a step are over all calls and values that came with heartbeats since the step before, whatever the worker.
+
+The columns are for people: a line of `extra.jsonl` for each group, written when its scores are committed, encrypted with the storage key
+where there is one. The ledger does not have them, so a line may be missing after a crash, and nothing depends on one. The trainer's
+state travels as a column with a name that no argument of a function can have, so a data set's columns cannot meet it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.encryption.encrypted_file import WrongKey
+from paceline.encryption.storage_key import storage_key
+from paceline.files.line_file import LineReader
+from paceline.reward.results import RewardResult
+from paceline.reward.trainer_view import POOL_WORKERS
+from paceline.spec import RewardFunctionSection, RunSpec
+
+PREFIX = "fn/"
+CALLS, SECONDS, FAILURES = "calls", "seconds", "failures"
+ENDPOINT_METRICS = {
+    "requests": "endpoint_requests",
+    "failed": "endpoint_failed",
+    "cached": "endpoint_cached",
+    "no_verdict": "endpoint_no_verdict",
+    "prompt_tokens": "endpoint_prompt_tokens",
+    "completion_tokens": "endpoint_completion_tokens",
+    "cost": "endpoint_cost",
+}
+"""Metrics of the sums of requests to services (`paceline.reward.trainer_view.USAGE`)."""
+MAX_SUMS = 256
+"""Sums of one worker; further ones are left out."""
+
+
+class FunctionSums:
+    """Sums by kind and function, under the name `KIND/LABEL`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+
+    def add(self, sums: Mapping[str, float]) -> None:
+        for name, value in sums.items():
+            if name in self._sums or len(self._sums) < MAX_SUMS:
+                self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def add_result(self, functions: Sequence[RewardFunctionSection], result: RewardResult) -> None:
+        """Add the calls of one group; `functions` are those of the run, of which the first ones ran."""
+        for function, duration_s in zip(functions, result.durations_s_F, strict=False):
+            self.add({f"{CALLS}/{function.label}": 1.0, f"{SECONDS}/{function.label}": duration_s})
+        if result.failure is not None:
+            self.add({f"{FAILURES}/{result.failure.function}": 1.0})
+        self.add(result.usage)
+
+    def take(self) -> dict[str, float]:
+        """Return the sums by name, and begin anew."""
+        taken, self._sums = self._sums, {}
+        return taken
+
+    def take_gauges(self) -> dict[str, float]:
+        """Return them as gauges of a heartbeat, and begin anew."""
+        return {f"{PREFIX}{name}": value for name, value in self.take().items()}
+
+    def add_gauges(self, gauges: Mapping[str, float]) -> dict[str, float]:
+        """Add the sums among a heartbeat's gauges; return the other gauges."""
+        self.add({name.removeprefix(PREFIX): v for name, v in gauges.items() if name.startswith(PREFIX)})
+        return {name: value for name, value in gauges.items() if not name.startswith(PREFIX)}
+
+    def metrics(self) -> dict[str, float]:
+        """Return `score_s/LABEL`, the mean seconds of a call, `failed_calls/LABEL`, and the sums of requests to services:
+        `endpoint_requests/LABEL` and others."""
+        found: dict[str, float] = {}
+        for name, value in self._sums.items():
+            kind, _, label = name.partition("/")
+            if kind == CALLS and value > 0:
+                found[f"score_s/{label}"] = self._sums.get(f"{SECONDS}/{label}", 0.0) / value
+                found[f"failed_calls/{label}"] = self._sums.get(f"{FAILURES}/{label}", 0.0)
+            elif kind in ENDPOINT_METRICS:
+                found[f"{ENDPOINT_METRICS[kind]}/{label}"] = value
+        return found
+
+
+SUM, COUNT = "logged_sum/", "logged_count/"
+MAX_NAMES = 32
+"""Names of one worker; further ones are left out."""
+
+
+class LoggedMetrics:
+    """Sum and number of values by name."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, tuple[float, int]] = {}
+
+    def add(self, metrics: Mapping[str, tuple[float, int]]) -> None:
+        for name, (total, count) in metrics.items():
+            if name in self._metrics or len(self._metrics) < MAX_NAMES:
+                before = self._metrics.get(name, (0.0, 0))
+                self._metrics[name] = (before[0] + total, before[1] + count)
+
+    def take(self) -> dict[str, tuple[float, int]]:
+        """Return sums and numbers by name, and begin anew."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    def take_gauges(self) -> dict[str, float]:
+        """Return them as gauges of a heartbeat, and begin anew."""
+        taken = self.take().items()
+        sums = {f"{SUM}{name}": total for name, (total, _) in taken}
+        return sums | {f"{COUNT}{name}": float(count) for name, (_, count) in taken}
+
+    def add_gauges(self, gauges: Mapping[str, float]) -> dict[str, float]:
+        """Add the sums and numbers among a heartbeat's gauges; return the other gauges."""
+        for gauge, total in gauges.items():
+            name = gauge.removeprefix(SUM)
+            count = gauges.get(f"{COUNT}{name}", 0.0)
+            if gauge.startswith(SUM) and count >= 1:
+                self.add({name: (total, int(count))})
+        return {gauge: value for gauge, value in gauges.items() if not gauge.startswith((SUM, COUNT))}
+
+    def means(self) -> dict[str, float]:
+        """Return `logged/NAME` for each name: the mean of its values."""
+        return {f"logged/{name}": total / count for name, (total, count) in self._metrics.items()}
+
+
+EXTRA_NAME = "extra.jsonl"
+MAX_BYTES = 256 << 10
+"""Size of one group's columns on the wire."""
+
+
+def extra_json(columns: Mapping[str, list[Any]]) -> str:
+    """Return the columns as a JSON object, without the last ones where it would be longer than MAX_BYTES; empty for none."""
+    kept = dict(columns)
+    while kept:
+        text = json.dumps(kept)
+        if len(text) <= MAX_BYTES:
+            return text
+        kept.popitem()
+    return ""
+
+
+def extra_line(group_id: int, digest: str, text: str, num_completions: int) -> str:
+    """Return the line of a group whose text has this digest; empty unless `text` is a JSON object with a list of that many
+    values for each name."""
+    if not text or len(text) > MAX_BYTES:
+        return ""
+    try:
+        columns = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(columns, dict) or not all(
+        isinstance(values, list) and len(values) == num_completions for values in columns.values()
+    ):
+        return ""
+    return json.dumps({"group_id": group_id, "digest": digest, "extra": columns}) + "\n"
+
+
+def read_extra(folder: Path, digests: Collection[str]) -> dict[str, dict[str, list[Any]]]:
+    """Return the columns of groups by the digest of their text; the newest line of each counts. Lines that cannot be read are
+    left out. Raises WrongKey for a file that is encrypted with another storage key than this process has."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    try:
+        lines = LineReader(folder / EXTRA_NAME, storage_key())
+    except OSError:
+        return found
+    with lines:
+        for start, _, line in lines.stored():
+            try:
+                row = json.loads(lines.opened(line, start).decode(errors="replace"))
+            except (ValueError, RecursionError, WrongKey):
+                continue
+            if isinstance(row, dict) and row.get("digest") in digests and isinstance(row.get("extra"), dict):
+                found[row["digest"]] = row["extra"]
+    return found
+
+
+TRAINER_STATE = "paceline.trainer_state"
+
+
+def trainer_state(
+    spec: RunSpec, trained_steps: int, num_rows: int, reward_workers: int = 1
+) -> dict[str, Any]:
+    """Return the state after `trained_steps`: the steps, the run's steps, and the epochs that they are. The number of reward
+    workers goes with it, by which they divide limits of services; user functions do not see it."""
+    prompts = trained_steps * spec.grpo.num_prompts_per_step
+    return {
+        "global_step": trained_steps,
+        "max_steps": spec.max_num_steps,
+        "epoch": prompts / num_rows if num_rows else 0.0,
+        POOL_WORKERS: max(1, reward_workers),
+    }
+
+
+def with_trainer_state(columns_json: str, state: dict[str, Any]) -> str:
+    """Return the columns of a group, a JSON object, with the state beside them."""
+    if not columns_json.startswith("{"):
+        return columns_json  # a damaged record, which the worker answers for
+    inside = columns_json.strip()[1:-1].strip()
+    return f'{{{inside}{", " if inside else ""}"{TRAINER_STATE}": {json.dumps(state)}}}'
