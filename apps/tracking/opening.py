@@ -6,8 +6,7 @@ import hashlib
 from pathlib import Path
 
 from paceline.apps.tracking.tracker import TrackedRun, Tracker
-from paceline.spec.sections.alerts import WebhookSection
-from paceline.spec.sections.system import LoggerSection, TrackerSection
+from paceline.spec.sections.system import LoggerSection, TrackerSection, WebhookSection
 
 Setting = TrackerSection | WebhookSection
 

@@ -23,7 +23,7 @@ from paceline.models.shape import ModelShape, read_shape
 from paceline.models.work import peak_flops
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec
-from paceline.spec.with_keys import with_keys
+from paceline.spec.keys import with_keys
 
 STEPS = 4
 """Of them the first warms up."""

@@ -29,7 +29,7 @@ from paceline.rollout.engine import GenerationRequest, SamplingParams
 from paceline.rollout.native.engine import NativeEngine
 from paceline.services.demo.model import make_tokenizer
 from paceline.spec import RunSpec
-from paceline.spec.presets import PresetName
+from paceline.spec.sections.loss import PresetName
 from paceline.spec.reading import load_spec
 
 CPU = torch.device("cpu")

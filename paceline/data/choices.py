@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import DataError
-from paceline.spec.sections.choices import ChoicesSection
+from paceline.spec.sections.data import ChoicesSection
 
 LETTERS = string.ascii_uppercase
 TEXTS, LETTER = "answer_choices", "answer_letter"

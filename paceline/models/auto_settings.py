@@ -25,7 +25,7 @@ from paceline.models.memory_plan import (
 from paceline.models.memory_remedies import refusal
 from paceline.models.shape import ModelShape, read_shape
 from paceline.spec import RunSpec
-from paceline.spec.with_keys import with_keys
+from paceline.spec.keys import with_keys
 
 LEAST_SHARE = 0.3
 """vLLM's share of a GPU that it has together with the learner, while room for the learner is sought."""

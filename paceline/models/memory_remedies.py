@@ -12,7 +12,7 @@ from paceline.models.memory_estimate import (
 from paceline.models.memory_plan import LEAST_MB_TOKENS, SHARE_KEY, VLLM_SHARE, Room, on_gpus, plan
 from paceline.models.shape import ModelShape
 from paceline.spec import RunSpec
-from paceline.spec.with_keys import with_keys
+from paceline.spec.keys import with_keys
 
 LARGEST_TENSOR_PARALLEL = 8
 MOST_RANKS = 1_024

@@ -7,10 +7,20 @@ nowhere else. `paceline.spec.reading` reads the YAML and the dotted overrides.
 
 from paceline.spec.run import RunSpec
 from paceline.spec.sections.base import Section
-from paceline.spec.sections.bundle import BundleSection
-from paceline.spec.sections.data import DataSection, RewardFunctionSection
-from paceline.spec.sections.distillation import DistillationSection
-from paceline.spec.sections.grpo import AdvantageName, AsyncGrpoSection, GrpoSection
+from paceline.spec.sections.data import DataSection
+from paceline.spec.sections.environment import BundleSection, RewardFunctionSection
+from paceline.spec.sections.grpo import (
+    AdvantageName,
+    AsyncGrpoSection,
+    DistillationSection,
+    DpoSection,
+    ExamplesSection,
+    GrpoSection,
+    KtoSection,
+    OrpoSection,
+    RmSection,
+    SftSection,
+)
 from paceline.spec.sections.loss import LossSection
 from paceline.spec.sections.policy import (
     GenerationSection,
@@ -19,17 +29,9 @@ from paceline.spec.sections.policy import (
     ParallelSection,
     PolicySection,
     SchedulerSection,
-)
-from paceline.spec.sections.supervised import (
-    DpoSection,
-    ExamplesSection,
-    KtoSection,
-    OrpoSection,
-    RmSection,
-    SftSection,
+    ValueSection,
 )
 from paceline.spec.sections.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
-from paceline.spec.value import ValueSection
 
 __all__ = [
     "AdvantageName",

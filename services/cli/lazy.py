@@ -208,7 +208,7 @@ MEANT = {
 
 def remedy(word: str, commands: Iterable[str]) -> str:
     """Return the sentence for an unknown command, such as "did you mean `paceline samples`?"."""
-    from paceline.spec.explaining.nearest import nearest
+    from paceline.spec.explaining.faults import nearest
 
     known = list(commands)
     plain = word.rpartition("/")[2].removesuffix(".py").removesuffix(".sh").lower()

@@ -14,7 +14,7 @@ import click
 
 from paceline.services.cli import interface_pages
 from paceline.services.cli.main import main as paceline
-from paceline.spec.explaining import pages
+from paceline.spec.explaining import faults as pages
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIDTH = 110

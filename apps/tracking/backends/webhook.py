@@ -19,7 +19,7 @@ from typing import IO
 from paceline.apps.tracking.tracker import TITLES, AlertKind, Refused, Row, Step, TrackedRun
 from paceline.errors import InvalidInput
 from paceline.run_states import ENDED_STATES
-from paceline.spec.sections.alerts import WebhookSection
+from paceline.spec.sections.system import WebhookSection
 
 TIMEOUT_S = 10.0
 SECRET = "PACELINE_WEBHOOK_SECRET"

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from paceline.spec.sections.alerts import DEFAULT_RULES, Rule, parsed_rule
-from paceline.spec.sections.system import LoggerSection
+from paceline.spec.sections.system import DEFAULT_RULES, LoggerSection, Rule, parsed_rule
 
 COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 ROUNDING = 1e-7

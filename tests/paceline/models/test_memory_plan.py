@@ -16,8 +16,8 @@ from paceline.models.memory_plan import Room, on_gpus, plan
 from paceline.models.memory_remedies import refusal, remedies
 from paceline.models.shape import ModelShape, shape_of
 from paceline.spec import RunSpec
+from paceline.spec.keys import with_keys
 from paceline.spec.reading import parse_spec, spec_to_yaml, submitted_spec
-from paceline.spec.with_keys import with_keys
 
 EIGHT_BILLION = PUBLIC_CONFIGS["meta-llama/Llama-3.1-8B-Instruct"]
 GB = 10**9
