@@ -8,7 +8,7 @@ from typing import Any
 from paceline.apps.evaluation.tasks import FOLDER
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
-from paceline.spec.sections.environment import RewardFunctionSection
+from paceline.spec.sections.user_code import RewardFunctionSection
 
 LONGEST = 4096
 """Tokens of prompt and completion together, of a model whose files are not here."""

@@ -22,8 +22,8 @@ from paceline.models.memory_remedies import refusal
 from paceline.models.shape import ModelShape, read_shape
 from paceline.models.work import peak_flops
 from paceline.spec import RunSpec
-from paceline.spec.reading import parse_spec
 from paceline.spec.keys import with_keys
+from paceline.spec.reading import parse_spec
 
 STEPS = 4
 """Of them the first warms up."""

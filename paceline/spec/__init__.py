@@ -6,10 +6,7 @@ nowhere else. `paceline.spec.reading` reads the YAML and the dotted overrides.
 """
 
 from paceline.spec.run import RunSpec
-from paceline.spec.sections.base import Section
-from paceline.spec.sections.data import DataSection
-from paceline.spec.sections.environment import BundleSection, RewardFunctionSection
-from paceline.spec.sections.grpo import (
+from paceline.spec.sections.algorithms import (
     AdvantageName,
     AsyncGrpoSection,
     DistillationSection,
@@ -21,6 +18,8 @@ from paceline.spec.sections.grpo import (
     RmSection,
     SftSection,
 )
+from paceline.spec.sections.base import Section
+from paceline.spec.sections.data import DataSection
 from paceline.spec.sections.loss import LossSection
 from paceline.spec.sections.policy import (
     GenerationSection,
@@ -32,6 +31,7 @@ from paceline.spec.sections.policy import (
     ValueSection,
 )
 from paceline.spec.sections.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
+from paceline.spec.sections.user_code import BundleSection, RewardFunctionSection
 
 __all__ = [
     "AdvantageName",

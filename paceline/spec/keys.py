@@ -1,4 +1,4 @@
-"""All keys of a spec with their descriptions, types and defaults, read from the section classes; and a spec with other values at some of them."""
+"""All keys of a spec with their descriptions, types and defaults, read from the section classes."""
 
 from __future__ import annotations
 

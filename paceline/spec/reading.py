@@ -1,4 +1,4 @@
-"""Read a `RunSpec` from YAML and dotted overrides; faults are explained by `paceline.spec.explaining`.
+"""Read a `RunSpec` from YAML and dotted overrides; faults are explained by `paceline.spec.faults`.
 
 `load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` is the work of `paceline submit`. Relative paths in a file
 are relative to that file, and folders that the run makes to the working directory; the resolved spec holds absolute
@@ -23,10 +23,10 @@ from pydantic import ValidationError
 from paceline.errors import SpecError
 from paceline.host.regular_file import open_regular
 from paceline.spec import RewardFunctionSection, RunSpec
-from paceline.spec.explaining.faults import explain, unknown_key
-from paceline.spec.foreign.names import look_up, table
+from paceline.spec.faults import explain, unknown_key
+from paceline.spec.foreign import look_up, table
 from paceline.spec.keys import keys
-from paceline.spec.sections.environment import EnvironmentSection
+from paceline.spec.sections.user_code import EnvironmentSection
 
 MAX_PATH = 1024
 MODEL_FIELDS = (

@@ -11,10 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline.errors import SpecError
-from paceline.spec.sections.base import Section
-from paceline.spec.sections.data import DataSection
-from paceline.spec.sections.environment import BundleSection, EnvironmentSection, RewardFunctionSection
-from paceline.spec.sections.grpo import (
+from paceline.spec.sections.algorithms import (
     WITH_GROUP_BASELINE,
     WITHOUT_GROUP,
     AlgorithmSection,
@@ -29,9 +26,12 @@ from paceline.spec.sections.grpo import (
     RmSection,
     SftSection,
 )
+from paceline.spec.sections.base import Section
+from paceline.spec.sections.data import DataSection
 from paceline.spec.sections.loss import LossSection, preset_of
 from paceline.spec.sections.policy import PolicySection, ValueSection
 from paceline.spec.sections.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
+from paceline.spec.sections.user_code import BundleSection, EnvironmentSection, RewardFunctionSection
 from paceline.spec.templates import placeholders
 
 CONTINUATION_NAMES = frozenset({"letter", "choice"})

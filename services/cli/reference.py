@@ -14,7 +14,7 @@ import click
 
 from paceline.services.cli import interface_pages
 from paceline.services.cli.main import main as paceline
-from paceline.spec.explaining import faults as pages
+from paceline.spec.faults import configuration, foreign_names
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIDTH = 110
@@ -29,8 +29,8 @@ The help of every command, as `paceline COMMAND --help` prints it. This page is 
 def generated() -> dict[str, str]:
     """Return the text of each generated page by its file's name."""
     return {
-        "configuration.md": pages.configuration(),
-        "foreign_names.md": pages.foreign_names(),
+        "configuration.md": configuration(),
+        "foreign_names.md": foreign_names(),
         "commands.md": commands(),
         "protos.md": interface_pages.protos(),
         "client.md": interface_pages.client(),

@@ -10,7 +10,7 @@ from paceline.errors import SpecError
 from paceline.files.storage import is_url
 from paceline.spec import RewardFunctionSection, RunSpec
 from paceline.spec.code_paths import code_paths, file_of
-from paceline.spec.explaining.faults import nearest
+from paceline.spec.faults import nearest
 from paceline.spec.reading import MODEL_FIELDS
 
 MAX_SIBLINGS = 1000

@@ -16,7 +16,7 @@ from paceline.errors import NotFound
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import records_of_run, source_options
 from paceline.services.common.options import json_option, print_json
-from paceline.spec.explaining.faults import nearest
+from paceline.spec.faults import nearest
 
 KINDS = ("step", "evaluation")
 TIME = "time"

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from paceline.spec.foreign.names import (
+from paceline.spec.foreign import (
     EXAMPLES,
     TABLES,
     ForeignName,
