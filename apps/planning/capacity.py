@@ -15,9 +15,7 @@ from paceline.apps.planning.processors import Processor
 from paceline.apps.planning.rates import generation_seconds, training_seconds
 from paceline.apps.planning.work import Work
 from paceline.errors import InvalidInput, SpecError
-from paceline.models.auto_settings import planned
-from paceline.models.memory_plan import Plan, Room, plan
-from paceline.models.memory_remedies import refusal
+from paceline.models.memory_plan import Plan, Room, plan, planned, refusal
 from paceline.models.shape import ModelShape
 from paceline.spec import RunSpec
 

@@ -4,7 +4,7 @@
 
 Decoding computes 2 operations for each weight and sequence and reads every weight once a step, whatever the number of sequences;
 keys and values are read for each (Pope et al. 2022, arXiv 2211.05102, section 2). Operations of training are those of
-`paceline/models/work.py`.
+`paceline/models/shape.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.apps.planning.work import Work
-from paceline.models.shape import ModelShape
-from paceline.models.work import training_flops
+from paceline.models.shape import ModelShape, training_flops
 
 Terms = dict[str, float]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.apps.registry.statement import Lineage
 from paceline.files.names import STATEMENT
-from paceline.models.evidence import outcome_of
+from paceline.models.evaluation_results import outcome_of
 
 Json = Mapping[str, Any]
 

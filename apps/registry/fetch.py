@@ -11,7 +11,7 @@ import click
 from paceline.apps.registry.facts import model_facts, stage_fault
 from paceline.errors import Conflict, DataError, PacelineError
 from paceline.files.storage import Folder, unavailable
-from paceline.models.references import read_reference
+from paceline.models.registered import read_reference
 from paceline.services.cli.recorded.source import source_options
 from paceline.services.cli.registered_models import models_of
 from paceline.services.common.options import json_option, print_json

@@ -35,8 +35,7 @@ from paceline.files.names import CARD, EVALUATIONS, SIGNATURE, SPEC, STATEMENT, 
 from paceline.files.storage import CHUNK_BYTES, Folder
 from paceline.files.whole_file import write_whole
 from paceline.host.regular_file import read_regular
-from paceline.models.evaluation_results import RESULT, SAMPLES, read_result
-from paceline.models.evidence import check_evidence
+from paceline.models.evaluation_results import RESULT, SAMPLES, check_evidence, read_result
 
 CONFIGS = ("config.json", "adapter_config.json")
 """A model folder has one of these files."""

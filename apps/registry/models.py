@@ -10,7 +10,7 @@ from paceline.apps.registry.facts import change_facts, change_line, model_facts,
 from paceline.apps.registry.fetch import MODEL, fetch, push
 from paceline.apps.registry.register import register
 from paceline.errors import Conflict
-from paceline.models.references import CHAMPION, Reference, read_reference
+from paceline.models.registered import CHAMPION, Reference, read_reference
 from paceline.services.cli.recorded.source import source_options
 from paceline.services.cli.registered_models import changing_models_of, models_of
 from paceline.services.common.options import json_option, print_json

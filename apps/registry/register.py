@@ -17,7 +17,7 @@ from paceline.apps.registry.statement import Lineage
 from paceline.errors import AccessDenied, Busy, Conflict, InvalidInput, NotFound, NotPermitted
 from paceline.files.storage import Folder
 from paceline.models.export_origin import Origin, origin_of
-from paceline.models.references import check_name
+from paceline.models.registered import check_name
 from paceline.services.cli.recorded.source import records_of_run, source_options
 from paceline.services.cli.registered_models import changing_models_of, models_of
 from paceline.services.common.options import json_option, print_json

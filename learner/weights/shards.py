@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from paceline.errors import InvalidInput
 from paceline.learner.weights.gather import is_first_rank, named_weights
-from paceline.models.tensor_parallel import split_dimension
+from paceline.models.architectures import split_dimension
 from paceline.weights.manifest import DTYPE_BYTES, TensorPlan
 from paceline.weights.packing import plan
 from paceline.weights.store_layout import Block
@@ -43,7 +43,7 @@ class LocalSlice:
 @dataclass(frozen=True)
 class ColumnTiles:
     """Columns are stored in `size` tiles where an engine's ranks load them so, `dimensions` as in
-    `paceline.models.tensor_parallel.split_dimensions`."""
+    `paceline.models.architectures.split_dimensions`."""
 
     size: int
     dimensions: Mapping[str, int]

@@ -19,7 +19,7 @@ from paceline.data.table_packages import need_table_packages
 from paceline.encryption.encrypted_file import WrongKey, is_encrypted_file, open_data
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import DataError, Unreadable
-from paceline.models.hub_names import hub_remedy
+from paceline.models.loading import hub_remedy
 
 SHORT: Mapping[str, Any] = dict.fromkeys(("float32", "float"), np.float32) | dict.fromkeys(
     ("float16", "halffloat"), np.float16

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.models.tensor_parallel import split_dimension
+from paceline.models.architectures import split_dimension
 from paceline.weights.manifest import TensorPlan
 from paceline.weights.store_layout import Block
 
@@ -21,7 +21,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Part `rank` of `size`. `dimensions` is of `paceline.models.tensor_parallel.split_dimensions`."""
+    """Part `rank` of `size`. `dimensions` is of `paceline.models.architectures.split_dimensions`."""
 
     rank: int
     size: int

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.client import Client
 from paceline.errors import Conflict, NotFound
 from paceline.files.names import LEDGER_NAME
-from paceline.models.references import REFERENCE, read_reference
-from paceline.models.registered import Models
+from paceline.models.registered import REFERENCE, Models, read_reference
 from paceline.services.cli.recorded.source import records_of
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 
 from paceline.errors import Conflict, InvalidInput, NotFound
-from paceline.models.evidence import check_evidence, has_passed, outcome_of
-from paceline.models.references import Reference, check_alias, check_name, read_reference
+from paceline.models.evaluation_results import check_evidence, has_passed, outcome_of
+from paceline.models.registered import Reference, check_alias, check_name, read_reference
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.ledger.tables.models import ModelChange, ModelVersion
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from paceline.errors import InvalidInput
-from paceline.models.references import CHAMPION, Reference
+from paceline.models.registered import CHAMPION, Reference
 from paceline.services.common.access.caller import current_caller
 from paceline.services.common.serving.grpc_server import with_status
 from paceline.services.coordinator import model_registry

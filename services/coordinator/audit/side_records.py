@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from paceline.models.evidence import check_evidence, has_passed
+from paceline.models.evaluation_results import check_evidence, has_passed
 from paceline.services.coordinator.ledger.integrity.report import VerifyReport
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from paceline.encryption.storage_key import storage_key
 from paceline.errors import Busy, InvalidInput, NotPermitted
 from paceline.files.storage import Folder
 from paceline.files.store_root import refusal as refusal_of_store
-from paceline.models.auto_settings import is_open, planned
-from paceline.models.memory_plan import Room
+from paceline.models.memory_plan import Room, is_open, planned
 from paceline.models.shape import read_shape
 from paceline.services.common.access.caller import Caller, current_caller
 from paceline.services.coordinator.exchange.uploads.group_checks import refuse_large_groups

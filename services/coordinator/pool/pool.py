@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import AccessDenied, LedgerFault
 from paceline.groups import Version
-from paceline.models.folder_size import named_size
+from paceline.models.loading import named_size
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.access.caller import current_caller
 from paceline.services.coordinator.exchange import evaluation, leases, overdue, quarantine

@@ -11,9 +11,17 @@ from model_shapes import HALF_BILLION, spec_of
 from public_configs import PUBLIC_CONFIGS
 
 from paceline.errors import InvalidInput, SpecError
-from paceline.models.auto_settings import checked_plan, is_open, planned, with_engine
-from paceline.models.memory_plan import Room, on_gpus, plan
-from paceline.models.memory_remedies import refusal, remedies
+from paceline.models.memory_plan import (
+    Room,
+    checked_plan,
+    is_open,
+    on_gpus,
+    plan,
+    planned,
+    refusal,
+    remedies,
+    with_engine,
+)
 from paceline.models.shape import ModelShape, shape_of
 from paceline.spec import RunSpec
 from paceline.spec.keys import with_keys

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paceline.groups import Version
-from paceline.models.tensor_parallel import split_dimension, split_dimensions
+from paceline.models.architectures import split_dimension, split_dimensions
 from paceline.rollout.weights import part_fetcher
 from paceline.rollout.weights.store_reader import StoreReader
 from paceline.rollout.weights.tensor_part import TensorPart

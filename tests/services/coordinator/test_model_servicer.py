@@ -14,7 +14,7 @@ import pytest_asyncio
 from paceline.client import Client
 from paceline.errors import Conflict, InvalidInput, NotFound, NotPermitted
 from paceline.models.evaluation_results import FORMAT, digest_of
-from paceline.models.references import Reference
+from paceline.models.registered import Reference
 from paceline.services.common.access.caller import CallerRole
 from paceline.services.common.access.callers import TokenCallers
 from paceline.services.common.access.token_guard import TokenGuard

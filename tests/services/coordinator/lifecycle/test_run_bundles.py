@@ -19,7 +19,7 @@ from paceline.bundle.collecting import Bundle, collect, collect_again
 from paceline.calls.bundle_transfer import send
 from paceline.data.preparation.prepared import prepared_data
 from paceline.errors import Unreadable
-from paceline.models.auto_settings import with_engine
+from paceline.models.memory_plan import with_engine
 from paceline.services.common.worker.bundled_spec import BundledSpec
 from paceline.services.coordinator.blobs.store import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
