@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.spec.sections.data import DataSource
 from collections.abc import Sequence
 
-from paceline.data.overlap import OVERLAP, OverlapIndex, prompt_texts
+from paceline.data.preparation.filters import OVERLAP, OverlapIndex, prompt_texts
 from paceline.data.rows import open_source
 from paceline.errors import PacelineError
 from paceline.spec.sections.data import DataSource

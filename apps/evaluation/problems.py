@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from paceline.apps.evaluation.models import AskedModel, ContinuationScore
-from paceline.data.choices import LETTERS, TEXTS
 from paceline.data.example_rows import preference_of
 from paceline.data.messages import tools_of_prompt
+from paceline.data.row_prompts import LETTERS, TEXTS
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, FloatArray
 from paceline.reward.runner import RewardRunner

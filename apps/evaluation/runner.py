@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from paceline.apps.evaluation.models import AskedModel
 from paceline.apps.evaluation.problems import Problem, solved
 from paceline.apps.evaluation.summary import samples_of, summary
-from paceline.data.overlap import text_of
+from paceline.data.preparation.filters import text_of
 from paceline.data.prompts import PromptSource, open_prompts
 from paceline.errors import InvalidInput
 from paceline.reward.runner import RewardRunner

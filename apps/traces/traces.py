@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from paceline.apps.traces.trace_comparison import compare
-from paceline.data.joined_rows import Part
+from paceline.data.rows import Rows
 from paceline.data.traces.rows import Trace, TraceKeys, prompt_digest, read_trace
 from paceline.errors import DataError
 from paceline.services.cli.recorded.source import records_of_run, source_options
@@ -213,7 +213,7 @@ class PairReport:
 
 
 def pairs_of_traces(
-    rows: Part, keys: TraceKeys, rules: PairRules, report: PairReport
+    rows: Rows, keys: TraceKeys, rules: PairRules, report: PairReport
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """Yield each pair as a row (prompt, chosen, rejected, margin and both rewards), and whether it is held out.
 
@@ -255,7 +255,7 @@ def pairs_of_traces(
 
 
 def _different(
-    rows: Part,
+    rows: Rows,
     keys: TraceKeys,
     pairs: list[tuple[tuple[int, float], tuple[int, float]]],
     rules: PairRules,

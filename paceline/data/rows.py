@@ -3,11 +3,10 @@
 A file is indexed, not held: row i is read when it is asked for. Promise: a malformed row is an error with its line or row
 number at opening time, before anything trains on it.
 
-Rows of a CSV file: the first line names the columns, every fault is told with its line.
-
-A column whose filled cells are all numbers, or all true and false, has such values, and null where a cell is empty. Every
-other column is text (`007`, `1,5` and dates stay what they are). So is one with a number that would be written in another way
-than it is (`0.50`, `1e5`), because such values are compared with texts; cells of it that are empty are null too.
+Of a CSV file the first line names the columns. A column whose filled cells are all numbers, or all true and false, has such values,
+and null where a cell is empty. Every other column is text (`007`, `1,5` and dates stay what they are). So is one with a number that
+would be written in another way than it is (`0.50`, `1e5`), because such values are compared with texts; cells of it that are empty
+are null too.
 """
 
 from __future__ import annotations
@@ -15,23 +14,22 @@ from __future__ import annotations
 import csv
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.data.column_scan import RowCheck, doubtful_rows
 from paceline.data.files import FILE_KINDS, files_of, names_files
-from paceline.data.joined_rows import JoinedRows
-from paceline.data.json_rows import open_json
-from paceline.data.spooled_rows import SpooledRows
+from paceline.data.json_rows import SpooledRows, open_json
+from paceline.data.row_checks import Check, RowCheck, check_row, doubtful_rows
 from paceline.data.table_rows import TableRows, open_table, without_configs
 from paceline.data.written import number_of
 from paceline.encryption.encrypted_file import open_data
 from paceline.errors import DataError, Unreadable
 from paceline.spec.sections.data import DataSource
-
-Check = Callable[[dict[str, Any]], None]
 
 
 class Rows(Protocol):
@@ -109,10 +107,7 @@ def _check_table(rows: TableRows, check: Check, where: str) -> None:
     pairs = doubtful_rows(rows.dataset, check) if isinstance(check, RowCheck) else _every_row(rows)
     # The first one by itself, with all its columns: the message for a column that is not there names them.
     for index, row in itertools.chain([(0, rows[0])], pairs):
-        try:
-            check(row)
-        except DataError as error:
-            raise DataError(f"{where}, row {index}: {error}") from None
+        check_row(check, row, f"{where}, row {index}")
 
 
 def _every_row(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -126,20 +121,13 @@ Conversion = Callable[[str], Any]
 """Value of a cell; None for one that has none."""
 
 
-def open_csv(path: Path, check: Callable[[dict[str, Any]], None] | None = None) -> SpooledRows:
-    """Return the rows of a CSV file. `check` sees every row, and raises DataError.
-
-    Raises DataError with the line of a fault, OSError when the file cannot be read.
-    """
+def open_csv(path: Path, check: Check | None = None) -> SpooledRows:
+    """Return the rows of a CSV file. Raises DataError with the line of a fault, OSError when the file cannot be read."""
     converters = _converters(path)
     rows = SpooledRows(path, tuple(name for name, _ in converters))
     for number, cells in _lines(path):
         row = {name: convert(cell) for (name, convert), cell in zip(converters, cells, strict=True)}
-        if check:
-            try:
-                check(row)
-            except DataError as error:
-                raise DataError(f"{path}, line {number}: {error}") from None
+        check_row(check, row, f"{path}, line {number}")
         rows.add(row)
     return rows.finished()
 
@@ -216,3 +204,45 @@ def _number_text(cell: str) -> str | None:
 
 def _truth(cell: str) -> bool | None:
     return cell.lower() == "true" if TRUTH.fullmatch(cell) else None
+
+
+class JoinedRows:
+    """The rows of all parts, in their order."""
+
+    def __init__(self, parts: Sequence[Rows], names: Sequence[str]) -> None:
+        """`names` are those of the parts, for messages. Raises DataError for a part that lacks a column of the first."""
+        for part, name in zip(parts, names, strict=True):
+            if missing := sorted(set(parts[0].columns) - set(part.columns)):
+                raise DataError(
+                    f"{name}: no column {missing[0]!r}, which {names[0]} has; give every file the same columns"
+                )
+        self._parts = parts
+        self.sizes = tuple(map(len, parts))
+        """Rows of each part."""
+        self._ends = list(accumulate(self.sizes))
+        self.columns = parts[0].columns
+        self.fingerprint = "; ".join(part.fingerprint for part in parts)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return row `index`. Raises Unreadable as the part does."""
+        number = bisect_right(self._ends, index)
+        return self._parts[number][index - (self._ends[number - 1] if number else 0)]
+
+
+def left_out_of(rows: Rows) -> Counter[str]:
+    """Return the rows that were left out of a data set, by reason."""
+    return +Counter(getattr(rows, "left_out", {}))
+
+
+def counted(left_out: Counter[str]) -> str:
+    """Return numbers of rows with their reasons, for people; the most frequent reason comes first."""
+    return ", ".join(f"{number:,} ({reason})" for reason, number in left_out.most_common()) or "none left out"
+
+
+def sizes_of(rows: Rows) -> tuple[int, ...]:
+    """Return the rows of each data set that was joined; of any other rows their number."""
+    sizes: tuple[int, ...] = getattr(rows, "sizes", (len(rows),))
+    return sizes

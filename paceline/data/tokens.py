@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from paceline.data.messages import plain
-from paceline.data.template_messages import for_template
+from paceline.data.messages import for_template, plain
 from paceline.error_texts import error_text, is_about_input
 from paceline.errors import InvalidInput, PacelineError, Unreadable
 from paceline.files.model_source import tokenizer_source

@@ -23,13 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paceline.data.examples import check_example
-from paceline.data.exchanges import exchange_of
-from paceline.data.joined_rows import Part, counted
-from paceline.data.preparation.filters import Filter
-from paceline.data.preparation.spec_filters import Attempts, filters_of
+from paceline.data.examples import check_example, exchange_of
+from paceline.data.preparation.filters import Attempts, Filter, filters_of
 from paceline.data.row_checks import row_check
-from paceline.data.rows import Rows, open_source
+from paceline.data.rows import Rows, counted, open_source
 from paceline.errors import DataError, InvalidInput
 from paceline.files.whole_file import written_whole
 from paceline.spec import RunSpec
@@ -225,7 +222,7 @@ class Processor:
     ) -> None:
         await self._process.close()
 
-    async def process(self, rows: Part) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
+    async def process(self, rows: Rows) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
         """Yield the index of each row, and what the function makes of it. Raises DataError: it raised, hung, died, or returned
         something else."""
         for first in range(0, len(rows), BATCH_ROWS):

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.data.table_packages import need_table_packages
 from paceline.errors import NotFound
 from paceline.records import Records, missing_samples
 from paceline.services.cli import render
@@ -85,6 +84,8 @@ class SampleChoice:
 
     def write_parquet(self, source: Source, run_id: str, destination: Path) -> int:
         """Write the completions as a table; return the number of rows. Raises NotFound."""
+        from paceline.data.table_rows import need_table_packages
+
         need_table_packages("a Parquet file")
         import pyarrow as pa
         import pyarrow.parquet

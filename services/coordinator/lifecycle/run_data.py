@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from paceline.data.examples import open_examples, report_of
-from paceline.data.exchanges import exchange_of
+from paceline.data.examples import exchange_of, open_examples, report_of
 from paceline.data.prompts import PromptSource, open_prompts
 from paceline.spec import RunSpec
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paceline.data.choices import lettered, with_choices
+from paceline.data.row_prompts import lettered, with_choices
 from paceline.errors import DataError
 from paceline.spec.sections.data import ChoicesSection
 
