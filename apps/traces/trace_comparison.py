@@ -53,7 +53,7 @@ class _Side:
 def _rewards(place: str) -> _Side:
     """Return the rewards of the traces at a place. Raises DataError, NotFound."""
     from paceline.data.rows import open_rows
-    from paceline.data.traces.rows import TraceKeys, prompt_digest, read_trace
+    from paceline.data.traces import TraceKeys, prompt_digest, read_trace
 
     folder = Path(place)
     side = _Side(place)

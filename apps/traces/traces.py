@@ -20,7 +20,7 @@ import click
 
 from paceline.apps.traces.trace_comparison import compare
 from paceline.data.rows import Rows
-from paceline.data.traces.rows import Trace, TraceKeys, prompt_digest, read_trace
+from paceline.data.traces import Trace, TraceKeys, prompt_digest, read_trace
 from paceline.errors import DataError
 from paceline.services.cli.recorded.source import records_of_run, source_options
 from paceline.services.common.options import json_option, print_json
@@ -141,7 +141,7 @@ def pairs(
     """Write preference pairs of the traces in FILE (.jsonl, .parquet, .csv, a glob or a URL) to DESTINATION, a JSONL file:
     prompt, chosen, rejected, margin, and both rewards. `paceline dpo` and `paceline rm` train on it."""
     from paceline.data.rows import open_rows
-    from paceline.data.traces.rows import TraceKeys, read_trace
+    from paceline.data.traces import TraceKeys, read_trace
     from paceline.files.whole_file import written_whole
 
     if rejected > chosen:

@@ -24,7 +24,7 @@ from paceline.environment.hosting.classes import ClassFacts
 from paceline.environment.hosting.faults import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
 from paceline.errors import Conflict, InvalidInput, Unavailable, Unreadable
 from paceline.host.cores import usable_cores
-from paceline.spec.code_paths import file_of
+from paceline.spec.reading import file_of
 from paceline.spec.sections.user_code import EnvironmentSection
 from paceline.user_code.ends import ProcessDied, ProcessTimeout, starved_seconds, usage
 from paceline.user_code.shared_process import SharedProcess

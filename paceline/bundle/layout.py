@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.bundle.manifest import Manifest
 from paceline.spec import RunSpec
-from paceline.spec.code_paths import code_paths, file_of, with_code_paths
+from paceline.spec.reading import code_paths, file_of, with_code_paths
 
 PREPARED = "data/prepared"
 """Place of the files that `data.preparation` made."""

@@ -40,7 +40,7 @@ from paceline.data.row_checks import (
 from paceline.data.row_prompts import conversation_key, has_text, prompt_of, with_keys_of_row
 from paceline.data.rows import Rows, counted, left_out_of, open_source, sizes_of
 from paceline.data.tokens import with_system_prompt
-from paceline.data.traces.rows import Trace, TraceGroups, TraceKeys, read_trace
+from paceline.data.traces import Trace, TraceGroups, TraceKeys, read_trace
 from paceline.errors import DataError
 from paceline.spec import DataSection, RunSpec
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from paceline.data.row_prompts import conversation_key, has_text, is_made, with_keys_of_row
-from paceline.data.traces.rows import format_of, is_trace
+from paceline.data.traces import format_of, is_trace
 from paceline.spec import DataSection
 
 Kind = Literal[

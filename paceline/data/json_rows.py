@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from paceline.data.added_nulls import without_added_nulls
+from paceline.data.json_schemas import without_added_nulls
 from paceline.data.row_checks import Check, check_row
 from paceline.encryption.encrypted_file import WrongKey, open_data
 from paceline.encryption.records import RecordCipher

@@ -17,12 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.files import names_files
 from paceline.data.formats import describe
 from paceline.data.messages import TOOLS_KEY
 from paceline.data.row_checks import check_prepared, row_check
 from paceline.data.row_prompts import columns_of, prompt_of, with_keys_of_row
-from paceline.data.rows import Rows, open_source, sizes_of
+from paceline.data.rows import Rows, names_files, open_source, sizes_of
 from paceline.data.table_rows import StreamedRows, open_stream
 from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError, Unreadable

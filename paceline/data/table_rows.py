@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.added_nulls import without_added_nulls
+from paceline.data.json_schemas import without_added_nulls
 from paceline.data.row_checks import holds_json
 from paceline.encryption.encrypted_file import WrongKey, is_encrypted_file, open_data
 from paceline.encryption.storage_key import storage_key

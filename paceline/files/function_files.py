@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.spec import RunSpec
-from paceline.spec.code_paths import code_paths, file_of
+from paceline.spec.reading import code_paths, file_of
 
 
 def refusal(spec: RunSpec, allowed: Sequence[Path] = ()) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
-from paceline.data.files import names_files
+from paceline.data.rows import names_files
 from paceline.errors import SpecError
 from paceline.files.storage import is_url
 from paceline.spec import RewardFunctionSection, RunSpec
-from paceline.spec.code_paths import code_paths, file_of
 from paceline.spec.faults import nearest
-from paceline.spec.reading import MODEL_FIELDS
+from paceline.spec.reading import MODEL_FIELDS, code_paths, file_of
 
 MAX_SIBLINGS = 1000
 """Files of a folder that are compared with a name that is not there."""

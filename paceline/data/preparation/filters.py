@@ -14,9 +14,8 @@ from typing import Any
 
 import xxhash
 
-from paceline.data.files import FILE_KINDS
 from paceline.data.messages import tools_of_prompt
-from paceline.data.rows import Rows, open_rows, open_source
+from paceline.data.rows import FILE_KINDS, Rows, open_rows, open_source
 from paceline.errors import DataError, InvalidInput
 from paceline.files.storage import is_url
 from paceline.spec import RunSpec

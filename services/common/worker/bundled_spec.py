@@ -14,7 +14,7 @@ from paceline.errors import InvalidInput
 from paceline.files import function_files
 from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
 from paceline.spec import RunSpec
-from paceline.spec.code_paths import code_paths
+from paceline.spec.reading import code_paths
 from paceline.user_code.surroundings import isolation_is_required
 
 
