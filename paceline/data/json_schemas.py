@@ -10,7 +10,6 @@ nulls.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -221,15 +220,13 @@ def _is_meant(key: str, declared: list[Any], schema: Any, root: Json, is_table: 
     return not is_table
 
 
-@functools.cache
-def _warn_once(is_table: bool) -> list[str]:
-    return []
+_warned: set[bool] = set()
+"""Of rows of tables (true) and of other ones."""
 
 
 def _warn(key: str, is_table: bool) -> None:
-    said = _warn_once(is_table)
-    if not said:
-        said.append(key)
+    if is_table not in _warned:
+        _warned.add(is_table)
         log.warning(
             "a tool call of the data set has the argument %r with null, and it cannot be known whether the call has it or the file "
             "format added it, so it is %s; write arguments as JSON text, or define the parameter in a column 'tools'",

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.json_schemas import without_added_nulls
-from paceline.data.row_checks import holds_json
+from paceline.data.row_checks import Check, holds_json
 from paceline.encryption.encrypted_file import WrongKey, is_encrypted_file, open_data
 from paceline.encryption.storage_key import storage_key
 from paceline.errors import DataError, InvalidInput, Unreadable
@@ -213,14 +213,7 @@ class StreamedRows:
     """Rows by the number of the draw."""
 
     def __init__(
-        self,
-        name: str,
-        tables: Tables,
-        check: Callable[[Row], object],
-        seed: int,
-        *,
-        block_rows: int,
-        shuffle: bool,
+        self, name: str, tables: Tables, check: Check, seed: int, *, block_rows: int, shuffle: bool
     ) -> None:
         """Read the first block of the stream. Raises DataError for a stream without rows, or whose first row cannot be used;
         errors of `tables`."""

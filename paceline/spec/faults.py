@@ -15,16 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from paceline.spec.foreign import (
-    EXAMPLES,
-    TABLES,
-    ForeignName,
-    key_for,
-    look_up,
-    shown_names,
-    table,
-    values,
-)
+from paceline.spec.foreign import EXAMPLES, TABLES, ForeignName, key_for, look_up, shown_names, table, values
 from paceline.spec.keys import ITEM, Key, dotted, keys, keys_of
 
 FAULTS_SHOWN = 20

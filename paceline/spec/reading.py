@@ -38,12 +38,7 @@ MODEL_FIELDS = (
     ("value", "model_name"),
 )
 """Models and tokenizers: folders, fsspec URLs, names on the hub, or `run:ID`."""
-PATH_FIELDS = (
-    *MODEL_FIELDS,
-    ("data", "train"),
-    ("data", "validation"),
-    ("checkpointing", "checkpoint_dir"),
-)
+PATH_FIELDS = (*MODEL_FIELDS, ("data", "train"), ("data", "validation"), ("checkpointing", "checkpoint_dir"))
 OUTPUT_FIELDS = (("checkpointing", "checkpoint_dir"), ("weights", "store"))
 """Folders that a run makes; relative ones are relative to the directory in which the spec is loaded."""
 

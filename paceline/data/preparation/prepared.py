@@ -1,11 +1,8 @@
 """The data of a spec after its preparation (`data.preparation`): files in a folder of this machine.
 
-Promise: the user's function runs in a process of this machine, where the spec is submitted, and every row that is left out is
+Promise: the user's function (`f(row) -> row, list of rows, or None`) runs in a process of this machine, where the spec is submitted.
+It sees rows in their order, a fault names the row, and a call that hangs ends with its time limit. Every row that is left out is
 counted with its reason.
-
-A user's function on the rows of a data set, in a process of its own: `f(row) -> row, list of rows, or None`.
-
-Promise: the function sees rows in their order, a fault names the row, and a call that hangs ends with its time limit.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -96,28 +93,23 @@ def prepared_data(
     with tempfile.TemporaryDirectory(prefix="paceline-prepared-") as folder:
         sets: dict[str, PreparedSet] = {}
         if section.function is not None and spec.data.validation is not None:
-            sets["data.validation"] = _run(lambda: _prepare(spec, Path(folder), (), validation=True))
+            sets["data.validation"] = _run(_prepare(spec, Path(folder), (), validation=True))
         if section.is_used and not validation_alone:
             filters = filters_of(spec, Prepared(sets).spec(spec), attempts_of)
-            sets["data.train"] = _run(lambda: _prepare(spec, Path(folder), filters))
+            sets["data.train"] = _run(_prepare(spec, Path(folder), filters))
         report = Path(folder, "report.txt")
         report.write_text("\n".join(Prepared(sets).lines))
         yield Prepared(sets, report if sets else None)
 
 
-def _run(prepare: Callable[[], Any]) -> PreparedSet:
+def _run(preparation: Coroutine[Any, Any, PreparedSet]) -> PreparedSet:
     """Run a preparation to its end, also below a running event loop, as that of a notebook."""
-
-    async def work() -> PreparedSet:
-        found: PreparedSet = await prepare()
-        return found
-
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work())
+        return asyncio.run(preparation)
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(work())).result()
+        return thread.submit(asyncio.run, preparation).result()
 
 
 async def _prepare(

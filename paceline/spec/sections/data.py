@@ -269,7 +269,7 @@ class DataSection(Section):
         return kwargs
 
     @model_validator(mode="after")
-    def _check_streaming(self) -> DataSection:
+    def _check(self) -> DataSection:
         if self.streaming and isinstance(self.train, tuple):
             raise ValueError(
                 f"streaming is true, and train lists {len(self.train)} data sets, of which a stream has no mixture; name one, or "
@@ -279,13 +279,11 @@ class DataSection(Section):
             raise ValueError(
                 "streaming is true, and preparation is set, which reads all rows before the run; remove one of them"
             )
+        if self.train_weights is not None:
+            self._check_weights(self.train_weights)
         return self
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> DataSection:
-        weights = self.train_weights
-        if weights is None:
-            return self
+    def _check_weights(self, weights: tuple[float, ...]) -> None:
         if not isinstance(self.train, tuple) or len(self.train) != len(weights):
             number = len(self.train) if isinstance(self.train, tuple) else 1
             raise ValueError(
@@ -298,7 +296,6 @@ class DataSection(Section):
                 f"train_weights: {least:g} of {total:g} is a share below 1/{MIXTURE_BLOCK}, which would never be drawn; raise "
                 "it, or remove the data set"
             )
-        return self
 
 
 def distinct_names(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -52,12 +52,7 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "bnpo": Preset({"reduction": "bnpo"}, _GROUP_STD),
     "gspo": Preset(
-        {
-            "ratio_level": "sequence",
-            "ratio_clip_min": 3e-4,
-            "ratio_clip_max": 4e-4,
-            "reduction": "grpo",
-        },
+        {"ratio_level": "sequence", "ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4, "reduction": "grpo"},
         _GROUP_STD,
     ),
     "luspo": Preset(

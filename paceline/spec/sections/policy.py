@@ -298,10 +298,6 @@ Checkpointing = Annotated[Literal["auto", "none", "selective", "full"], BeforeVa
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def _not_auto(given: Any) -> Any:
-    return "float16" if given in (None, "auto") else given
-
-
 class PolicySection(Section):
     """The model, its training and its generation."""
 
@@ -365,33 +361,24 @@ class PolicySection(Section):
     @classmethod
     def _sample_in_float16_too(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("precision") == "float16":
-            return {**given, "generation_precision": _not_auto(given.get("generation_precision"))}
+            chosen = given.get("generation_precision")
+            return {**given, "generation_precision": "float16" if chosen in (None, "auto") else chosen}
         return given
 
     @model_validator(mode="after")
-    def _check_precision(self) -> PolicySection:
+    def _check(self) -> PolicySection:
         if self.precision == "float16" and self.generation_precision == "bfloat16":
             raise ValueError(
                 "precision 'float16' with generation_precision 'bfloat16': the sampler would round weights otherwise than the "
                 "learner; leave generation_precision out, or set it to float16"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_checkpointing(self) -> PolicySection:
         if self.compile and self.activation_checkpointing == "selective":
             raise ValueError(
                 "activation_checkpointing 'selective' with compile true: what a compiled layer keeps is the compiler's choice; "
                 "set full or none"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_lora(self) -> PolicySection:
-        lora = self.lora_cfg
-        if not lora.enabled:
-            return self
-        if lora.dropout and self.activation_checkpointing in ("selective", "full"):
+        lora, recomputes = self.lora_cfg, self.activation_checkpointing in ("selective", "full")
+        if lora.enabled and lora.dropout and recomputes:
             raise ValueError(
                 f"lora_cfg.dropout {lora.dropout} with activation_checkpointing {self.activation_checkpointing}: the "
                 "recomputation would draw another mask than the forward pass; set one of them to 0 or none"

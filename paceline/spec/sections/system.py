@@ -8,7 +8,7 @@ import math
 import re
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from paceline.spec.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -84,12 +84,7 @@ class WebhookSection(Section):
     """Environment variable, of the process that sends, that has the address."""
     events: Annotated[
         tuple[Literal["ended", "failed", "stalled", "rule", "warning"], ...], Field(min_length=1)
-    ] = (
-        "ended",
-        "failed",
-        "stalled",
-        "rule",
-    )
+    ] = ("ended", "failed", "stalled", "rule")
     """ended: succeeded or cancelled. failed. stalled: the learner has waited for long. rule: a rule is broken. warning: any
     other one."""
 
@@ -107,13 +102,16 @@ class WebhookSection(Section):
 RuleText = Annotated[str, Field(max_length=300)]
 
 
-def _checked_folder(name: str, folder: str | None) -> str | None:
+def _checked_folder(folder: str | None, info: ValidationInfo) -> str | None:
     """Return a folder that all services find."""
     if not folder or "://" in folder or folder.startswith("/"):
         return folder
     raise ValueError(
-        f"{name} {folder!r} is relative, and the services may run in different directories; give an absolute path or a URL"
+        f"{info.field_name} {folder!r} is relative, and the services may run in different directories; give an absolute path or a URL"
     )
+
+
+Folder = Annotated[str | None, AfterValidator(_checked_folder)]
 
 
 class WeightsSection(Section):
@@ -122,7 +120,7 @@ class WeightsSection(Section):
     channel: Literal["collective", "delta"] = "collective"
     """`collective`: the whole model from host to host, by their agents; a worker whose host has none reads the store. `delta`:
     changed elements through the store, without agents."""
-    store: str | None = None
+    store: Folder = None
     """Folder of stored weights: a path or any fsspec URL; default `weights/` in the run's directory. A relative path in
     a spec's file is relative to the directory in which the command runs."""
     anchor_interval: PositiveInt = 50
@@ -135,11 +133,6 @@ class WeightsSection(Section):
     allow_plaintext_network: bool = False
     """Allow weights in the clear between hosts with certificates (`--tls-dir`): a learner on several hosts, an object store
     without TLS. The agents of hosts use TLS in any case."""
-
-    @field_validator("store")
-    @classmethod
-    def _check_store(cls, store: str | None) -> str | None:
-        return _checked_folder("store", store)
 
 
 class CheckpointingSection(Section):
@@ -158,15 +151,10 @@ class CheckpointingSection(Section):
     """True if the highest value of the metric is the best."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of the weights of exported models; an adapter that is exported alone stays float32."""
-    checkpoint_dir: str | None = None
+    checkpoint_dir: Folder = None
     """Parent folder of the runs' checkpoint folders: a path that all ranks see, or an fsspec URL
     (`s3://bucket/folder`). Default `checkpoints/` in the run's directory. A relative path in a spec's file is relative
     to the directory in which the command runs."""
-
-    @field_validator("checkpoint_dir")
-    @classmethod
-    def _check_folder(cls, checkpoint_dir: str | None) -> str | None:
-        return _checked_folder("checkpoint_dir", checkpoint_dir)
 
 
 class TrackerSection(Section):
