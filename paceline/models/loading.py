@@ -9,24 +9,9 @@ from paceline.error_texts import error_text, is_about_input
 from paceline.errors import InvalidInput, Unreadable
 
 FOLDERS = {
-    "checkpoints",
-    "ckpt",
-    "data",
-    "datasets",
-    "export",
-    "home",
-    "mnt",
-    "model",
-    "models",
-    "out",
-    "output",
-    "outputs",
-    "results",
-    "root",
-    "runs",
-    "tmp",
-    "weights",
-}
+    "checkpoints", "ckpt", "data", "datasets", "export", "home", "mnt", "model", "models", "out", "output",
+    "outputs", "results", "root", "runs", "tmp", "weights",
+}  # fmt: skip
 """First parts of a name that are folders far more often than organisations."""
 
 

@@ -13,24 +13,9 @@ from pydantic import Field, model_validator
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 PresetName = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "bnpo",
-    "gspo",
-    "luspo",
-    "cispo",
-    "sapo",
-    "vespo",
-    "dppo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "decoupled_ppo",
-    "icepop",
-    "m2po",
-    "ppo",
-]
+    "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "cispo", "sapo", "vespo", "dppo", "rloo",
+    "reinforce_pp", "reinforce_pp_baseline", "decoupled_ppo", "icepop", "m2po", "ppo",
+]  # fmt: skip
 
 
 class Preset(NamedTuple):

@@ -60,16 +60,9 @@ def check_vllm_kwargs(kwargs: dict[str, Any]) -> None:
 
 
 SchedulerName = Literal[
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_min_lr",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-    "wsd",
-]
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts",
+    "polynomial", "inverse_sqrt", "wsd",
+]  # fmt: skip
 USUAL_BATCH_SIZE, GPU_BATCH_SIZE = 64, 256
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 FALLING_SCHEDULES = ("linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "polynomial", "wsd")
