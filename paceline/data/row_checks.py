@@ -106,7 +106,8 @@ def unanswered(table: pa.Table, name: str) -> Mask:
     """Return [N] whether column `name` has text, or messages the last of which is not the assistant's."""
     if name not in table.column_names or not _are_plain_messages(table[name].type):
         return np.ones(table.num_rows, bool)
-    others: Mask = Messages(table[name]).roles_at(-1) != "assistant"
+    messages = Messages(table[name])
+    others: Mask = messages.at(-1, messages.roles) != "assistant"
     return others
 
 
@@ -121,7 +122,7 @@ def different(table: pa.Table, name: str, other: str) -> Mask:
     if _is_text(one.type):
         return _mask(pc.not_equal(one, two))
     first, second = Messages(one), Messages(two)
-    return _unequal(first.contents_at(-1), second.contents_at(-1))
+    return _unequal(first.at(-1, first.contents), second.at(-1, second.contents))
 
 
 def begin_alike(table: pa.Table, name: str, other: str) -> Mask:
@@ -131,12 +132,14 @@ def begin_alike(table: pa.Table, name: str, other: str) -> Mask:
     if _is_text(one.type) or _is_text(two.type):
         return np.zeros(table.num_rows, bool)
     first, second = Messages(one), Messages(two)
-    alike = ~_unequal(first.contents_at(0), second.contents_at(0))
-    alike &= ~_unequal(first.roles_at(0), second.roles_at(0))
+    alike = ~_unequal(first.at(0, first.contents), second.at(0, second.contents))
+    alike &= ~_unequal(first.at(0, first.roles), second.at(0, second.roles))
     # A further key may differ in the first message, and then nothing is common.
     alike &= len(first.keys) == 2 and len(second.keys) == 2
     same_length: Mask = (first.lengths == second.lengths) & (first.lengths > 1)
-    differ: Mask = alike & same_length & _unequal(first.contents_at(-1), second.contents_at(-1))
+    differ: Mask = (
+        alike & same_length & _unequal(first.at(-1, first.contents), second.at(-1, second.contents))
+    )
     return differ
 
 
@@ -148,8 +151,8 @@ def conversations(table: pa.Table, name: str, *, system: bool) -> Mask:
         return np.zeros(table.num_rows, bool)
     messages = Messages(table[name])
     passing &= messages.lengths > 1
-    passing &= messages.roles_at(-1) == "assistant"
-    return passing if system else passing & (messages.roles_at(0) != "system")
+    passing &= messages.at(-1, messages.roles) == "assistant"
+    return passing if system else passing & (messages.at(0, messages.roles) != "system")
 
 
 def booleans(table: pa.Table, name: str) -> Mask:
@@ -206,15 +209,8 @@ class Messages:
         self.roles, self.contents = pc.struct_field(flat, "role"), pc.struct_field(flat, "content")
         self._ends = np.cumsum(self.lengths)
 
-    def roles_at(self, index: int) -> npt.NDArray[np.object_]:
-        """Return [N] the role of the first (0) or last (-1) message; None for rows without messages."""
-        return self._at(self.roles, index)
-
-    def contents_at(self, index: int) -> npt.NDArray[np.object_]:
-        """Return [N] the content of the first (0) or last (-1) message; None for rows without messages."""
-        return self._at(self.contents, index)
-
-    def _at(self, values: Any, index: int) -> npt.NDArray[np.object_]:
+    def at(self, index: int, values: Any) -> npt.NDArray[np.object_]:
+        """Return [N] of `roles` or `contents` that of the first (0) or last (-1) message; None for rows without messages."""
         filled = self.lengths > 0
         places = (self._ends - 1 if index else self._ends - self.lengths)[filled]
         found = np.full(len(self.lengths), None, object)

@@ -115,14 +115,11 @@ def _file(name: str, field: str, check: Check | None) -> Rows:
 
 def _check_table(rows: TableRows, check: Check, where: str) -> None:
     """Check every row of a table. Raises DataError with the row's index."""
-    pairs = doubtful_rows(rows.dataset, check) if isinstance(check, RowCheck) else _every_row(rows)
+    every = ((index, rows[index]) for index in range(len(rows)))
+    pairs = doubtful_rows(rows.dataset, check) if isinstance(check, RowCheck) else every
     # The first one by itself, with all its columns: the message for a column that is not there names them.
     for index, row in itertools.chain([(0, rows[0])], pairs):
         check_row(check, row, f"{where}, row {index}")
-
-
-def _every_row(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
-    return ((index, rows[index]) for index in range(len(rows)))
 
 
 MAX_CELL = 64 << 20

@@ -80,17 +80,15 @@ def read_trace(row: Mapping[str, Any], keys: TraceKeys) -> Trace:
     check_prompt(dict(row), keys.prompt)
     reward = _reward(row, keys)
     tokens = _tokens(row)
-    if tokens is None:
-        check_columns(dict(row), (keys.completion,))
-        check_text(row[keys.completion], keys.completion)
     prompt, completion = row[keys.prompt], row.get(keys.completion, "")
     if tokens is None:
+        check_columns(dict(row), (keys.completion,))
+        check_text(completion, keys.completion)
         _check_authors(completion, keys.completion)
-    if tokens is None:
         completion = continuing(prompt, plain(completion))
-    continues = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
-    if not isinstance(prompt, str) and isinstance(completion, str) and tokens is None and not continues:
-        completion = [{"role": "assistant", "content": completion}]
+        continues = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+        if not isinstance(prompt, str) and isinstance(completion, str) and not continues:
+            completion = [{"role": "assistant", "content": completion}]
     tools, reason = (None, None) if tokens else (tools_of(row), row.get("finish_reason"))
     return Trace(plain(prompt), plain(completion), reward, tokens, tools, reason)
 

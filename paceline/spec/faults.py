@@ -196,7 +196,8 @@ def value_fault(key: str, item: Any) -> str:
     if kind in _SIGNS:
         return _with(_SIGNS[kind].format(**{name: f"{each:g}" for name, each in context.items()}), hint)
     if kind == "literal_error":
-        return _with(_choices(key), hint or _guess(key, value))
+        choices = ", ".join(map(repr, _literals(key)))
+        return _with(f"has to be one of {choices}", hint or _guess(key, value))
     if kind == "string_pattern_mismatch":
         return _with(_pattern(key, value), hint)
     if kind.startswith("model") or kind == "dataclass_type":
@@ -228,10 +229,6 @@ def _guess(key: str, value: Any) -> str:
         return f"write algorithm: grpo with loss_fn.preset: {value}"
     guesses = nearest(value, _literals(key))
     return f"did you mean {' or '.join(map(repr, guesses))}?" if guesses else ""
-
-
-def _choices(key: str) -> str:
-    return f"has to be one of {', '.join(map(repr, _literals(key)))}"
 
 
 def _literals(key: str) -> list[str]:

@@ -132,12 +132,13 @@ def _by_suffix(suffix: str) -> ForeignName | None:
     last = suffix.rpartition(".")[2]
     if any(path.rpartition(".")[2] == last for path in keys()):
         return None
-    found = {entry.key or entry.none: entry for library in TABLES for entry in _ending_with(suffix, library)}
+    found = {
+        entry.key or entry.none: entry
+        for library in TABLES
+        for name, entry in table(library).items()
+        if name.endswith(f".{suffix}")
+    }
     return next(iter(found.values())) if len(found) == 1 else None
-
-
-def _ending_with(suffix: str, library: str) -> list[ForeignName]:
-    return [entry for name, entry in table(library).items() if name.endswith(f".{suffix}")]
 
 
 def _read(name: str) -> Any:
