@@ -40,7 +40,6 @@ class SpooledRows:
         self._cipher = None if own_key is None else RecordCipher(own_key, "rows")
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a row."""
         line = json.dumps(row).encode()
         self._digest.update(line)
         if self._cipher is not None:

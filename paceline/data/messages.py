@@ -138,7 +138,6 @@ def _read_reasoning(role: str, fields: Json) -> str:
 
 
 def _read_calls(role: str, fields: Json) -> list[Json]:
-    """Take the calls of a message out of its fields."""
     calls, single = (fields.pop(name, None) for name in CALL_FIELDS)
     if single is not None and calls is None:
         calls = [single]
@@ -376,7 +375,6 @@ def _in_order(results: list[Json], ids: list[Any]) -> list[Json]:
 
 
 def _writes(role: str, write: Callable[[list[Json]], str | None]) -> bool:
-    """Return whether the template writes messages of a role."""
     asked: Json = {"role": "user", "content": "?"}
     said: Json = {"role": role, "content": _MARK}
     return any(_MARK in (write(chat) or "") for chat in ([said, asked], [asked, said]))

@@ -72,7 +72,6 @@ class PromptSource:
 
     @property
     def format(self) -> str:
-        """The data set's format, for people."""
         return describe(self._rows[0], self._data, None)
 
     def index(self, cursor: int) -> int:

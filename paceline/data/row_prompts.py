@@ -93,7 +93,6 @@ def _text(value: Any, key: str) -> str:
 
 
 def _right(row: Mapping[str, Any], key: str, labels: list[str], count: int) -> int:
-    """Return the index of the right answer."""
     value = row.get(key)
     text = str(value).strip()
     if text in labels:

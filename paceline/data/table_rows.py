@@ -305,7 +305,6 @@ class _Block:
         self.done = threading.Event()
 
     def start(self, read: Callable[[], Sequence[Row]]) -> None:
-        """Read the rows in a thread."""
         threading.Thread(target=self._run, args=(read,), name=THREAD_NAME, daemon=True).start()
 
     def _run(self, read: Callable[[], Sequence[Row]]) -> None:

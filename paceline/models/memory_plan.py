@@ -58,7 +58,6 @@ class Load:
 
     @property
     def bytes(self) -> int:
-        """Sum of the parts."""
         return sum(self.parts.values())
 
     @property
@@ -84,7 +83,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Return whether every device holds its load."""
         return all(load.fits for load in self.loads)
 
 
@@ -278,7 +276,6 @@ def _offers(spec: RunSpec) -> Iterator[tuple[str, Any]]:
 
 
 def _needed_of(changed: dict[str, Any], fits: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
-    """Return the changes without those that are not needed."""
     for key in list(changed):
         without = {name: value for name, value in changed.items() if name != key}
         if without and fits(without):

@@ -192,7 +192,6 @@ class RangedFile:
         return InvalidInput(f"{self._what}: {self.path} is damaged: {reason}; copy it again")
 
     def close(self) -> None:
-        """Close the file, if it is open."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -232,15 +231,12 @@ class StoredTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in the file."""
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
     def get_shape(self) -> list[int]:
-        """Return the shape, as safetensors' slices do."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Return the type by its name in the file."""
         return self.dtype
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:

@@ -101,7 +101,6 @@ def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
 
 
 def _own(location: tuple[Any, ...], path: str) -> str:
-    """Return the clause that names our nearest key."""
     section = dotted(location[:-1])
     known = keys_of(f"{section}.{ITEM}" if f"{section}.{ITEM}" in keys() else section)
     known = known or keys_of("")
@@ -232,7 +231,6 @@ def _guess(key: str, value: Any) -> str:
 
 
 def _literals(key: str) -> list[str]:
-    """Return the choices of a key."""
     return _choices_in(keys()[key].field.annotation) if key in keys() else []
 
 
