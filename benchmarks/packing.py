@@ -4,22 +4,20 @@
 
 Every pass of sharded ranks ends with the slowest rank. Printed is the work of the slowest rank of each pass, summed over the
 passes of a step, by a rank's mean work: 1 is ideal. Lengths are log-normal with a median of 8,000 tokens, cut at 65,536, 4
-prompts a rank × 16 completions; the work is that of an 8B model (`paceline/models/work.py`); groups go to the ranks as in a run,
+prompts a rank × 16 completions; the work is that of an 8B model (`paceline/models/shape.py`); groups go to the ranks as in a run,
 even by tokens. Each figure is the mean of 20 batches.
 """
 
 from __future__ import annotations
-
+from collections.abc import Sequence
+from paceline.learner.batch.packing import pack
+from paceline.learner.batch.packing import pack_evenly
+from paceline.models.shape import shape_of
+from paceline.models.shape import training_flops
+from paceline.services.coordinator.ledger.tables.batches import balance
 import argparse
 import json
-from collections.abc import Sequence
-
 import numpy as np
-
-from paceline.learner.batch.packing import pack, pack_evenly
-from paceline.models.shape import shape_of
-from paceline.models.work import training_flops
-from paceline.services.coordinator.ledger.tables.batches import balance
 
 MEDIAN, LONGEST, BATCHES = 8_000, 65_536, 20
 SHAPE = shape_of(

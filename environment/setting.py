@@ -22,7 +22,7 @@ from paceline.environment.rendering.texts import TextRendering
 from paceline.environment.rows import TextOf
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
-from paceline.spec.sections.environment import EnvironmentSection
+from paceline.spec.sections.user_code import EnvironmentSection
 
 log = logging.getLogger(__name__)
 

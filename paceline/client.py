@@ -128,7 +128,7 @@ class Client(Connection):
         prepared here (`data.preparation`). Raises
         InvalidInput (SpecError for faults that the client itself finds) for a misspelt or contradictory spec, or bad data.
         """
-        from paceline.models.auto_settings import checked_plan
+        from paceline.models.memory_plan import checked_plan
         from paceline.spec.reading import load_spec, spec_to_yaml
         from paceline.v1.run_pb2 import SubmitRequest
 

@@ -15,7 +15,7 @@ import yaml
 
 from paceline.apps.importers.import_spec import import_config
 from paceline.services.cli.main import main as paceline
-from paceline.spec.foreign.names import table
+from paceline.spec.foreign import table
 from paceline.spec.keys import ITEM, keys
 
 ROOT = Path(__file__).resolve().parent.parent

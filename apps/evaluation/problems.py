@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from paceline.advantages import Rewards
 from paceline.advantages import group_totals
-from paceline.data.choices import LETTERS
-from paceline.data.choices import TEXTS
 from paceline.data.example_rows import preference_of
 from paceline.data.messages import tools_of_prompt
+from paceline.data.row_prompts import LETTERS
+from paceline.data.row_prompts import TEXTS
 from paceline.errors import InvalidInput
 from paceline.groups import Completion
 from paceline.groups import FloatArray

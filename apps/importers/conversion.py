@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.spec.foreign.names import EXAMPLES, ForeignName, key_for, look_up, table
+from paceline.spec.foreign import EXAMPLES, ForeignName, key_for, look_up, table
 from paceline.spec.keys import keys
 
 
 @dataclass
 class Conversion:
     library: str
-    """One of `paceline.spec.foreign.names.TABLES`."""
+    """One of `paceline.spec.foreign.TABLES`."""
     settings: dict[str, Any]
     """The other library's settings by dotted name."""
     algorithm: str = "grpo"

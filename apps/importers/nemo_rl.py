@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.apps.importers.conversion import Conversion, plain, whole
-from paceline.spec.foreign.names import EXAMPLES
+from paceline.spec.foreign import EXAMPLES
 
 DATA = {
     "OpenMathInstruct-2": ("nvidia/OpenMathInstruct-2", "problem", "expected_answer"),

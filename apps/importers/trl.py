@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.apps.importers.conversion import Conversion, listed, plain, whole
-from paceline.spec.foreign.names import EXAMPLES
+from paceline.spec.foreign import EXAMPLES
 
 BUILT_IN = {
     "accuracy_reward": {"function": "math_accuracy", "kwargs": {"answer_column": "solution"}},

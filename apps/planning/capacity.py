@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 
 from paceline.apps.planning.processors import Processor, Work, generation_seconds, training_seconds
 from paceline.errors import InvalidInput, SpecError
-from paceline.models.auto_settings import planned
-from paceline.models.memory_plan import Plan, Room, plan
-from paceline.models.memory_remedies import refusal
+from paceline.models.memory_plan import Plan, Room, plan, planned, refusal
 from paceline.models.shape import ModelShape
 from paceline.spec import RunSpec
 

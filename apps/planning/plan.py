@@ -66,9 +66,8 @@ def plan(
     With --gpus also the split of GPUs between learner and engines, what a step takes, its cost, and what limits the run. For
     GPUs that are not here say their size otherwise: cluster.gpu_gb=80. Only the model's config.json is read.
     """
-    from paceline.models.auto_settings import planned
     from paceline.models.memory_plan import plan as plan_of
-    from paceline.models.memory_remedies import refusal
+    from paceline.models.memory_plan import planned, refusal
     from paceline.models.shape import read_shape
     from paceline.services.local.room import cluster_here, room_here
     from paceline.spec.reading import load_spec

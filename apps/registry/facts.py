@@ -6,7 +6,7 @@ import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from paceline.models.evidence import has_passed, outcome_of
+from paceline.models.evaluation_results import has_passed, outcome_of
 
 if TYPE_CHECKING:
     from paceline.v1.registry_pb2 import ModelChange, RegisteredModel

@@ -6,25 +6,30 @@ both; every trace is counted as used or by the reason for which it was left out.
 """
 
 from __future__ import annotations
-
-import json
-from collections import Counter, defaultdict
+from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import click
-
-from paceline.apps.evaluation.gate_command import decision_options, end
-from paceline.data.joined_rows import Part
-from paceline.data.traces.rows import Trace, TraceKeys, prompt_digest, read_trace
+from dataclasses import dataclass
+from dataclasses import field
+from paceline.apps.evaluation.gate_command import decision_options
+from paceline.apps.evaluation.gate_command import end
+from paceline.data.rows import Rows
+from paceline.data.traces import Trace
+from paceline.data.traces import TraceKeys
+from paceline.data.traces import prompt_digest
+from paceline.data.traces import read_trace
 from paceline.errors import DataError
 from paceline.services.cli import render
-from paceline.services.cli.recorded.source import records_of_run, source_options
+from paceline.services.cli.recorded.source import records_of_run
+from paceline.services.cli.recorded.source import source_options
 from paceline.services.cli.render import FILE
-from paceline.services.common.options import json_option, print_json
+from paceline.services.common.options import json_option
+from paceline.services.common.options import print_json
+from pathlib import Path
+from typing import Any
+import click
+import json
 
 
 @click.command()
@@ -226,7 +231,7 @@ def pairs(
     """Write preference pairs of the traces in FILE (.jsonl, .parquet, .csv, a glob or a URL) to DESTINATION, a JSONL file:
     prompt, chosen, rejected, margin, and both rewards. `paceline dpo` and `paceline rm` train on it."""
     from paceline.data.rows import open_rows
-    from paceline.data.traces.rows import TraceKeys, read_trace
+    from paceline.data.traces import TraceKeys, read_trace
     from paceline.files.whole_file import written_whole
 
     if rejected > chosen:
@@ -295,7 +300,7 @@ class PairReport:
 
 
 def pairs_of_traces(
-    rows: Part, keys: TraceKeys, rules: PairRules, report: PairReport
+    rows: Rows, keys: TraceKeys, rules: PairRules, report: PairReport
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """Yield each pair as a row (prompt, chosen, rejected, margin and both rewards), and whether it is held out.
 
@@ -337,7 +342,7 @@ def pairs_of_traces(
 
 
 def _different(
-    rows: Part,
+    rows: Rows,
     keys: TraceKeys,
     pairs: list[tuple[tuple[int, float], tuple[int, float]]],
     rules: PairRules,

@@ -15,15 +15,12 @@ from torch.profiler import ProfilerActivity, profile
 from paceline.host.memory import available_bytes
 from paceline.learner.batch.samples import TrainingSample
 from paceline.learner.step.trainer import Trainer
-from paceline.models.auto_settings import planned
 from paceline.models.memory_estimate import estimate
-from paceline.models.memory_plan import Room
-from paceline.models.memory_remedies import refusal
-from paceline.models.shape import ModelShape, read_shape
-from paceline.models.work import peak_flops
+from paceline.models.memory_plan import Room, planned, refusal
+from paceline.models.shape import ModelShape, peak_flops, read_shape
 from paceline.spec import RunSpec
+from paceline.spec.keys import with_keys
 from paceline.spec.reading import parse_spec
-from paceline.spec.with_keys import with_keys
 
 STEPS = 4
 """Of them the first warms up."""

@@ -29,8 +29,8 @@ from paceline.rollout.engine import GenerationRequest, SamplingParams
 from paceline.rollout.native.engine import NativeEngine
 from paceline.services.demo.task import make_tokenizer
 from paceline.spec import RunSpec
-from paceline.spec.presets import PresetName
 from paceline.spec.reading import load_spec
+from paceline.spec.sections.loss import PresetName
 
 CPU = torch.device("cpu")
 SAMPLE_TIMEOUT_S = 300.0

@@ -13,7 +13,7 @@ from paceline.data.conversations import encode_conversation
 from paceline.data.example_rows import is_whole
 from paceline.data.messages import tools_of
 from paceline.data.tokens import encode_exchange, encode_for_scoring, encode_text
-from paceline.data.traces.rows import TraceTokens
+from paceline.data.traces import TraceTokens
 from paceline.errors import InvalidInput
 from paceline.learner.batch.samples import PreferenceLabel, TrainingSample
 from paceline.spec import RunSpec

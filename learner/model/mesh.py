@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.learner.collectives import world_size
 from paceline.models.memory_estimate import gigabytes
-from paceline.models.mesh_shape import STATE_BYTES, MeshShape, mesh_shape, state_room
-from paceline.models.shape import read_shape
+from paceline.models.shape import STATE_BYTES, MeshShape, mesh_shape, read_shape, state_room
 from paceline.spec import PolicySection
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from paceline.learner.batch.samples import TrainingSample, pack_samples
 from paceline.learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
 from paceline.learner.objectives.base import Denominators, Objective
 from paceline.learner.step.update import MicroBatch, Update
-from paceline.models.shape import ModelShape
-from paceline.models.work import training_flops
+from paceline.models.shape import ModelShape, training_flops
 from paceline.spec import RunSpec
 
 EVEN_COST_TOKENS = 32_768

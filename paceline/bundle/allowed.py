@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.bundle.manifest import Manifest, place_of_folder
 from paceline.spec import RunSpec
-from paceline.spec.code_paths import code_paths, file_of
+from paceline.spec.reading import code_paths, file_of
 
 
 def refusal_of_bundle(spec: RunSpec, manifest: Manifest, allowed: Sequence[Path]) -> str:

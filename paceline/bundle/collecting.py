@@ -31,7 +31,7 @@ from paceline.bundle.manifest import (
 )
 from paceline.errors import SpecError
 from paceline.spec import RunSpec
-from paceline.spec.code_paths import code_paths, file_of
+from paceline.spec.reading import code_paths, file_of
 
 MB = 1 << 20
 NONE_PREPARED: Mapping[str, Sequence[Path]] = MappingProxyType({})

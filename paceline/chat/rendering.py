@@ -25,7 +25,7 @@ from paceline.chat.template_probes import (
     says,
 )
 from paceline.chat.tools import AUTO, Choice
-from paceline.data.template_messages import NotRendered, in_order_of_calls
+from paceline.data.messages import NotRendered, in_order_of_calls
 from paceline.data.tokens import NO_KWARGS, encode_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray

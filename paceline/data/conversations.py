@@ -9,13 +9,14 @@ to stop, and no token trains that begins outside of an answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from paceline.data.tokens import (
     NO_KWARGS,
+    Kwargs,
+    Tools,
     end_id,
     end_of,
     ends_by_text,
@@ -37,10 +38,7 @@ Span = tuple[int, int]
 
 
 def encode_conversation(
-    tokenizer: Any,
-    messages: list[Any],
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tokenizer: Any, messages: list[Any], template_kwargs: Kwargs = NO_KWARGS, tools: Tools = None
 ) -> tuple[IntArray, np.ndarray]:
     """Return ([T] token ids, [T] bool: written by the assistant) of a whole conversation, ended after the last answer.
 
@@ -68,10 +66,7 @@ def encode_conversation(
 
 
 def _by_prefixes(
-    tokenizer: Any,
-    messages: list[Any],
-    template_kwargs: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools
 ) -> tuple[list[int], list[Span]]:
     """Return the tokens of the whole, and the spans of the assistant's messages."""
 
@@ -98,10 +93,7 @@ def _by_prefixes(
 
 
 def _by_marks(
-    tokenizer: Any,
-    messages: list[Any],
-    template_kwargs: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools
 ) -> tuple[list[int], list[Span]]:
     """Return the tokens of the whole, and the spans between the template's marks.
 
@@ -132,10 +124,7 @@ def _by_marks(
 
 
 def _marked(
-    tokenizer: Any,
-    messages: list[Any],
-    template_kwargs: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None,
+    tokenizer: Any, messages: list[Any], template_kwargs: Kwargs, tools: Tools
 ) -> tuple[str, list[Span]]:
     """Return the rendered conversation, and the characters between the template's marks."""
     from transformers.utils.chat_template_utils import render_jinja_template

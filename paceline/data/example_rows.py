@@ -23,9 +23,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from paceline.data.column_names import conversation_key, has_text, with_keys_of_row
 from paceline.data.messages import are_messages, fault_of_messages, plain
 from paceline.data.row_checks import check_columns, check_prompt, check_text
+from paceline.data.row_prompts import conversation_key, has_text, with_keys_of_row
 from paceline.data.tokens import with_system_prompt
 from paceline.data.written import as_number
 from paceline.errors import DataError

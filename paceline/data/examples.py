@@ -2,23 +2,34 @@
 
 `paceline.data.example_rows` has the forms of rows; traces (`offline_grpo`) are grouped by their prompts, pairs become labeled
 completions for `kto`. Promise: whatever passes the check is read later without a fault, short of a chat template that refuses
-it.
+it; every row that is left out is counted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from paceline.data.column_names import conversation_key, has_text, with_keys_of_row
-from paceline.data.column_scan import (
+from paceline.data.example_rows import (
+    as_prompt,
+    preference_of,
+    read_demonstration,
+    read_labeled_completion,
+    read_preference,
+)
+from paceline.data.formats import describe, explain_form
+from paceline.data.messages import tools_of
+from paceline.data.prompts import prompt_rows
+from paceline.data.row_checks import (
     Mask,
     RowCheck,
     begin_alike,
     booleans,
+    check_prepared,
     conversations,
     different,
     finite,
@@ -26,21 +37,10 @@ from paceline.data.column_scan import (
     texts,
     unanswered,
 )
-from paceline.data.decided_pairs import DecidedPairs
-from paceline.data.example_rows import (
-    as_prompt,
-    read_demonstration,
-    read_labeled_completion,
-    read_preference,
-)
-from paceline.data.formats import describe, explain_form
-from paceline.data.joined_rows import counted, left_out_of, sizes_of
-from paceline.data.messages import tools_of
-from paceline.data.prompts import prompt_rows
-from paceline.data.row_checks import check_prepared
-from paceline.data.rows import Rows, open_source
-from paceline.data.traces.groups import TraceGroups
-from paceline.data.traces.rows import Trace, TraceKeys, read_trace
+from paceline.data.row_prompts import conversation_key, has_text, prompt_of, with_keys_of_row
+from paceline.data.rows import Rows, counted, left_out_of, open_source, sizes_of
+from paceline.data.tokens import with_system_prompt
+from paceline.data.traces import Trace, TraceGroups, TraceKeys, read_trace
 from paceline.errors import DataError
 from paceline.spec import DataSection, RunSpec
 
@@ -256,3 +256,55 @@ def _passing_preferences(table: Any, data: DataSection) -> Mask:
 def _passing_labeled_completions(table: Any, data: DataSection) -> Mask:
     prompts = texts(table, data.prompt_key) & unanswered(table, data.prompt_key)
     return prompts & texts(table, data.completion_key) & booleans(table, data.label_key)
+
+
+UNDECIDED = "neither completion is better"
+
+
+class DecidedPairs:
+    """The checked rows of pairs whose number (`data.preference_key`) is not 0, so that one completion is better. Memory holds their
+    indices."""
+
+    def __init__(self, rows: Rows, data: DataSection, field: str) -> None:
+        """Raises DataError, naming `field`, where a data set has no such row."""
+        self._rows, self.columns, self.fingerprint = rows, rows.columns, rows.fingerprint
+        self._kept = np.array([i for i in range(len(rows)) if preference_of(rows[i], data) != 0], np.int64)
+        ends = np.searchsorted(self._kept, [0, *accumulate(sizes_of(rows))])
+        self.sizes = tuple(np.diff(ends).tolist())
+        """Rows of each data set that was joined."""
+        if 0 in self.sizes:
+            raise DataError(
+                f"{field}: column {data.preference_key!r} is 0 in all {sizes_of(rows)[self.sizes.index(0)]:,} rows of a data "
+                "set, so neither completion is ever better; correct data.preference_key, or remove the data set"
+            )
+        self.left_out = Counter({UNDECIDED: len(rows) - len(self)})
+        """Rows that were left out, by reason."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return row `index`. Raises Unreadable as the rows do."""
+        return self._rows[int(self._kept[index])]
+
+
+def exchange_of(row: dict[str, Any], spec: RunSpec) -> tuple[Any, Any, str]:
+    """Return the prompt of a row, the completion that trains, and what it is (chosen, good, bad; empty). The prompt is None where
+    the whole text trains; the completion is None for an algorithm that samples."""
+    data = spec.data
+    match spec.examples and spec.examples.example_form:
+        case "demonstration":
+            return *read_demonstration(row, data), ""
+        case "labeled_completion" if data.label_key in row:
+            prompt, completion, desirable = read_labeled_completion(row, data)
+            return prompt, completion, "good" if desirable else "bad"
+        case "preference" | "labeled_completion":
+            pair = read_preference(row, data)
+            return pair.prompt, pair.chosen, "chosen"
+        case "traces":
+            trace = read_trace(row, trace_keys(spec))
+            reward = "no reward" if trace.reward is None else f"reward {trace.reward:g}"
+            return as_prompt(trace.prompt, (trace.completion,), data), trace.completion, reward
+        case _:
+            prompt, _ = prompt_of(row, with_keys_of_row(row, data))
+            return with_system_prompt(prompt, data), None, ""

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from paceline.data.column_names import conversation_key, has_text, with_keys_of_row
-from paceline.data.row_prompts import is_made
-from paceline.data.traces.rows import format_of, is_trace
+from paceline.data.row_prompts import conversation_key, has_text, is_made, with_keys_of_row
+from paceline.data.traces import format_of, is_trace
 from paceline.spec import DataSection
 
 Kind = Literal[

@@ -1,30 +1,79 @@
 """Rows of JSON files: one object on each line, or one array of objects.
 
-Lines are indexed by their offsets and read when they are asked for, so that memory holds sixteen bytes a row. An array is
-copied to lines first, and is read as a whole for that. Files that were encrypted with this process' storage key are read too.
+Lines are indexed by their offsets and read when they are asked for, so that memory holds sixteen bytes a row. An array is read as a
+whole and kept as lines in an unnamed file, as are the rows of a CSV file: a change of the file that they came from changes nothing.
+Files that were encrypted with this process' storage key are read too; where there is one, each kept row is encrypted, with a key that
+the process keeps for itself.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from paceline.data.added_nulls import without_added_nulls
-from paceline.data.spooled_rows import SpooledRows
+from paceline.data.json_schemas import without_added_nulls
+from paceline.data.row_checks import Check, check_row
 from paceline.encryption.encrypted_file import WrongKey, open_data
-from paceline.encryption.storage_key import storage_key
+from paceline.encryption.records import RecordCipher
+from paceline.encryption.storage_key import KEY_BYTES, StorageKey, storage_key
 from paceline.errors import DataError, Unreadable
 from paceline.files.line_file import LineReader
 
+
+class SpooledRows:
+    """Rows of the file `path`: `add` all of them, then call `finished`."""
+
+    def __init__(self, path: Path, columns: tuple[str, ...] = ()) -> None:
+        self._path, self.columns, self.fingerprint = path, columns, ""
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - rows are read from it later
+        self._digest, self._growing = xxhash.xxh3_64(), array("q", [0])
+        self._offsets = np.zeros(1, np.int64)
+        own_key = None if storage_key() is None else StorageKey(os.urandom(KEY_BYTES))
+        self._cipher = None if own_key is None else RecordCipher(own_key, "rows")
+
+    def add(self, row: dict[str, Any]) -> None:
+        line = json.dumps(row).encode()
+        self._digest.update(line)
+        if self._cipher is not None:
+            line = self._cipher.seal(line)
+        self._file.write(line)
+        self._growing.append(self._growing[-1] + len(line))
+
+    def finished(self) -> SpooledRows:
+        """Return these rows, now readable."""
+        self._file.flush()
+        self._offsets = np.array(self._growing, np.int64)
+        self.fingerprint = f"{len(self)} rows, XXH3 {self._digest.hexdigest()}"
+        return self
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return row `index`. Raises Unreadable when the disk cannot be read."""
+        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        try:
+            line = os.pread(self._file.fileno(), end - start, start)
+            row: dict[str, Any] = json.loads(line if self._cipher is None else self._cipher.open(line))
+        except (OSError, ValueError, WrongKey) as error:
+            raise Unreadable(f"row {index} of {self._path} cannot be read again: {error}") from None
+        return row
+
+
 MAX_ARRAY_MB = 256
 """Size of a JSON array."""
-Check = Callable[[dict[str, Any]], None]
 
 
 def open_json(path: Path, check: Check | None = None) -> JsonLines | SpooledRows:
@@ -73,12 +122,8 @@ class JsonLines:
 
     def _index(self, check: Check | None) -> tuple[array[int], array[int]]:
         """Return the offsets at which each row begins and ends."""
-        offsets, ends, keys, path = (
-            array("q"),
-            array("q"),
-            None,
-            self._path,
-        )  # eight bytes each, unlike a list
+        offsets, ends = array("q"), array("q")  # eight bytes each, unlike a list
+        keys, path = None, self._path
         for number, (start, end, line) in enumerate(self._file, start=1):
             self._digest.update(line)
             if line.strip():
@@ -86,11 +131,7 @@ class JsonLines:
                 keys = keys or row.keys()
                 if missing := keys - row.keys():
                     raise DataError(f"{path}, line {number}: {_no_column(sorted(missing)[0])}")
-                if check:
-                    try:
-                        check(row)
-                    except DataError as error:
-                        raise DataError(f"{path}, line {number}: {error}") from None
+                check_row(check, row, f"{path}, line {number}")
                 offsets.append(start)
                 ends.append(end)
         self.columns = tuple(keys or ())
@@ -135,11 +176,7 @@ def _array(path: Path, check: Check | None) -> SpooledRows:
         rows.columns = rows.columns or tuple(row)
         if missing := sorted(set(rows.columns) - row.keys()):
             raise DataError(f"{where}: {_no_column(missing[0])}")
-        if check:
-            try:
-                check(row)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from None
+        check_row(check, row, where)
         rows.add(without_added_nulls(row, is_table=False))
     return rows.finished()
 

@@ -1,32 +1,24 @@
-"""Prompts of a data set in a seeded order without end.
+"""Prompts of a data set in a seeded order without end: a permutation in every epoch, or a mixture of several data sets by weight.
 
-Promise: given (seed, cursor) the draw is always the same, which is what a restart relies on.
-
-The order in which the rows of a data set are drawn: a permutation in every epoch, or a mixture of several by weight.
-
-Promise: the row of a draw is a function of the seed and the number of the draw alone, so an order goes on at any draw.
+Promise: the row of a draw is a function of the seed and the number of the draw alone, which is what a restart relies on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.column_names import with_keys_of_row
-from paceline.data.files import names_files
 from paceline.data.formats import describe
-from paceline.data.joined_rows import sizes_of
 from paceline.data.messages import TOOLS_KEY
-from paceline.data.row_checks import check_prepared, row_check
-from paceline.data.row_prompts import columns_of, prompt_of
-from paceline.data.rows import Rows, open_source
-from paceline.data.streamed_rows import StreamedRows
-from paceline.data.table_rows import open_stream
+from paceline.data.row_checks import Check, check_prepared, row_check
+from paceline.data.row_prompts import columns_of, prompt_of, with_keys_of_row
+from paceline.data.rows import Rows, names_files, open_source, sizes_of
+from paceline.data.table_rows import StreamedRows, open_stream
 from paceline.data.tokens import with_system_prompt
 from paceline.errors import DataError, Unreadable
 from paceline.spec import DataSection
@@ -80,7 +72,6 @@ class PromptSource:
 
     @property
     def format(self) -> str:
-        """The data set's format, for people."""
         return describe(self._rows[0], self._data, None)
 
     def index(self, cursor: int) -> int:
@@ -133,7 +124,7 @@ def prompt_rows(data: DataSection, *, validation: bool = False, has_tools: bool 
     return open_source(data.source(validation=validation), row_check(data, has_tools=has_tools))
 
 
-def open_streamed(data: DataSection, seed: int, check: Callable[[dict[str, Any]], object]) -> StreamedRows:
+def open_streamed(data: DataSection, seed: int, check: Check) -> StreamedRows:
     """Return the training data as a stream, whose first block is read and checked. Raises DataError, Unreadable."""
     source = data.source()
     name = source.name
@@ -152,7 +143,9 @@ def open_streamed(data: DataSection, seed: int, check: Callable[[dict[str, Any]]
     )
 
 
-def _order(rows: Rows, weights: Sequence[float] | None, seed: int, *, shuffle: bool) -> Order:
+def _order(
+    rows: Rows, weights: Sequence[float] | None, seed: int, *, shuffle: bool
+) -> Epochs | Mixture | Draws:
     if isinstance(rows, StreamedRows):
         return Draws()
     sizes = sizes_of(rows)
@@ -161,21 +154,11 @@ def _order(rows: Rows, weights: Sequence[float] | None, seed: int, *, shuffle: b
     return Mixture(sizes, weights, seed, shuffle=shuffle)
 
 
-class Order(Protocol):
-    """An order without end."""
-
-    def index(self, cursor: int) -> int:
-        """Return the row that the `cursor`-th draw takes."""
-
-    def part(self, cursor: int) -> int:
-        """Return the part of the data that the `cursor`-th draw takes a row of."""
-
-    def rows(self, num_draws: int) -> list[int]:
-        """Return the rows that the first draws take, ascending, each once."""
-
-
 class Epochs:
-    """Every row once in each epoch, in a permutation of its own unless `shuffle` is false."""
+    """An order: every row once in each epoch, in a permutation of its own unless `shuffle` is false.
+
+    `index` is the row that a draw takes, `part` the part of the data that it is of, `rows` what the first draws take, ascending.
+    """
 
     def __init__(self, sizes: Sequence[int], seed: int, *, shuffle: bool) -> None:
         """`sizes` are the rows of each part, one after the other."""

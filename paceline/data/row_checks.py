@@ -1,18 +1,254 @@
-"""Checks of single rows that many forms share. Each raises DataError with the column, the value and a remedy."""
+"""Checks of rows: of single ones, which many forms share, and of a whole table by its columns.
+
+Each check of a row raises DataError with the column, the value and a remedy. Rows of a table that certainly pass are found by column
+operations, which take seconds for a million rows; the others are checked one by one. Promise: a scan never accepts a row that the
+check of single rows refuses. A column of a form that is unknown here has no rows that certainly pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from paceline.data.column_names import with_keys_of_row
-from paceline.data.column_scan import RowCheck, texts
-from paceline.data.messages import TOOLS_KEY, fault_of_messages, tools_of_prompt
-from paceline.data.row_prompts import is_made, prompt_of, read_columns
+from paceline.data.messages import (
+    CALL_FIELDS,
+    REASONING_FIELDS,
+    TOOLS_KEY,
+    fault_of_messages,
+    tools_of_prompt,
+)
+from paceline.data.row_prompts import is_made, prompt_of, read_columns, with_keys_of_row
 from paceline.errors import DataError
 from paceline.spec import DataSection
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+Check = Callable[[dict[str, Any]], object]
+"""Check of one row; it raises DataError."""
+Mask = npt.NDArray[np.bool_]
+
+BATCH_ROWS = 1 << 16
+"""Rows that are scanned at once."""
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """A check of single rows, with the scan that spares most of them."""
+
+    row: Check
+    columns: tuple[str, ...] | None
+    """Columns that the check reads, as far as the table has them; None: all."""
+    passing: Callable[[pa.Table], Mask]
+    """Scan: [N] true for rows that certainly pass."""
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        """Check one row. Raises DataError."""
+        self.row(row)
+
+
+def check_row(check: Check | None, row: dict[str, Any], where: str) -> None:
+    """Check one row, if there is a check. Raises DataError that begins with the row's place."""
+    try:
+        if check:
+            check(row)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def doubtful_rows(dataset: Any, check: RowCheck) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield index and columns of the rows of a `datasets.Dataset` that the scan has not passed."""
+    columns = [name for name in dataset.column_names if check.columns is None or name in check.columns]
+    if not columns:
+        return
+    selected = dataset.select_columns(columns)
+    for number, table in enumerate(selected.with_format("arrow").iter(BATCH_ROWS)):
+        doubtful = np.flatnonzero(~check.passing(table))
+        if len(doubtful):
+            indices = (doubtful + number * BATCH_ROWS).tolist()
+            if holds_json(selected):
+                values = selected[indices]
+                rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+            else:
+                rows = table.take(doubtful).to_pylist()
+            yield from zip(indices, rows, strict=True)
+
+
+def holds_json(dataset: Any) -> bool:
+    """Return whether some values of a `datasets.Dataset` are stored as JSON, in which every object has its own keys."""
+    return "Json(" in repr(dataset.features)
+
+
+def texts(table: pa.Table, name: str) -> Mask:
+    """Return [N] whether column `name` has text, or chat messages of text alone; neither null nor empty."""
+    import pyarrow.compute as pc
+
+    if name not in table.column_names:
+        return np.zeros(table.num_rows, bool)
+    column = table[name]
+    if _is_text(column.type):
+        return _mask(pc.greater(pc.binary_length(column), 0))
+    if not _are_plain_messages(column.type):
+        return np.zeros(table.num_rows, bool)
+    messages = Messages(column)
+    sound = _mask(pc.greater(pc.binary_length(messages.roles), 0)) & _mask(pc.is_valid(messages.contents))
+    passing: Mask = messages.lengths > 0
+    passing[messages.rows[~sound]] = False
+    return passing
+
+
+def unanswered(table: pa.Table, name: str) -> Mask:
+    """Return [N] whether column `name` has text, or messages the last of which is not the assistant's."""
+    if name not in table.column_names or not _are_plain_messages(table[name].type):
+        return np.ones(table.num_rows, bool)
+    messages = Messages(table[name])
+    others: Mask = messages.at(-1, messages.roles) != "assistant"
+    return others
+
+
+def different(table: pa.Table, name: str, other: str) -> Mask:
+    """Return [N] whether two columns certainly differ: their texts, or the last of as many messages. Both have to be
+    `texts`."""
+    import pyarrow.compute as pc
+
+    one, two = table[name], table[other]
+    if _is_text(one.type) != _is_text(two.type):
+        return np.ones(table.num_rows, bool)
+    if _is_text(one.type):
+        return _mask(pc.not_equal(one, two))
+    first, second = Messages(one), Messages(two)
+    return _unequal(first.at(-1, first.contents), second.at(-1, second.contents))
+
+
+def begin_alike(table: pa.Table, name: str, other: str) -> Mask:
+    """Return [N] whether two columns of conversations certainly have a common beginning and then differ: as many
+    messages, the same first one, another last one. Both have to be `texts`."""
+    one, two = table[name], table[other]
+    if _is_text(one.type) or _is_text(two.type):
+        return np.zeros(table.num_rows, bool)
+    first, second = Messages(one), Messages(two)
+    alike = ~_unequal(first.at(0, first.contents), second.at(0, second.contents))
+    alike &= ~_unequal(first.at(0, first.roles), second.at(0, second.roles))
+    # A further key may differ in the first message, and then nothing is common.
+    alike &= len(first.keys) == 2 and len(second.keys) == 2
+    same_length: Mask = (first.lengths == second.lengths) & (first.lengths > 1)
+    differ: Mask = (
+        alike & same_length & _unequal(first.at(-1, first.contents), second.at(-1, second.contents))
+    )
+    return differ
+
+
+def conversations(table: pa.Table, name: str, *, system: bool) -> Mask:
+    """Return [N] whether column `name` has conversations of two messages or more, the last by the assistant, and with
+    `system` false no system message first."""
+    passing = texts(table, name)
+    if name not in table.column_names or _is_text(table[name].type) or not passing.any():
+        return np.zeros(table.num_rows, bool)
+    messages = Messages(table[name])
+    passing &= messages.lengths > 1
+    passing &= messages.at(-1, messages.roles) == "assistant"
+    return passing if system else passing & (messages.at(0, messages.roles) != "system")
+
+
+def booleans(table: pa.Table, name: str) -> Mask:
+    """Return [N] whether column `name` is true, false, 0 or 1."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if name not in table.column_names:
+        return np.zeros(table.num_rows, bool)
+    column = table[name]
+    if pa.types.is_boolean(column.type):
+        return _mask(pc.is_valid(column))
+    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+        return _mask(pc.or_(pc.equal(column, 0), pc.equal(column, 1)))
+    return np.zeros(table.num_rows, bool)
+
+
+def finite_or_absent(table: pa.Table, name: str) -> Mask:
+    """Return [N] whether column `name` is a finite number, null, or not there."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if name not in table.column_names or pa.types.is_null(table[name].type):
+        return np.ones(table.num_rows, bool)
+    column = table[name]
+    if pa.types.is_integer(column.type):
+        return np.ones(table.num_rows, bool)
+    if pa.types.is_floating(column.type):
+        return _mask(pc.fill_null(pc.is_finite(column), True))
+    return np.zeros(table.num_rows, bool)
+
+
+def finite(table: pa.Table, name: str) -> Mask:
+    """Return [N] whether column `name` is a finite number."""
+    import pyarrow.compute as pc
+
+    if name not in table.column_names:
+        return np.zeros(table.num_rows, bool)
+    return finite_or_absent(table, name) & _mask(pc.is_valid(table[name]))
+
+
+class Messages:
+    """Columns of chat messages, M in N rows, as arrays."""
+
+    def __init__(self, column: pa.ChunkedArray):
+        import pyarrow.compute as pc
+
+        self.keys = {field.name for field in column.type.value_type}
+        self.lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+        """[N] messages of each row."""
+        self.rows = np.repeat(np.arange(len(column)), self.lengths)
+        """[M] row of each message."""
+        flat = pc.list_flatten(column)
+        self.roles, self.contents = pc.struct_field(flat, "role"), pc.struct_field(flat, "content")
+        self._ends = np.cumsum(self.lengths)
+
+    def at(self, index: int, values: Any) -> npt.NDArray[np.object_]:
+        """Return [N] of `roles` or `contents` that of the first (0) or last (-1) message; None for rows without messages."""
+        filled = self.lengths > 0
+        places = (self._ends - 1 if index else self._ends - self.lengths)[filled]
+        found = np.full(len(self.lengths), None, object)
+        found[filled] = values.take(places).to_pylist()
+        return found
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _are_plain_messages(kind: pa.DataType) -> bool:
+    """Return whether a type is a list of structures with the texts role and content."""
+    import pyarrow as pa
+
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(
+        kind.value_type
+    ):
+        return False
+    fields = {field.name: field.type for field in kind.value_type}
+    if not fields.keys().isdisjoint((*CALL_FIELDS, *REASONING_FIELDS)):
+        return False  # these are checked message by message
+    return all(name in fields and _is_text(fields[name]) for name in ("role", "content"))
+
+
+def _mask(values: Any) -> Mask:
+    """Return Arrow's booleans with false for null."""
+    import pyarrow.compute as pc
+
+    mask: Mask = np.asarray(pc.fill_null(values, False)).astype(bool)
+    return mask
+
+
+def _unequal(one: npt.NDArray[np.object_], two: npt.NDArray[np.object_]) -> Mask:
+    unequal: Mask = np.asarray(one != two, bool)
+    return unequal
 
 
 def row_check(data: DataSection, *, has_tools: bool = True) -> RowCheck:

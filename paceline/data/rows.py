@@ -3,35 +3,44 @@
 A file is indexed, not held: row i is read when it is asked for. Promise: a malformed row is an error with its line or row
 number at opening time, before anything trains on it.
 
-Rows of a CSV file: the first line names the columns, every fault is told with its line.
+Of a CSV file the first line names the columns. A column whose filled cells are all numbers, or all true and false, has such values,
+and null where a cell is empty. Every other column is text (`007`, `1,5` and dates stay what they are). So is one with a number that
+would be written in another way than it is (`0.50`, `1e5`), because such values are compared with texts; cells of it that are empty
+are null too.
 
-A column whose filled cells are all numbers, or all true and false, has such values, and null where a cell is empty. Every
-other column is text (`007`, `1,5` and dates stay what they are). So is one with a number that would be written in another way
-than it is (`0.50`, `1e5`), because such values are compared with texts; cells of it that are empty are null too.
+Files of a store are copied to a bounded cache on this machine, once for each version of a file, because rows are read one by
+one: `PACELINE_DATA_CACHE` (default `~/.cache/paceline/data`), bounded by `PACELINE_DATA_CACHE_MB`. Where this process has a storage key
+the copies are encrypted.
 """
 
 from __future__ import annotations
 
 import csv
+import glob
 import itertools
+import posixpath
 import re
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.data.column_scan import RowCheck, doubtful_rows
-from paceline.data.files import FILE_KINDS, files_of, names_files
-from paceline.data.joined_rows import JoinedRows
-from paceline.data.json_rows import open_json
-from paceline.data.spooled_rows import SpooledRows
+from fsspec import AbstractFileSystem
+
+from paceline.data.json_rows import SpooledRows, open_json
+from paceline.data.row_checks import Check, RowCheck, check_row, doubtful_rows
 from paceline.data.table_rows import TableRows, open_table, without_configs
 from paceline.data.written import number_of
 from paceline.encryption.encrypted_file import open_data
-from paceline.errors import DataError, Unreadable
+from paceline.encryption.storage_key import storage_key
+from paceline.errors import DataError, PacelineError, Unreadable
+from paceline.files.bounded_cache import CacheKind
+from paceline.files.storage import is_local, is_url, open_url
+from paceline.files.url_copies import open_copies
 from paceline.spec.sections.data import DataSource
-
-Check = Callable[[dict[str, Any]], None]
 
 
 class Rows(Protocol):
@@ -106,17 +115,11 @@ def _file(name: str, field: str, check: Check | None) -> Rows:
 
 def _check_table(rows: TableRows, check: Check, where: str) -> None:
     """Check every row of a table. Raises DataError with the row's index."""
-    pairs = doubtful_rows(rows.dataset, check) if isinstance(check, RowCheck) else _every_row(rows)
+    every = ((index, rows[index]) for index in range(len(rows)))
+    pairs = doubtful_rows(rows.dataset, check) if isinstance(check, RowCheck) else every
     # The first one by itself, with all its columns: the message for a column that is not there names them.
     for index, row in itertools.chain([(0, rows[0])], pairs):
-        try:
-            check(row)
-        except DataError as error:
-            raise DataError(f"{where}, row {index}: {error}") from None
-
-
-def _every_row(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
-    return ((index, rows[index]) for index in range(len(rows)))
+        check_row(check, row, f"{where}, row {index}")
 
 
 MAX_CELL = 64 << 20
@@ -126,20 +129,13 @@ Conversion = Callable[[str], Any]
 """Value of a cell; None for one that has none."""
 
 
-def open_csv(path: Path, check: Callable[[dict[str, Any]], None] | None = None) -> SpooledRows:
-    """Return the rows of a CSV file. `check` sees every row, and raises DataError.
-
-    Raises DataError with the line of a fault, OSError when the file cannot be read.
-    """
+def open_csv(path: Path, check: Check | None = None) -> SpooledRows:
+    """Return the rows of a CSV file. Raises DataError with the line of a fault, OSError when the file cannot be read."""
     converters = _converters(path)
     rows = SpooledRows(path, tuple(name for name, _ in converters))
     for number, cells in _lines(path):
         row = {name: convert(cell) for (name, convert), cell in zip(converters, cells, strict=True)}
-        if check:
-            try:
-                check(row)
-            except DataError as error:
-                raise DataError(f"{path}, line {number}: {error}") from None
+        check_row(check, row, f"{path}, line {number}")
         rows.add(row)
     return rows.finished()
 
@@ -216,3 +212,113 @@ def _number_text(cell: str) -> str | None:
 
 def _truth(cell: str) -> bool | None:
     return cell.lower() == "true" if TRUTH.fullmatch(cell) else None
+
+
+class JoinedRows:
+    """The rows of all parts, in their order."""
+
+    def __init__(self, parts: Sequence[Rows], names: Sequence[str]) -> None:
+        """`names` are those of the parts, for messages. Raises DataError for a part that lacks a column of the first."""
+        for part, name in zip(parts, names, strict=True):
+            if missing := sorted(set(parts[0].columns) - set(part.columns)):
+                raise DataError(
+                    f"{name}: no column {missing[0]!r}, which {names[0]} has; give every file the same columns"
+                )
+        self._parts = parts
+        self.sizes = tuple(map(len, parts))
+        """Rows of each part."""
+        self._ends = list(accumulate(self.sizes))
+        self.columns = parts[0].columns
+        self.fingerprint = "; ".join(part.fingerprint for part in parts)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return row `index`. Raises Unreadable as the part does."""
+        number = bisect_right(self._ends, index)
+        return self._parts[number][index - (self._ends[number - 1] if number else 0)]
+
+
+def left_out_of(rows: Rows) -> Counter[str]:
+    """Return the rows that were left out of a data set, by reason."""
+    return +Counter(getattr(rows, "left_out", {}))
+
+
+def counted(left_out: Counter[str]) -> str:
+    """Return numbers of rows with their reasons, for people; the most frequent reason comes first."""
+    return ", ".join(f"{number:,} ({reason})" for reason, number in left_out.most_common()) or "none left out"
+
+
+def sizes_of(rows: Rows) -> tuple[int, ...]:
+    """Return the rows of each data set that was joined; of any other rows their number."""
+    sizes: tuple[int, ...] = getattr(rows, "sizes", (len(rows),))
+    return sizes
+
+
+FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow", ".feather")
+"""Suffixes of files that are read by themselves; every other name is for `datasets`."""
+KIND = CacheKind("data", default_mb=1 << 18, wait_s=1800.0)
+
+
+def names_files(name: str) -> bool:
+    """Return whether a name stands for files, and not for a folder of `datasets` or a data set on the hub."""
+    return is_url(name) or glob.has_magic(name) or Path(name).suffix in FILE_KINDS
+
+
+def files_of(name: str, field: str) -> Iterator[Path]:
+    """Yield the local files that `name`, the value of `field`, stands for; those of a glob in the order of their names.
+
+    A copy of a store's file is sure to stay until the next one is asked for, and beyond that while it is open.
+    Raises Unreadable: there are none, the store cannot be reached; SpecError: a scheme that fsspec does not know.
+    """
+    if is_url(name):
+        yield from _stored_files(name, field)
+        return
+    found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]
+    paths = [path for path in map(Path, found) if path.is_file()]
+    if not paths:
+        what = "no file matches" if glob.has_magic(name) else "no file"
+        raise Unreadable(
+            f"{field}: {what} {name!r}; check the path (relative paths start at the spec's folder)"
+        )
+    yield from paths
+
+
+def _stored_files(url: str, field: str) -> Iterator[Path]:
+    store, files = _listed(url, field)
+    if not files:
+        raise Unreadable(f"{field}: no file at {url!r}; check bucket, folder and name")
+    if is_local(store):
+        yield from map(Path, files)
+        return
+    cache = KIND.of_user("data")
+    for path in files:
+        try:
+            entry = store.info(path) | {"version": store.ukey(path)}
+            held = open_copies(
+                cache, store, f"{store.protocol}/{path}", {posixpath.basename(path): entry}, storage_key()
+            )
+        except PacelineError as error:
+            raise type(error)(f"{field}: {url!r}: {error}") from None
+        except Exception as error:  # of the store's client, which has many
+            raise _unreadable(url, field, error) from None
+        with held:
+            yield held.root / posixpath.basename(path)
+
+
+def _listed(url: str, field: str) -> tuple[AbstractFileSystem, list[str]]:
+    """Return the store of a URL, and the paths in it of the files that there are."""
+    store, path = open_url(url, field)
+    try:
+        found = sorted(map(str, store.glob(path))) if glob.has_magic(path) else [path]
+        return store, [name for name in found if store.isfile(name)]
+    except Exception as error:  # of the store's client, which has many
+        raise _unreadable(url, field, error) from None
+
+
+def _unreadable(url: str, field: str, error: Exception) -> Unreadable:
+    return Unreadable(
+        f"{field}: {url!r} cannot be read: {type(error).__name__}: {error}; check the name, the network and the store's "
+        "credentials in this process' environment"
+    )

@@ -4,27 +4,37 @@ Texts are tokenised once. Sampled tokens are never decoded and tokenised again.
 """
 
 from __future__ import annotations
-
-import contextlib
-import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
-
-import numpy as np
-
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from paceline.data.messages import for_template
 from paceline.data.messages import plain
-from paceline.data.template_messages import for_template
-from paceline.errors import InvalidInput, PacelineError, Unreadable, error_text, is_about_input
+from paceline.errors import InvalidInput
+from paceline.errors import PacelineError
+from paceline.errors import Unreadable
+from paceline.errors import error_text
+from paceline.errors import is_about_input
 from paceline.files.model_source import tokenizer_source
 from paceline.groups import IntArray
 from paceline.models.loading import fault_of_load
-from paceline.spec import DataSection, PolicySection
+from paceline.spec import DataSection
+from paceline.spec import PolicySection
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+import contextlib
+import json
+import numpy as np
+import re
 
-NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+Kwargs = Mapping[str, Any]
+"""Arguments of the chat template (`data.chat_template_kwargs`)."""
+Tools = Sequence[Mapping[str, Any]] | None
+"""Definitions of tools that the chat template gets; None: none."""
+NO_KWARGS: Kwargs = MappingProxyType({})
 
 ANCHORS = ("\n", "a", ".", "0")
 """Beginnings that a text is encoded behind, to see how the tokenizer writes it within a longer text."""
@@ -58,9 +68,8 @@ def load_tokenizer(policy: PolicySection) -> Any:
         if fault is None:
             raise
         raise fault from None
-    if len(tokenizer) <= len(
-        tokenizer.all_special_ids
-    ):  # what transformers makes of a folder without its files
+    num_special = len(tokenizer.all_special_ids)
+    if len(tokenizer) <= num_special:  # what transformers makes of a folder without its files
         raise InvalidInput(
             f"policy.tokenizer_name (or model_name) {name!r} has no tokenizer files, so its vocabulary is empty; put "
             "tokenizer.json into the folder, or name another one in policy.tokenizer_name"
@@ -138,11 +147,7 @@ def check_vocabulary(tokenizer: Any, num_rows: int, what: str) -> None:
 
 
 def encode_prompt(
-    tokenizer: Any,
-    prompt: Any,
-    template: str,
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tokenizer: Any, prompt: Any, template: str, template_kwargs: Kwargs = NO_KWARGS, tools: Tools = None
 ) -> IntArray:
     """Return [P] token ids of a prompt: messages by the chat template, text as it is.
 
@@ -154,13 +159,7 @@ def encode_prompt(
     return np.array(_prompt_ids(tokenizer, prompt, template, text), np.int32)
 
 
-def _prompt_text(
-    tokenizer: Any,
-    prompt: Any,
-    template: str,
-    template_kwargs: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None,
-) -> str:
+def _prompt_text(tokenizer: Any, prompt: Any, template: str, template_kwargs: Kwargs, tools: Tools) -> str:
     """Return what the model reads of a prompt, as text: messages with the opening of the answer."""
     if isinstance(prompt, str):
         if template != "always":
@@ -234,15 +233,10 @@ def encode_continuation(tokenizer: Any, before: Sequence[int] | IntArray, text: 
         return np.array(ids_of(tokenizer, text), np.int32)
 
 
-def _continued(
-    tokenizer: Any,
-    messages: Any,
-    template_kwargs: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None,
-) -> str:
+def _continued(tokenizer: Any, messages: Any, template_kwargs: Kwargs, tools: Tools) -> str:
     """Return messages, the last of which is the assistant's and goes on. Raises InvalidInput where the template writes that
     message in another way."""
-    last, options = messages[-1], of_tools(tools)
+    last, options = messages[-1], {"continue_final_message": True, **of_tools(tools)}
     content = last.get("content")
     if last.get("tool_calls") or not isinstance(content, str):
         raise InvalidInput(
@@ -258,11 +252,7 @@ def _continued(
         opened = render_chat(tokenizer, messages[:-1], template_kwargs, tools, add_generation_prompt=True)
         return opened + content
     try:
-        text = str(
-            by_template(
-                tokenizer, messages, template_kwargs, tokenize=False, continue_final_message=True, **options
-            )
-        )
+        text = _by_template(tokenizer, messages, template_kwargs, options)
     except InvalidInput as error:
         raise rewritten if "continue_final_message" in str(error) else error from None
     header, found, rest = text.rpartition(kept)
@@ -270,9 +260,8 @@ def _continued(
     with contextlib.suppress(InvalidInput):  # of a template that takes no shorter chat
         opened = render_chat(tokenizer, messages[:-1], template_kwargs, tools, add_generation_prompt=True)
     added = header.removeprefix(opened).split() if header.startswith(opened) else []
-    is_doubled = bool(added) and kept.startswith(
-        added[0]
-    )  # as `<think>`, which some templates close before it
+    # Some templates close `<think>` before it.
+    is_doubled = bool(added) and kept.startswith(added[0])
     if found != kept or rest.strip() or is_doubled:
         raise rewritten
     return text
@@ -281,36 +270,20 @@ def _continued(
 def render_chat(
     tokenizer: Any,
     messages: Any,
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Kwargs = NO_KWARGS,
+    tools: Tools = None,
     *,
     add_generation_prompt: bool = False,
 ) -> str:
     """Return messages as the text that the chat template makes of them. Raises InvalidInput as `encode_prompt` does."""
-    return str(
-        by_template(
-            tokenizer,
-            messages,
-            template_kwargs,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **of_tools(tools),
-        )
-    )
+    options = {"add_generation_prompt": add_generation_prompt, **of_tools(tools)}
+    return _by_template(tokenizer, messages, template_kwargs, options)
 
 
-def by_template(
-    tokenizer: Any,
-    messages: Any,
-    template_kwargs: Mapping[str, Any],
-    *,
-    tokenize: bool = True,
-    return_dict: bool = False,
-    **options: Any,
-) -> Any:
-    """Return the chat template's output for messages: token ids, a text, or a dict with more. Raises InvalidInput with the
-    template's error, because templates refuse conversations that their model does not know (two turns of the user in
-    a row), and for an argument that the template does not read."""
+def _by_template(tokenizer: Any, messages: Any, template_kwargs: Kwargs, options: Kwargs) -> str:
+    """Return the chat template's text for messages. Raises InvalidInput with the template's error, because templates refuse
+    conversations that their model does not know (two turns of the user in a row), and for an argument that the template does
+    not read."""
     source = str(tokenizer.chat_template)
     for name in template_kwargs:
         if re.search(rf"\b{re.escape(name)}\b", source) is None:
@@ -325,12 +298,10 @@ def by_template(
         )
     messages = shown_to(tokenizer, messages, template_kwargs)
     with refusals("the chat template", f"the messages {messages!r:.60}"):
-        return tokenizer.apply_chat_template(
-            messages, tokenize=tokenize, return_dict=return_dict, **template_kwargs, **options
-        )
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs, **options))
 
 
-def shown_to(tokenizer: Any, messages: Any, template_kwargs: Mapping[str, Any]) -> Any:
+def shown_to(tokenizer: Any, messages: Any, template_kwargs: Kwargs) -> Any:
     """Return messages as the chat template of the tokenizer takes them."""
 
     def write(chat: Any) -> str | None:
@@ -344,7 +315,7 @@ def shown_to(tokenizer: Any, messages: Any, template_kwargs: Mapping[str, Any]) 
     return for_template(messages, str(tokenizer.chat_template), write)
 
 
-def of_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+def of_tools(tools: Tools) -> dict[str, Any]:
     """Return the argument of the chat template for tools; none where there are none."""
     return {} if tools is None else {"tools": list(tools)}
 
@@ -378,8 +349,8 @@ def encode_exchange(
     prompt: Any,
     completion: Any,
     template: str,
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Kwargs = NO_KWARGS,
+    tools: Tools = None,
     *,
     ends: bool = True,
     stops: frozenset[int] | None = None,
@@ -397,9 +368,8 @@ def encode_exchange(
         ids = _prompt_ids(tokenizer, prompt, template, text)
         is_text = isinstance(prompt, str) and template != "always"
         rest = _behind(tokenizer, ids, text, completion, begins=is_text)
-        return np.array(ids, np.int32), _ended(tokenizer, rest, stops=stops) if ends else np.array(
-            rest, np.int32
-        )
+        end = _ended(tokenizer, rest, stops=stops) if ends else np.array(rest, np.int32)
+        return np.array(ids, np.int32), end
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if template == "never" or not tokenizer.chat_template:
         encode_prompt(tokenizer, messages, template)  # raises
@@ -455,8 +425,8 @@ def encode_for_scoring(
     prompt: Any,
     completion: Any,
     template: str,
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Kwargs = NO_KWARGS,
+    tools: Tools = None,
 ) -> IntArray:
     """Return [T] token ids of a whole text that a reward model scores at its last token.
 

@@ -1,12 +1,14 @@
-"""Files of an evaluation: a result with digests, and one line for each sample.
+"""Files of an evaluation: a result with digests, and one line for each sample; and whether results and verdicts belong to a model.
 
-Promise: a result names the digest of its samples and of itself, and a file that was changed afterwards is refused.
+Promise: a result names the digest of its samples and of itself, and a document that was changed afterwards is refused with its name.
+An evaluation counts for the model files that it measured alone, a verdict for an evaluation that is there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +23,7 @@ RESULT = "result.json"
 SAMPLES = "samples.jsonl"
 
 Json = dict[str, Any]
+Document = Mapping[str, Any]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -93,8 +96,7 @@ def read_result(path: Path) -> tuple[Json, list[Json]]:
         raise DataError(f"{file} is not valid JSON ({error}); evaluate again") from None
     if not isinstance(result, dict) or result.get("format") != FORMAT:
         raise DataError(f"{file} is no evaluation of format {FORMAT}; evaluate again with this version")
-    content = {key: value for key, value in result.items() if key != "digest"}
-    if result.get("digest", "") != digest_if_any(content):
+    if not _has_own_digest(result):
         raise DataError(f"{file} was changed after it was written: its digest does not fit; evaluate again")
     samples_file = file.parent / SAMPLES
     try:
@@ -115,9 +117,54 @@ def read_result(path: Path) -> tuple[Json, list[Json]]:
     return result, samples
 
 
-def digest_if_any(value: Any) -> str | None:
-    """Return the digest of a value; None for one that has no JSON form."""
+def _has_own_digest(document: Document) -> bool:
+    """Return whether a document is as it was written; false for one that has no JSON form."""
     try:
-        return digest_of(value)
+        digest = digest_of({key: value for key, value in document.items() if key != "digest"})
+        return bool(document.get("digest", "") == digest)
     except (ValueError, RecursionError):
-        return None
+        return False
+
+
+def check_evidence(
+    export_sha256: str, evaluations: Mapping[str, Document], verdicts: Mapping[str, Document]
+) -> None:
+    """Check the results and verdicts of a model, both by the names of their files. Raises DataError, which names the file."""
+    for name, result in evaluations.items():
+        _check_digest(name, result, "an evaluation")
+        if result.get("format") != FORMAT:
+            raise DataError(f"{name} is no evaluation of format {FORMAT}; evaluate again with this version")
+        measured = result.get("digests", {}).get("model", "")
+        if measured != export_sha256:
+            raise DataError(
+                f"{name} measured model files of the digest {measured or 'that is not on record'}, and these have "
+                f"{export_sha256}; evaluate this folder"
+            )
+    digests = {result["digest"] for result in evaluations.values()}
+    for name, verdict in verdicts.items():
+        _check_digest(name, verdict, "a verdict")
+        if verdict.get("outcome") not in ("passed", "failed", "undecided"):
+            raise DataError(
+                f"{name} has the outcome {verdict.get('outcome')!r}; write it again with `paceline gate`"
+            )
+        if verdict.get("digests", {}).get("candidate") not in digests:
+            raise DataError(
+                f"{name} judges an evaluation that is not among those of this model; give that evaluation too"
+            )
+
+
+def has_passed(verdicts: Sequence[Document]) -> bool:
+    """Return whether a gate has judged the model, and every one has passed it."""
+    return bool(verdicts) and all(verdict["outcome"] == "passed" for verdict in verdicts)
+
+
+def outcome_of(verdicts: Sequence[Document]) -> str:
+    """Return what the gates say, for people: `no verdict`, `passed`, or the first outcome that is not."""
+    return next(
+        (v["outcome"] for v in verdicts if v["outcome"] != "passed"), "passed" if verdicts else "no verdict"
+    )
+
+
+def _check_digest(name: str, document: Document, what: str) -> None:
+    if not _has_own_digest(document):
+        raise DataError(f"{name} is not {what} as it was written: its digest does not fit; make it anew")

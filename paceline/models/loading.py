@@ -1,12 +1,34 @@
-"""Facts about models that every role must know alike: the supported LM heads and the type that "auto" stands for."""
+"""Facts about models that every role must know alike: supported LM heads, the type that "auto" stands for, faults and sizes of files."""
 
 from __future__ import annotations
-
+from paceline.errors import InvalidInput
+from paceline.errors import Unreadable
+from paceline.errors import error_text
+from paceline.errors import is_about_input
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import InvalidInput, Unreadable, error_text, is_about_input
-from paceline.models.hub_names import hub_remedy
+FOLDERS = {
+    "checkpoints", "ckpt", "data", "datasets", "export", "home", "mnt", "model", "models", "out", "output",
+    "outputs", "results", "root", "runs", "tmp", "weights",
+}  # fmt: skip
+"""First parts of a name that are folders far more often than organisations."""
+
+
+def hub_remedy(name: str) -> str:
+    """Return the clause for a `name` that gave nothing: a folder of other files, a path, or a hub that cannot be reached."""
+    if Path(name).is_dir():
+        return "name the files in that folder (./folder/*.jsonl), or a folder made by `save_to_disk`"
+    parts = name.rstrip("/").split("/")
+    if Path(name).is_absolute() or parts[0] in (".", "..", "~"):
+        return "there is no such folder; check the path"
+    if len(parts) > 2 or parts[0].lower() in FOLDERS or (len(parts) > 1 and Path(parts[0]).is_dir()):
+        return f"it looks like a path and was taken for a name on the hub; write ./{name} for a path below the spec's folder"
+    return (
+        "it was looked for on the hub; check the name, or name a folder. Without network set HF_HUB_OFFLINE=1, which uses "
+        "what was downloaded before"
+    )
+
 
 FILE_WORDS = ("mismatch", "PytorchStreamReader", "state_dict")
 """Words in torch's errors that are about the files of a model; its other errors are about the device."""
@@ -52,4 +74,25 @@ def fault_of_load(field: str, name: str, error: BaseException) -> InvalidInput |
         return Unreadable(f"{field} {name!r} cannot be loaded: {error_text(error)}{remedy}")
     return InvalidInput(
         f"{field} {name!r} cannot be loaded: {error_text(error)}; are its files complete? Copy or download them again"
+    )
+
+
+def weights_bytes(model_name: str) -> int:
+    """Return the bytes of the weights in a model's folder; 0 for a URL, a name on the hub or a folder that is not here."""
+    try:
+        files = [*Path(model_name).expanduser().glob("*.safetensors")]
+        return sum(file.stat().st_size for file in files)
+    except (OSError, ValueError, RuntimeError):
+        return 0
+
+
+def named_size(model_name: str) -> str:
+    """Return a model's name with the size of its weights, where that is known: `./model (0.99 GB)`."""
+    size_bytes = weights_bytes(model_name)
+    if not size_bytes:
+        return model_name
+    return (
+        f"{model_name} ({size_bytes / 1e9:.2f} GB)"
+        if size_bytes >= 1e7
+        else f"{model_name} ({size_bytes / 1e6:.1f} MB)"
     )

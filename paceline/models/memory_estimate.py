@@ -65,7 +65,6 @@ class Estimate:
 
     @property
     def sampler_bytes(self) -> int:
-        """Bytes of a rollout worker."""
         return sum(self.sampler.values())
 
 
@@ -266,7 +265,6 @@ def sentence(needed: Estimate, spec: RunSpec) -> str:
 
 
 def gigabytes(size_bytes: int) -> str:
-    """Return a size for people."""
     return f"{size_bytes / 1e9:.1f} GB"
 
 

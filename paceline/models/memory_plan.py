@@ -1,26 +1,30 @@
-"""The memory plan of a run: what each of its devices has to hold.
+"""The memory plan of a run: what each of its devices has to hold, what makes it fit, and what `auto` stands for by it.
 
 All of it follows from the spec, the model's sizes and the room on the devices, without looking at this machine. The estimate
-is `paceline/models/memory_estimate.py`; measured ones are in docs/performance.md, "Memory plan". What makes a run fit is
-`memory_remedies.py`, and what `auto` stands for `auto_settings.py`.
+is `paceline/models/memory_estimate.py`; measured ones are in docs/performance.md, "Memory plan". `auto` is replaced when a run is
+submitted, so the spec that is stored has none left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from paceline.errors import InvalidInput, SpecError
 from paceline.models.loading import resolved_dtype
 from paceline.models.memory_estimate import (
     CONTEXT_BYTES,
     DTYPE_BYTES,
     Estimate,
     estimate,
+    gigabytes,
     key_value_bytes,
 )
-from paceline.models.mesh_shape import STATE_BYTES, MeshShape, mesh_shape, state_room
-from paceline.models.shape import ModelShape
+from paceline.models.shape import STATE_BYTES, MeshShape, ModelShape, mesh_shape, read_shape, state_room
 from paceline.spec import RunSpec
+from paceline.spec.keys import with_keys
 
 GPUS_PER_HOST = 8
 """GPUs of a host, where a learner has more ranks than that."""
@@ -54,7 +58,6 @@ class Load:
 
     @property
     def bytes(self) -> int:
-        """Sum of the parts."""
         return sum(self.parts.values())
 
     @property
@@ -80,7 +83,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Return whether every device holds its load."""
         return all(load.fits for load in self.loads)
 
 
@@ -181,3 +183,244 @@ def _load(device: str, room_bytes: int | None, *parts: Mapping[str, int]) -> Loa
 
 def _named(role: str, parts: Mapping[str, int]) -> dict[str, int]:
     return {f"{role} {name}": size for name, size in parts.items() if size}
+
+
+LARGEST_TENSOR_PARALLEL = 8
+MOST_RANKS = 1_024
+
+
+def remedies(spec: RunSpec, shape: ModelShape, room: Room) -> dict[str, Any]:
+    """Return keys, with their values, that make the run fit: one alone where one is enough, else several together; empty
+    where nothing tried is enough."""
+
+    def fits(changed: Mapping[str, Any]) -> bool:
+        try:
+            return plan(with_keys(spec, changed), shape, room).fits
+        except InvalidInput:  # such as a number of ranks that policy.parallel does not divide
+            return False
+
+    tried: dict[str, Any] = {}
+    offered = list(_offers(spec))
+    for key, value in offered:
+        if fits({key: value}):
+            return {key: value}
+    for key, value in offered:
+        try:
+            with_keys(spec, {**tried, key: value})
+        except InvalidInput:
+            continue
+        tried[key] = value
+        if fits(tried):
+            return _needed_of(tried, fits)
+    return {}
+
+
+def refusal(spec: RunSpec, shape: ModelShape, room: Room) -> str:
+    """Return a sentence on the first device that cannot hold its load, with what makes it fit; empty when all do."""
+    made = plan(spec, shape, room)
+    full = next((load for load in made.loads if not load.fits), None)
+    if full is None:
+        return ""
+    assert full.room_bytes is not None
+    largest = max(full.parts, key=lambda name: full.parts[name])
+    text = (
+        f"{full.device} has {gigabytes(full.room_bytes)} for an estimated {gigabytes(full.bytes)}, of which "
+        f"{gigabytes(full.parts[largest])} {largest}"
+    )
+    found = remedies(spec, shape, room)
+    if not found:
+        return f"{text}; no setting alone makes it fit: take more or larger GPUs, or a smaller model"
+    return f"{text}; set {' and '.join(f'{key}={_text(value)}' for key, value in found.items())}"
+
+
+def _offers(spec: RunSpec) -> Iterator[tuple[str, Any]]:
+    """Yield settings that take less memory than those of the spec, the cheapest first."""
+    policy, cluster = spec.policy, spec.cluster
+    generation = policy.generation
+    if generation.backend == "vllm" and spec.samples:
+        size = 2 * generation.vllm_cfg.tensor_parallel_size
+        while size <= LARGEST_TENSOR_PARALLEL:
+            yield "policy.generation.vllm_cfg.tensor_parallel_size", size
+            size *= 2
+        if set(cluster.learner_gpus) & set(cluster.rollout_gpus):
+            for share in (0.6, 0.5, 0.4, 0.3, 0.2):
+                if share < (generation.vllm_cfg.gpu_memory_utilization or VLLM_SHARE):
+                    yield SHARE_KEY, share
+    elif spec.samples:
+        size = generation.batch_size(on_gpu=on_gpus(spec)[1]) // 2
+        while size >= 1:
+            yield "policy.generation.max_batch_size", size
+            size //= 2
+    kinds = ("none", "selective", "full")
+    at = kinds.index(policy.activation_checkpointing) if policy.activation_checkpointing in kinds else 2
+    for kind in kinds[at + 1 :]:
+        if not (kind == "selective" and policy.compile):
+            yield "policy.activation_checkpointing", kind
+    tokens = policy.row_tokens // 2
+    while tokens >= max(policy.max_total_sequence_length, LEAST_MB_TOKENS):
+        yield "policy.train_mb_tokens", tokens
+        tokens //= 2
+    if policy.optimizer.state_dtype == "float32":
+        yield "policy.optimizer.state_dtype", "bfloat16"
+    if on_gpus(spec)[0]:
+        ranks = 2 * cluster.learner_ranks
+        while ranks <= MOST_RANKS and not cluster.learner_gpus:
+            yield "cluster.learner_ranks", ranks
+            ranks *= 2
+        if not policy.optimizer.offload and not policy.cpu_offload:
+            yield "policy.optimizer.offload", True
+        if not policy.cpu_offload:
+            yield "policy.cpu_offload", True
+    if not policy.lora_cfg.enabled:
+        yield "policy.lora_cfg.enabled", True
+
+
+def _needed_of(changed: dict[str, Any], fits: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+    for key in list(changed):
+        without = {name: value for name, value in changed.items() if name != key}
+        if without and fits(without):
+            changed = without
+    return changed
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+LEAST_SHARE = 0.3
+"""vLLM's share of a GPU that it has together with the learner, while room for the learner is sought."""
+SPARE_SHARE = 0.05
+"""Part of such a GPU that neither gets: the estimate may be wrong by as much."""
+AUTO_TOKENS = (32_768, 16_384, 8_192, 4_096, 2_048, LEAST_MB_TOKENS)
+"""Micro-batches among which `auto` chooses; larger ones make a GPU no faster."""
+USUAL_TOKENS = 8_192
+"""Micro-batch that `auto` makes room for before it keeps more activations."""
+log = logging.getLogger(__name__)
+
+
+def is_open(spec: RunSpec) -> bool:
+    """Return whether the spec leaves a choice to the plan."""
+    generation = spec.policy.generation
+    shares = generation.backend == "vllm" and _lacks_share(spec)
+    return shares or "auto" in (
+        spec.policy.activation_checkpointing,
+        spec.policy.train_mb_tokens,
+        generation.backend,
+        generation.max_batch_size,
+    )
+
+
+def planned(
+    spec: RunSpec, shape: ModelShape | None, room: Room, *, has_vllm: bool = True
+) -> tuple[RunSpec, list[str]]:
+    """Return the spec without `auto` in policy.generation.backend and max_batch_size, policy.activation_checkpointing and
+    policy.train_mb_tokens, and with vLLM's share of a GPU that it has together with the learner; and a sentence for each key
+    that was replaced.
+
+    Chosen is the first of none, selective and full with which the usual 8,192 tokens fit (as many as the longest sequence
+    has, if that is more), then the largest power of two of tokens that still fits. Where the model's sizes or the room are
+    not known, they become full and 8,192. `has_vllm` says whether it is installed where the run samples.
+    """
+    room = with_gpu_size(spec, room)
+    spec, said = with_engine(spec, has_vllm=has_vllm)
+    shares = spec.policy.generation.backend == "vllm" and _lacks_share(spec)
+    if shares:
+        spec = with_keys(spec, {SHARE_KEY: LEAST_SHARE})
+    spec, chosen = _with_passes(spec, shape, room)
+    if shares and shape is not None and room.gpu_bytes is not None:
+        learner = plan(spec, shape, room).estimate.learner_bytes
+        share = max(LEAST_SHARE, int(100 * (1 - learner / room.gpu_bytes) - 100 * SPARE_SHARE) / 100)
+        spec = with_keys(spec, {SHARE_KEY: min(share, VLLM_SHARE)})
+        chosen.append(
+            f"{SHARE_KEY} is {min(share, VLLM_SHARE)}: what the learner leaves on a GPU that both have"
+        )
+    return spec, said + chosen
+
+
+def with_engine(spec: RunSpec, *, has_vllm: bool = True) -> tuple[RunSpec, list[str]]:
+    """Return the spec with an engine and its number of sequences in the place of `auto`, and a sentence where it was chosen for
+    GPUs."""
+    spec, said = _with_backend(spec, has_vllm)
+    generation = spec.policy.generation
+    if generation.max_batch_size == "auto":
+        size = generation.batch_size(on_gpu=on_gpus(spec)[1])
+        spec = with_keys(spec, {"policy.generation.max_batch_size": size})
+    return spec, said
+
+
+def _with_backend(spec: RunSpec, has_vllm: bool) -> tuple[RunSpec, list[str]]:
+    generation = spec.policy.generation
+    if generation.backend != "auto":
+        return spec, []
+    is_set = generation.vllm_cfg != type(generation.vllm_cfg)() or bool(generation.vllm_kwargs)
+    wants = is_set or (spec.samples and on_gpus(spec)[1])
+    backend = "vllm" if wants and (has_vllm or is_set) else "native"
+    said = []
+    if wants and spec.samples:
+        why = "on GPUs" if backend == "vllm" else "vLLM is not installed here; pip install 'paceline[vllm]'"
+        said = [f"policy.generation.backend is {backend}: auto, {why}"]
+    return with_keys(spec, {"policy.generation.backend": backend}), said
+
+
+def _lacks_share(spec: RunSpec) -> bool:
+    together = set(spec.cluster.learner_gpus) & set(spec.cluster.rollout_gpus)
+    config = spec.policy.generation.vllm_cfg
+    return (
+        spec.samples
+        and bool(together)
+        and config.gpu_memory_utilization is None
+        and config.kv_cache_memory_bytes is None
+    )
+
+
+def _with_passes(spec: RunSpec, shape: ModelShape | None, room: Room) -> tuple[RunSpec, list[str]]:
+    """Return the spec without `auto` in what the learner's passes keep and how large they are."""
+    policy = spec.policy
+    is_auto = policy.activation_checkpointing == "auto", policy.train_mb_tokens == "auto"
+    if not any(is_auto):
+        return spec, []
+    longest = policy.max_total_sequence_length
+    known = room.gpu_bytes if on_gpus(spec)[0] else room.host_bytes
+    kinds = ["none", *(() if policy.compile else ("selective",)), "full"]
+    if policy.lora_cfg.enabled and policy.lora_cfg.dropout:
+        kinds = ["none"]
+    usual = max(USUAL_TOKENS, longest)
+    if shape is None or known is None:
+        why = "the model's config.json is not here" if shape is None else "cluster.gpu_gb is not set"
+        chosen, tokens = kinds[-1], usual
+    else:
+        why = f"{gigabytes(known)} of a {'GPU' if on_gpus(spec)[0] else 'host'}"
+
+        def fits(kind: str, tokens: int) -> bool:
+            tried = {
+                "policy.activation_checkpointing": kind if is_auto[0] else policy.activation_checkpointing,
+                "policy.train_mb_tokens": tokens if is_auto[1] else policy.train_mb_tokens,
+            }
+            return plan(with_keys(spec, tried), shape, room).learner_fits
+
+        chosen = next((kind for kind in kinds if fits(kind, usual)), kinds[-1])
+        sizes = [size for size in AUTO_TOKENS if size >= longest] or [longest]
+        tokens = next((size for size in sizes if fits(chosen, size)), sizes[-1])
+    changed: dict[str, Any] = {}
+    if is_auto[0]:
+        changed["policy.activation_checkpointing"] = chosen
+    if is_auto[1]:
+        changed["policy.train_mb_tokens"] = tokens
+    said = [f"{key} is {value}: auto, for {why}" for key, value in changed.items()]
+    return with_keys(spec, changed), said
+
+
+def checked_plan(spec: RunSpec) -> RunSpec:
+    """Return the spec to submit: where this machine has the model's config.json, without `auto`.
+
+    Raises SpecError when a GPU of cluster.gpu_gb cannot hold its load.
+    """
+    shape = read_shape(spec.policy.model_name)
+    if shape is None:
+        return with_engine(spec)[0]  # the coordinator, which may have it, decides on the rest
+    spec, chosen = planned(spec, shape, Room())
+    for line in chosen:
+        log.info("%s", line)
+    if why_not := refusal(spec, shape, Room()):
+        raise SpecError(why_not)
+    return spec

@@ -1,12 +1,15 @@
-"""Sizes of a transformer, from its config.json alone. Nothing heavy is imported and nothing is loaded."""
+"""Sizes of a transformer from its config.json alone, of the mesh of the learner's ranks, and of the work of training. Nothing is loaded."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from paceline.errors import InvalidInput
+from paceline.spec import ParallelSection
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,84 @@ def _cached_config(model_name: str) -> Path | None:
     except Exception:  # a name that the hub would not accept, or no such package: there is no estimate then
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+STATE_BYTES = 16
+"""Bytes of a parameter with its gradient and its moments, all in float32."""
+HOST_SHARE = 0.7
+"""Part of a host's GPU memory that the state may take for `auto` to make replicas; the rest is for activations."""
+
+
+class MeshShape(NamedTuple):
+    """Sizes of the mesh; their product is the number of ranks."""
+
+    replicate: int
+    shard: int
+
+
+def mesh_shape(parallel: ParallelSection, ranks: int, hosts: int, fits_host: Callable[[], bool]) -> MeshShape:
+    """Return the sizes for `ranks` ranks on `hosts` hosts. `auto` divides a model by all ranks, but on several hosts makes a
+    replica of each where `fits_host` says that the ranks of one hold it.
+
+    Raises InvalidInput when the sizes do not make the number of ranks.
+    """
+    replicate, shard = parallel.replicate, parallel.shard
+    if replicate == "auto" and shard == "auto":
+        replicate = hosts if hosts > 1 and ranks % hosts == 0 and fits_host() else 1
+    if replicate == "auto":
+        assert shard != "auto"
+        replicate = ranks // shard
+    if shard == "auto":
+        shard = ranks // replicate
+    if replicate * shard != ranks:
+        raise InvalidInput(
+            f"policy.parallel.replicate {parallel.replicate} and shard {parallel.shard} do not make {ranks}, the number of the "
+            "learner's ranks; set one of them to auto, or to a divisor"
+        )
+    return MeshShape(replicate, shard)
+
+
+def state_room(ranks: int, gpu_bytes: int) -> int:
+    """Return the bytes that the state of a replica may take on a host whose `ranks` GPUs have `gpu_bytes` each."""
+    return int(HOST_SHARE * ranks * gpu_bytes)
+
+
+DENSE_BFLOAT16_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+"""Products in bfloat16, without sparsity, of GPUs whose names contain the key; NVIDIA's data sheets."""
+
+
+def training_flops(
+    shape: ModelShape, runs: Iterable[tuple[int, int]], predicted: int, *, frozen_base: bool = False
+) -> float:
+    """Return the operations of one forward and backward pass, as for the model FLOPs utilisation of PaLM (Chowdhery et al. 2022,
+    arXiv 2204.02311, appendix B): 2 for each weight and token forward, 4 backward, with LoRA 2, and the products of causal
+    attention. Recomputed activations and frozen policies do not count, so the utilisation falls where time is spent on them.
+
+    Args:
+        shape: the model.
+        runs: (count, length) of the sequences, as in a packed row.
+        predicted: tokens whose logits are computed.
+        frozen_base: the gradients of the model's own weights are not computed (LoRA).
+    """
+    layer = 2 * shape.hidden * (shape.attention + shape.key_value) + 3 * shape.hidden * shape.mlp
+    passes = 4 if frozen_base else 6
+    total = 0.0
+    for count, length in runs:
+        # Scores and values: 2 products of 2·width operations for each pair, half of which are masked; thrice with backward.
+        attention = 6 * shape.attention * length * length
+        total += count * shape.layers * (passes * layer * length + attention)
+    return total + passes * shape.embedding * predicted
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the most operations of a GPU in a second; None for one that is not known."""
+    return next((peak for name, peak in DENSE_BFLOAT16_FLOPS.items() if name in device_name), None)

@@ -33,23 +33,10 @@ REMOTE_PART_BYTES = 32 << 20
 """Bytes of one request to an object store; the requests of a slice travel side by side."""
 
 DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
+    "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
 """Names of torch's types by those in the files."""
 
 
@@ -205,7 +192,6 @@ class RangedFile:
         return InvalidInput(f"{self._what}: {self.path} is damaged: {reason}; copy it again")
 
     def close(self) -> None:
-        """Close the file, if it is open."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -245,15 +231,12 @@ class StoredTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in the file."""
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
     def get_shape(self) -> list[int]:
-        """Return the shape, as safetensors' slices do."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Return the type by its name in the file."""
         return self.dtype
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:

@@ -6,11 +6,20 @@ nowhere else. `paceline.spec.reading` reads the YAML and the dotted overrides.
 """
 
 from paceline.spec.run import RunSpec
+from paceline.spec.sections.algorithms import (
+    AdvantageName,
+    AsyncGrpoSection,
+    DistillationSection,
+    DpoSection,
+    ExamplesSection,
+    GrpoSection,
+    KtoSection,
+    OrpoSection,
+    RmSection,
+    SftSection,
+)
 from paceline.spec.sections.base import Section
-from paceline.spec.sections.bundle import BundleSection
-from paceline.spec.sections.data import DataSection, RewardFunctionSection
-from paceline.spec.sections.distillation import DistillationSection
-from paceline.spec.sections.grpo import AdvantageName, AsyncGrpoSection, GrpoSection
+from paceline.spec.sections.data import DataSection
 from paceline.spec.sections.loss import LossSection
 from paceline.spec.sections.policy import (
     GenerationSection,
@@ -19,44 +28,15 @@ from paceline.spec.sections.policy import (
     ParallelSection,
     PolicySection,
     SchedulerSection,
-)
-from paceline.spec.sections.supervised import (
-    DpoSection,
-    ExamplesSection,
-    KtoSection,
-    OrpoSection,
-    RmSection,
-    SftSection,
+    ValueSection,
 )
 from paceline.spec.sections.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
-from paceline.spec.value import ValueSection
+from paceline.spec.sections.user_code import BundleSection, RewardFunctionSection
 
 __all__ = [
-    "AdvantageName",
-    "AsyncGrpoSection",
-    "BundleSection",
-    "CheckpointingSection",
-    "ClusterSection",
-    "DataSection",
-    "DistillationSection",
-    "DpoSection",
-    "ExamplesSection",
-    "GenerationSection",
-    "GrpoSection",
-    "KtoSection",
-    "LoggerSection",
-    "LoraSection",
-    "LossSection",
-    "OptimizerSection",
-    "OrpoSection",
-    "ParallelSection",
-    "PolicySection",
-    "RewardFunctionSection",
-    "RmSection",
-    "RunSpec",
-    "SchedulerSection",
-    "Section",
-    "SftSection",
-    "ValueSection",
-    "WeightsSection",
-]
+    "AdvantageName", "AsyncGrpoSection", "BundleSection", "CheckpointingSection", "ClusterSection",
+    "DataSection", "DistillationSection", "DpoSection", "ExamplesSection", "GenerationSection", "GrpoSection",
+    "KtoSection", "LoggerSection", "LoraSection", "LossSection", "OptimizerSection", "OrpoSection",
+    "ParallelSection", "PolicySection", "RewardFunctionSection", "RmSection", "RunSpec", "SchedulerSection",
+    "Section", "SftSection", "ValueSection", "WeightsSection",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
@@ -11,6 +12,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from paceline.errors import InvalidInput
 from paceline.spec.run import RunSpec
 
 ITEM = "N"
@@ -132,3 +134,22 @@ def _bounds(metadata: list[Any]) -> str:
 def _yaml(value: Any) -> str:
     text: str = yaml.safe_dump(value, default_flow_style=True, width=1000)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def with_keys(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
+    """Return the spec with other values at dotted keys. Raises InvalidInput for values that contradict the spec."""
+    changed = spec
+    for dotted, value in values.items():
+        changed = _with_key(changed, dotted.split("."), value)
+    try:
+        RunSpec.model_validate(changed.model_dump())
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
+    return changed
+
+
+def _with_key(section: Any, path: list[str], value: Any) -> Any:
+    name, *below = path
+    return section.model_copy(
+        update={name: _with_key(getattr(section, name), below, value) if below else value}
+    )

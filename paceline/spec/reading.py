@@ -1,10 +1,11 @@
-"""Read a `RunSpec` from YAML and dotted overrides; faults are explained by `paceline.spec.explaining`.
+"""Read a `RunSpec` from YAML and dotted overrides; faults are explained by `paceline.spec.faults`.
 
 `load_spec("grpo.yaml", ["grpo.num_prompts_per_step=16"])` is the work of `paceline submit`. Relative paths in a file
 are relative to that file, and folders that the run makes to the working directory; the resolved spec holds absolute
 ones, so that every service reads the same.
 
-The answer to a whole configuration of another library that is taken for a spec: `paceline import` makes one of it.
+A whole configuration of another library that is taken for a spec is answered with `paceline import`. Whatever has to know all files
+of user code that a spec names (bundles, permitted folders, checks before a start) asks here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import contextlib
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,11 @@ from pydantic import ValidationError
 
 from paceline.errors import SpecError
 from paceline.host.regular_file import open_regular
-from paceline.spec import RewardFunctionSection, RunSpec
-from paceline.spec.explaining.faults import explain, unknown_key
-from paceline.spec.foreign.names import look_up, table
+from paceline.spec import RewardFunctionSection, RunSpec, bounded_yaml
+from paceline.spec.faults import explain, unknown_key
+from paceline.spec.foreign import look_up, table
 from paceline.spec.keys import keys
-from paceline.spec.sections.environment import EnvironmentSection
+from paceline.spec.sections.user_code import EnvironmentSection
 
 MAX_PATH = 1024
 MODEL_FIELDS = (
@@ -36,12 +38,7 @@ MODEL_FIELDS = (
     ("value", "model_name"),
 )
 """Models and tokenizers: folders, fsspec URLs, names on the hub, or `run:ID`."""
-PATH_FIELDS = (
-    *MODEL_FIELDS,
-    ("data", "train"),
-    ("data", "validation"),
-    ("checkpointing", "checkpoint_dir"),
-)
+PATH_FIELDS = (*MODEL_FIELDS, ("data", "train"), ("data", "validation"), ("checkpointing", "checkpoint_dir"))
 OUTPUT_FIELDS = (("checkpointing", "checkpoint_dir"), ("weights", "store"))
 """Folders that a run makes; relative ones are relative to the directory in which the spec is loaded."""
 
@@ -64,8 +61,6 @@ def load_spec(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
     """Return the sections of YAML file `path` as written. Raises SpecError: no such file, not YAML, too large."""
-    from paceline.spec import bounded_yaml
-
     path = Path(path)
     try:
         with open_regular(path) as file:
@@ -105,8 +100,6 @@ def parse_spec(tree: dict[str, Any], base: Path | None = None) -> RunSpec:
 
 def submitted_spec(text: str) -> RunSpec:
     """Return the spec in YAML `text` that a client submits, within the bounds of `bounded_yaml`. Raises SpecError."""
-    from paceline.spec import bounded_yaml
-
     spec = parse_spec(_mapping(bounded_yaml.load(text)))
     _check_paths(spec)
     return spec
@@ -130,10 +123,8 @@ def spec_from_yaml(text: str) -> RunSpec:
 
 
 def _tree_of(text: str) -> dict[str, Any]:
-    from paceline.spec.bounded_yaml import StepwiseLoader
-
     try:
-        tree = yaml.load(text, StepwiseLoader)
+        tree = yaml.load(text, bounded_yaml.StepwiseLoader)
     except yaml.YAMLError as error:
         raise SpecError(f"the spec is not valid YAML: {error}") from None
     except (ValueError, OverflowError, RecursionError) as error:  # what Python cannot hold
@@ -223,7 +214,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     node: Any = tree
     for key in keys[:-1]:
         if isinstance(node, list):
-            node = _item(node, key, override)
+            node = node[_index(node, key, override)]
         elif isinstance(node, dict):
             if node.get(key) is None:
                 node[key] = {}
@@ -244,10 +235,6 @@ def _below_value(override: str, key: str) -> SpecError:
     if look_up(dotted):
         return SpecError("\n".join(unknown_key(tuple(dotted.split(".")), None)))
     return SpecError(f"override {override!r}: {key!r} is below a plain value")
-
-
-def _item(node: list[Any], key: str, override: str) -> Any:
-    return node[_index(node, key, override)]
 
 
 def _index(node: list[Any], key: str, override: str) -> int:
@@ -335,15 +322,17 @@ SUFFIXES = {".py": "trl", ".toml": "prime-rl"}
 MIN_KEYS = 3
 """Keys of a library, and not ours, from which on the file is taken for a configuration of it."""
 MAX_KEYS = 1000
-COMMON_PREFIXES = ("actor_rollout_ref.",)
-"""Beginnings of names that the tables may leave out."""
+COMMON_PREFIX = "actor_rollout_ref."
+"""Beginning of names that the tables may leave out."""
 
 
 def import_hint(path: Path, tree: dict[str, Any]) -> str:
     """Return the sentence that names `paceline import`; empty for a spec of ours, mistakes included."""
-    foreign = [name for name in _leaves(tree) if name not in keys()]
+    foreign = [name for name in islice(_walk("", tree), MAX_KEYS) if name not in keys()]
     found = {
-        library: sum(name in table(library) or _without_prefix(name) in table(library) for name in foreign)
+        library: sum(
+            not table(library).keys().isdisjoint((name, name.removeprefix(COMMON_PREFIX))) for name in foreign
+        )
         for library in COMMANDS
     }
     library = max(found, key=lambda each: found[each])
@@ -359,24 +348,44 @@ def hint_by_suffix(path: Path) -> str:
     return f"; `paceline import {library} {path}` writes a spec from it" if library else ""
 
 
-def _without_prefix(name: str) -> str:
-    for prefix in COMMON_PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
-
-
-def _leaves(tree: dict[str, Any]) -> list[str]:
-    found: list[str] = []
-    for name in _walk("", tree):
-        found.append(name)
-        if len(found) == MAX_KEYS:
-            break
-    return found
-
-
 def _walk(above: str, value: Any, levels: int = 8) -> Iterator[str]:
     if not isinstance(value, dict) or not value or levels == 0:
         yield above.removesuffix(".")
         return
     for name, below in value.items():
         yield from _walk(f"{above}{name}.", below, levels - 1)
+
+
+def code_paths(spec: RunSpec) -> dict[str, str]:
+    """Return each `file:name` of a spec by its field. Built-in functions have no file."""
+    named = {f"rewards.{index}.function": reward.function for index, reward in enumerate(spec.rewards)}
+    environment = spec.environment
+    for name, each in environment.classes.items():
+        named[f"environment.class.{name}" if name else "environment.class"] = each
+    named |= {f"environment.tools.{index}": tool for index, tool in enumerate(environment.tools)}
+    named |= {"environment.agent": environment.agent, "environment.train_call": environment.train_call}
+    return {field: value for field, value in named.items() if ":" in value}
+
+
+def file_of(code: str) -> str:
+    """Return the file of a `file:name`."""
+    return code.rpartition(":")[0]
+
+
+def with_code_paths(spec: RunSpec, change: Callable[[str], str]) -> RunSpec:
+    """Return the spec with `change` applied to each `file:name`."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: changed(each) for name, each in value.items()}
+        if isinstance(value, tuple):
+            return tuple(map(changed, value))
+        return change(value) if ":" in value else value
+
+    named = {
+        name: changed(getattr(spec.environment, name)) for name in ("class_", "tools", "agent", "train_call")
+    }
+    rewards = tuple(r.model_copy(update={"function": changed(r.function)}) for r in spec.rewards)
+    return spec.model_copy(
+        update={"rewards": rewards, "environment": spec.environment.model_copy(update=named)}
+    )

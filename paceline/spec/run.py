@@ -11,28 +11,28 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline.errors import SpecError
-from paceline.spec.sections.algorithm import AlgorithmSection
-from paceline.spec.sections.base import Section
-from paceline.spec.sections.bundle import BundleSection
-from paceline.spec.sections.data import DataSection, RewardFunctionSection
-from paceline.spec.sections.distillation import DistillationSection
-from paceline.spec.sections.environment import EnvironmentSection
-from paceline.spec.sections.grpo import WITH_GROUP_BASELINE, WITHOUT_GROUP, AsyncGrpoSection, GrpoSection
-from paceline.spec.sections.loss import LossSection, preset_of
-from paceline.spec.sections.policy import PolicySection
-from paceline.spec.sections.supervised import (
+from paceline.spec.sections.algorithms import (
+    WITH_GROUP_BASELINE,
+    WITHOUT_GROUP,
+    AlgorithmSection,
+    AsyncGrpoSection,
+    DistillationSection,
     DpoSection,
     ExamplesSection,
+    GrpoSection,
     KtoSection,
     OfflineGrpoSection,
     OrpoSection,
     RmSection,
     SftSection,
 )
+from paceline.spec.sections.base import Section
+from paceline.spec.sections.data import DataSection
+from paceline.spec.sections.loss import LossSection, preset_of
+from paceline.spec.sections.policy import PolicySection, ValueSection
 from paceline.spec.sections.system import CheckpointingSection, ClusterSection, LoggerSection, WeightsSection
+from paceline.spec.sections.user_code import BundleSection, EnvironmentSection, RewardFunctionSection
 from paceline.spec.templates import placeholders
-from paceline.spec.value import ValueSection
-from paceline.spec.warnings import settings_warnings, unread, without_filter
 
 CONTINUATION_NAMES = frozenset({"letter", "choice"})
 
@@ -220,17 +220,44 @@ class RunSpec(Section):
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for legal but suspicious settings, one sentence each; shown when the spec is submitted."""
-        names = ("rewards", "grpo", "async_grpo", "loss_fn", "value", *get_args(Algorithm))
-        sections = {name: getattr(self, name) for name in names}
-        age = self.async_grpo.max_trajectory_age_steps
+        return tuple(filter(None, (self._uncorrected(), self._without_filter(), self._unread())))
+
+    def _uncorrected(self) -> str:
+        """Return a warning if samples of older weights train uncorrected (docs/objectives.md has the cost)."""
+        loss_fn, age = self.loss_fn, self.async_grpo.max_trajectory_age_steps
+        corrected = (
+            loss_fn.truncated_importance_sampling_ratio is not None or loss_fn.ratio_anchor == "behaviour"
+        )
+        if age == 0 or corrected or not self.samples:
+            return ""
         return (
-            *settings_warnings(self.loss_fn, age, samples=self.samples),
-            *([] if self.rewards_decide_advantages else without_filter(self.grpo)),
-            *unread(
-                self.algorithm,
-                {name: s for name, s in sections.items() if name != "loss_fn" or not self.trains_traces},
-                samples=self.samples,
-            ),
+            f"async_grpo.max_trajectory_age_steps {age} with loss_fn.truncated_importance_sampling_ratio null and "
+            f"ratio_anchor {loss_fn.ratio_anchor!r}: nothing corrects for samples of older weights (masks only drop some of "
+            "them), which costs accuracy from a few steps of age on; set truncated_importance_sampling_ratio to 2, or "
+            "max_trajectory_age_steps to 0"
+        )
+
+    def _without_filter(self) -> str:
+        """Return a warning if groups of equal rewards are to be dropped whose advantages are not 0."""
+        if self.rewards_decide_advantages or not self.grpo.use_dynamic_sampling:
+            return ""
+        return (
+            f"grpo.use_dynamic_sampling true with grpo.advantage {self.grpo.advantage!r} or loss_fn.use_kl_in_reward: a group of "
+            "equal rewards has advantages there, so only groups without any reward are dropped; set use_dynamic_sampling false"
+        )
+
+    def _unread(self) -> str:
+        """Return a warning that names the sections that are set and that the algorithm does not read."""
+        of_samples = ("rewards", "grpo", "async_grpo", "loss_fn", "value")
+        read = {self.algorithm, *(of_samples if self.samples else ["loss_fn"] if self.trains_traces else [])}
+        names = [name for name in (*of_samples, *get_args(Algorithm)) if name not in read]
+        defaults = type(self).model_fields
+        ignored = [name for name in dict.fromkeys(names) if getattr(self, name) != defaults[name].default]
+        if not ignored:
+            return ""
+        return (
+            f"algorithm {self.algorithm} does not read {', '.join(ignored)}, which the spec sets; remove what is not meant, or set "
+            "another algorithm"
         )
 
     @model_validator(mode="before")

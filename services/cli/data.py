@@ -3,26 +3,34 @@ the training data as `data.preparation` makes them.
 """
 
 from __future__ import annotations
-
-import shutil
-from collections.abc import Callable, Iterator
-from itertools import groupby, islice
+from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import groupby
+from itertools import islice
+from paceline.data.conversations import encode_conversation
+from paceline.data.example_rows import Demonstration
+from paceline.data.example_rows import is_whole
+from paceline.data.examples import exchange_of
+from paceline.data.messages import tools_of
+from paceline.data.messages import tools_of_prompt
+from paceline.data.tokens import changed_text
+from paceline.data.tokens import encode_exchange
+from paceline.data.tokens import encode_prompt
+from paceline.data.tokens import encode_text
+from paceline.data.tokens import load_tokenizer
+from paceline.errors import InvalidInput
+from paceline.services.cli.recorded.source import records_of_run
+from paceline.services.cli.recorded.source import source_options
+from paceline.services.cli.render import FILE
+from paceline.services.common.options import json_option
+from paceline.services.common.options import print_json
+from paceline.spec import RunSpec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
+from typing import Any
+from typing import TYPE_CHECKING
 import click
 import numpy as np
-
-from paceline.data.conversations import encode_conversation
-from paceline.data.example_rows import Demonstration, is_whole
-from paceline.data.exchanges import exchange_of
-from paceline.data.messages import tools_of, tools_of_prompt
-from paceline.data.tokens import changed_text, encode_exchange, encode_prompt, encode_text, load_tokenizer
-from paceline.errors import InvalidInput
-from paceline.services.cli.recorded.source import records_of_run, source_options
-from paceline.services.cli.render import FILE
-from paceline.services.common.options import json_option, print_json
-from paceline.spec import RunSpec
+import shutil
 
 if TYPE_CHECKING:
     from paceline.data.preparation.prepared import Prepared
@@ -121,7 +129,7 @@ def inspect(
     Samples show what trains in green and what is only read dimmed. The runs of data.preparation.pass_rate_of are read from the
     ledger of --directory, or from a coordinator.
     """
-    from paceline.data.overlap import OVERLAP
+    from paceline.data.preparation.filters import OVERLAP
     from paceline.data.preparation.prepared import prepared_data
     from paceline.spec.reading import load_spec
 
@@ -176,9 +184,9 @@ def _print_part(name: str, part: dict[str, Any]) -> None:
 def _inspected(prepared: Prepared, original: RunSpec, limit: int, tokens: bool) -> dict[str, Any]:
     from paceline.data.examples import as_examples, checked_rows, report_of
     from paceline.data.formats import describe
-    from paceline.data.joined_rows import left_out_of
-    from paceline.data.preparation.evaluation_sets import evaluation_sets
+    from paceline.data.preparation.filters import evaluation_sets
     from paceline.data.preparation.prepared import PreparedSet
+    from paceline.data.rows import left_out_of
     from paceline.reward.builtin.mathematics import gold_warnings
 
     spec = prepared.spec(original)
@@ -212,9 +220,9 @@ def _inspected(prepared: Prepared, original: RunSpec, limit: int, tokens: bool) 
 
 
 def _first_rows(spec: RunSpec) -> Rows:
+    from paceline.data.json_rows import SpooledRows
     from paceline.data.prompts import open_streamed
     from paceline.data.row_checks import row_check
-    from paceline.data.spooled_rows import SpooledRows
 
     stream = open_streamed(spec.data, spec.seed, row_check(spec.data, has_tools=spec.prompts_have_tools))
     rows = SpooledRows(Path(str(spec.data.train)), stream.columns)
@@ -225,7 +233,7 @@ def _first_rows(spec: RunSpec) -> Rows:
 
 def _sources(rows: Rows, spec: RunSpec, *, validation: bool) -> dict[str, Any]:
     """Return the rows of each data set in a list, with the share of the draws where it has weights."""
-    from paceline.data.joined_rows import sizes_of
+    from paceline.data.rows import sizes_of
 
     names = spec.data.source_names(validation=validation)
     if len(names) < 2:
@@ -256,7 +264,7 @@ def _samples(rows: Rows, spec: RunSpec, number: int, tokens: bool) -> list[dict[
 
 def _train_prompts(rows: Rows, spec: RunSpec) -> Iterator[str]:
     """Yield the text of each prompt as the algorithm reads it; of a text that trains as a whole the text."""
-    from paceline.data.overlap import text_of
+    from paceline.data.preparation.filters import text_of
 
     for index in range(len(rows)):
         prompt, completion, _ = exchange_of(rows[index], spec)
@@ -264,7 +272,7 @@ def _train_prompts(rows: Rows, spec: RunSpec) -> Iterator[str]:
 
 
 def _overlap(train: Rows, evaluation: Rows, spec: RunSpec) -> dict[str, Any]:
-    from paceline.data.overlap import OVERLAP, OverlapIndex, prompt_texts
+    from paceline.data.preparation.filters import OVERLAP, OverlapIndex, prompt_texts
 
     index, compared, found = OverlapIndex(prompt_texts(evaluation, spec.data.prompt_key)), 0, []
     for number, text in enumerate(islice(_train_prompts(train, spec), MAX_COMPARED)):

@@ -159,7 +159,7 @@ MEANT = {
 
 def remedy(word: str, commands: Iterable[str]) -> str:
     """Return the sentence for an unknown command, such as "did you mean `paceline samples`?"."""
-    from paceline.spec.explaining.nearest import nearest
+    from paceline.spec.faults import nearest
 
     known = list(commands)
     plain = word.rpartition("/")[2].removesuffix(".py").removesuffix(".sh").lower()
@@ -176,8 +176,8 @@ def remedy(word: str, commands: Iterable[str]) -> str:
 
 def setting_for(option: str) -> str:
     """Return the clause for an unknown option that is a setting: `--learning_rate` is an override here; else empty."""
-    from paceline.spec.explaining.faults import unknown_key
-    from paceline.spec.foreign.names import look_up
+    from paceline.spec.faults import unknown_key
+    from paceline.spec.foreign import look_up
     from paceline.spec.keys import keys
 
     name = option.lstrip("-").replace("-", "_")

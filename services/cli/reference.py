@@ -23,7 +23,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 
 from paceline import v1
 from paceline.services.cli.main import main as paceline
-from paceline.spec.explaining import pages
+from paceline.spec.faults import configuration, foreign_names
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 WIDTH = 110
@@ -37,8 +37,8 @@ The help of every command, as `paceline COMMAND --help` prints it. This page is 
 
 def generated() -> dict[str, str]:
     return {
-        "configuration.md": pages.configuration(),
-        "foreign_names.md": pages.foreign_names(),
+        "configuration.md": configuration(),
+        "foreign_names.md": foreign_names(),
         "commands.md": commands(),
         "protos.md": protos(),
         "client.md": client(),

@@ -36,7 +36,7 @@ def spec(file: str | None, overrides: tuple[str, ...], explain: str | None, as_j
 
 
 def _explain(name: str, as_json: bool) -> None:
-    from paceline.spec.explaining.faults import unknown_key
+    from paceline.spec.faults import unknown_key
     from paceline.spec.keys import keys
 
     if name in keys():

@@ -14,11 +14,11 @@ from paceline.errors import NotFound
 from paceline.models.evidence import check_evidence
 from paceline.models.evidence import has_passed
 from paceline.models.evidence import outcome_of
-from paceline.models.references import CHAMPION
-from paceline.models.references import Reference
 from paceline.models.references import check_alias
 from paceline.models.references import check_name
 from paceline.models.references import read_reference
+from paceline.models.registered import CHAMPION
+from paceline.models.registered import Reference
 from paceline.services.common.access.rights import current_caller
 from paceline.services.common.serving.grpc_server import with_status
 from paceline.services.coordinator.ledger.ledger import Ledger

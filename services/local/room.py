@@ -11,9 +11,7 @@ from paceline.data.files import names_files
 from paceline.errors import SpecError
 from paceline.files.storage import is_url
 from paceline.host.memory import available_bytes
-from paceline.models.auto_settings import planned
-from paceline.models.memory_plan import Room
-from paceline.models.memory_remedies import refusal
+from paceline.models.memory_plan import Room, planned, refusal
 from paceline.models.shape import read_shape
 from paceline.services.common.gpus import divide, memory_of_gpus, usable_gpus
 from paceline.spec import ClusterSection, RewardFunctionSection, RunSpec

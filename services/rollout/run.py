@@ -30,7 +30,7 @@ from paceline.calls.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput, PacelineError, PromptTooLong, Unavailable, error_text
 from paceline.groups import Completion, Group, IntArray
-from paceline.models.folder_size import named_size
+from paceline.models.loading import named_size
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.engines import create_engine
 from paceline.services.common.reporting.progress_log import Occupancy, ProgressLog

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from public_configs import PUBLIC_CONFIGS
 
-from paceline.models.memory_plan import Room, plan
-from paceline.models.memory_remedies import refusal
+from paceline.models.memory_plan import Room, plan, refusal
 from paceline.models.shape import shape_of
 from paceline.services.common.gpus import learner_gpus, share_gpus
 from paceline.spec.reading import load_spec

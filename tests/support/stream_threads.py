@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from paceline.data.streamed_rows import THREAD_NAME
+from paceline.data.table_rows import THREAD_NAME
 
 DEADLINE_S = 60.0
 

@@ -13,7 +13,7 @@ from paceline.apps.tracking.tracker import TrackedRun
 from paceline.apps.tracking.tracker import Tracker
 from paceline.client import ENDED_STATES
 from paceline.errors import InvalidInput
-from paceline.spec.sections.alerts import WebhookSection
+from paceline.spec.sections.system import WebhookSection
 from typing import IO
 import hashlib
 import hmac

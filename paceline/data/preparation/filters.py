@@ -1,15 +1,81 @@
-"""Filters of rows, by their prompts: length, pass rate in earlier runs, and overlap with evaluation sets. Pure.
+"""Filters of rows by their prompts (`data.preparation`): length, overlap with evaluation sets by word n-grams, pass rate in earlier runs.
 
-A filter returns the reason for which a row is left out, and an empty text for a row that stays.
+A filter returns the reason for which a row is left out, and an empty text for a row that stays. Promise: a text that occurs in an
+evaluation set word by word has the overlap 1, whatever its case and punctuation.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from paceline.data.overlap import OverlapIndex, text_of
+import xxhash
+
+from paceline.data.messages import tools_of_prompt
+from paceline.data.rows import FILE_KINDS, Rows, open_rows, open_source
+from paceline.errors import DataError, InvalidInput
+from paceline.files.storage import is_url
+from paceline.spec import RunSpec
+
+WORD = re.compile(r"\w+")
+NGRAM_WORDS = 13
+"""Words of an n-gram: as in the contamination studies of GPT-3 (Brown et al. 2020)."""
+OVERLAP = 0.5
+"""Share of a prompt's n-grams from which it counts as one of the other set."""
+PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
+"""Columns that are taken for the prompt where the spec's is not there."""
+
+
+class OverlapIndex:
+    """The n-grams of an evaluation set's texts, as 64-bit hashes."""
+
+    def __init__(self, texts: Iterable[str], words: int = NGRAM_WORDS) -> None:
+        """Index `texts`. A text of fewer than `words` words is one n-gram as a whole."""
+        self._words = words
+        self._hashes = {value for text in texts for value in self._ngrams(text)}
+
+    def found_in(self, training: Iterable[str], texts: Sequence[str]) -> list[int]:
+        """Return the indices of those of the indexed `texts` that `training` holds: at least OVERLAP of their n-grams. Memory
+        is that of `texts`, however much training data there is."""
+        found = {value for text in training for value in self._ngrams(text) if value in self._hashes}
+        indices = []
+        for index, text in enumerate(texts):
+            ngrams = list(self._ngrams(text))
+            if ngrams and sum(value in found for value in ngrams) / len(ngrams) >= OVERLAP:
+                indices.append(index)
+        return indices
+
+    def share(self, text: str) -> float:
+        """Return the share of the text's n-grams that the evaluation set has; 0 for a text without words."""
+        found = [value in self._hashes for value in self._ngrams(text)]
+        return sum(found) / len(found) if found else 0.0
+
+    def _ngrams(self, text: str) -> Iterator[int]:
+        words = WORD.findall(text.lower())
+        for start in range(max(1, len(words) - self._words + 1) if words else 0):
+            yield xxhash.xxh3_64_intdigest(" ".join(words[start : start + self._words]).encode())
+
+
+def text_of(prompt: object) -> str:
+    """Return the words of a prompt: its text, or those of its user's messages."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = prompt if isinstance(prompt, list) else []
+    return "\n".join(
+        str(message.get("content") or "")
+        for message in messages
+        if isinstance(message, dict) and message.get("role") == "user"
+    )
+
+
+def prompt_texts(rows: Rows, prompt_key: str) -> Iterator[str]:
+    """Yield the text of each prompt, of the first of the usual columns that there is; none where there is none."""
+    key = next((name for name in (prompt_key, *PROMPT_COLUMNS) if name in rows.columns), "")
+    return (text_of(rows[index].get(key)) for index in range(len(rows) if key else 0))
+
 
 Row = Mapping[str, Any]
 Filter = Callable[[Any, Row], str]
@@ -57,3 +123,82 @@ def pass_rates(attempts: Iterable[tuple[Any, Iterable[float]]], passed_at: float
 def key_of(prompt: Any) -> bytes:
     """Return 16 bytes that identify the user's words of a prompt, whatever system prompt a run put before them."""
     return hashlib.blake2b(text_of(prompt).strip().encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+STEMS = ("test", "eval", "validation", "valid", "dev")
+"""Names of files beside the training data that are taken for evaluation sets."""
+
+
+def evaluation_sets(spec: RunSpec, prepared: RunSpec) -> dict[str, Rows]:
+    """Return the evaluation sets of a spec by their names; `prepared` is the spec after its preparation, whose validation data
+    have the columns of its training data. Raises DataError, Unreadable."""
+    found: dict[str, Rows] = {}
+    if spec.data.validation is not None and spec.data.validation != spec.data.train:
+        found["data.validation"] = open_source(prepared.data.source(validation=True))
+    return found | {str(path): open_rows(str(path), "train", "test file") for path in _siblings(spec)}
+
+
+def _siblings(spec: RunSpec) -> Iterator[Path]:
+    """Yield evaluation sets by their names beside the files of the training data."""
+    train = spec.data.names()
+    named = (*train, *spec.data.names(validation=True))
+    for folder in sorted({Path(name).parent for name in train if not is_url(name)}):
+        for path in sorted(folder.glob("*.*")):
+            is_set = path.stem.lower() in STEMS and path.suffix in FILE_KINDS
+            if is_set and path.is_file() and str(path) not in named:
+                yield path
+
+
+Attempts = Callable[[str], Iterable[tuple[Any, Iterable[float]]]]
+"""Takes the id of a run; returns the prompt of each of its scored groups, with the total rewards of its completions."""
+
+
+def filters_of(spec: RunSpec, prepared: RunSpec, attempts_of: Attempts) -> list[Filter]:
+    """Return the filters of a spec; `prepared` has its validation data as its function makes them. Raises InvalidInput without a
+    tokenizer or an evaluation set; DataError, Unreadable for such a set; the errors of `attempts_of`."""
+    return [*_by_length(spec), *_by_overlap(spec, prepared), *_by_pass_rate(spec, attempts_of)]
+
+
+def _by_length(spec: RunSpec) -> Iterator[Filter]:
+    section = spec.data.preparation
+    if section.max_prompt_characters is not None:
+        yield by_length(lambda prompt, _: len(text_of(prompt)), section.max_prompt_characters, "characters")
+    if section.max_prompt_tokens is not None:
+        from paceline.data.tokens import encode_prompt, load_tokenizer, with_system_prompt
+
+        tokenizer, data = load_tokenizer(spec.policy), spec.data
+        template = data.apply_chat_template, data.chat_template_kwargs
+
+        def tokens(prompt: Any, row: Row) -> int:
+            prompt = with_system_prompt(prompt, data)
+            return len(encode_prompt(tokenizer, prompt, *template, tools=tools_of_prompt(prompt, row)))
+
+        yield by_length(tokens, section.max_prompt_tokens, "tokens")
+
+
+def _by_overlap(spec: RunSpec, prepared: RunSpec) -> Iterator[Filter]:
+    share = spec.data.preparation.max_overlap
+    if share is None:
+        return
+    sets = evaluation_sets(spec, prepared)
+    if not sets:
+        raise InvalidInput(
+            f"data.preparation.max_overlap is {share:g}, but there is no evaluation set; set data.validation, or put test.jsonl "
+            "beside the training data"
+        )
+    for name, rows in sets.items():
+        if not any(prompt_texts(rows, spec.data.prompt_key)):
+            raise DataError(
+                f"data.preparation.max_overlap: {name} has no prompts in {spec.data.prompt_key!r} or a usual column, but "
+                f"{', '.join(rows.columns)}; rename its column, or move the file if it is no evaluation set"
+            )
+    indexes = {name: OverlapIndex(prompt_texts(rows, spec.data.prompt_key)) for name, rows in sets.items()}
+    yield by_overlap(indexes, share)
+
+
+def _by_pass_rate(spec: RunSpec, attempts_of: Attempts) -> Iterator[Filter]:
+    section = spec.data.preparation
+    if section.pass_rate is None:
+        return
+    attempts = (attempt for run_id in section.pass_rate_of for attempt in attempts_of(run_id))
+    yield by_pass_rate(pass_rates(attempts, section.passed_at), *section.pass_rate)

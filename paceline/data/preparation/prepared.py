@@ -1,11 +1,8 @@
 """The data of a spec after its preparation (`data.preparation`): files in a folder of this machine.
 
-Promise: the user's function runs in a process of this machine, where the spec is submitted, and every row that is left out is
+Promise: the user's function (`f(row) -> row, list of rows, or None`) runs in a process of this machine, where the spec is submitted.
+It sees rows in their order, a fault names the row, and a call that hangs ends with its time limit. Every row that is left out is
 counted with its reason.
-
-A user's function on the rows of a data set, in a process of its own: `f(row) -> row, list of rows, or None`.
-
-Promise: the function sees rows in their order, a fault names the row, and a call that hangs ends with its time limit.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -23,13 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paceline.data.examples import check_example
-from paceline.data.exchanges import exchange_of
-from paceline.data.joined_rows import Part, counted
-from paceline.data.preparation.filters import Filter
-from paceline.data.preparation.spec_filters import Attempts, filters_of
+from paceline.data.examples import check_example, exchange_of
+from paceline.data.preparation.filters import Attempts, Filter, filters_of
 from paceline.data.row_checks import row_check
-from paceline.data.rows import Rows, open_source
+from paceline.data.rows import Rows, counted, open_source
 from paceline.errors import DataError, InvalidInput
 from paceline.files.whole_file import written_whole
 from paceline.spec import RunSpec
@@ -99,28 +93,23 @@ def prepared_data(
     with tempfile.TemporaryDirectory(prefix="paceline-prepared-") as folder:
         sets: dict[str, PreparedSet] = {}
         if section.function is not None and spec.data.validation is not None:
-            sets["data.validation"] = _run(lambda: _prepare(spec, Path(folder), (), validation=True))
+            sets["data.validation"] = _run(_prepare(spec, Path(folder), (), validation=True))
         if section.is_used and not validation_alone:
             filters = filters_of(spec, Prepared(sets).spec(spec), attempts_of)
-            sets["data.train"] = _run(lambda: _prepare(spec, Path(folder), filters))
+            sets["data.train"] = _run(_prepare(spec, Path(folder), filters))
         report = Path(folder, "report.txt")
         report.write_text("\n".join(Prepared(sets).lines))
         yield Prepared(sets, report if sets else None)
 
 
-def _run(prepare: Callable[[], Any]) -> PreparedSet:
+def _run(preparation: Coroutine[Any, Any, PreparedSet]) -> PreparedSet:
     """Run a preparation to its end, also below a running event loop, as that of a notebook."""
-
-    async def work() -> PreparedSet:
-        found: PreparedSet = await prepare()
-        return found
-
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work())
+        return asyncio.run(preparation)
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(work())).result()
+        return thread.submit(asyncio.run, preparation).result()
 
 
 async def _prepare(
@@ -225,7 +214,7 @@ class Processor:
     ) -> None:
         await self._process.close()
 
-    async def process(self, rows: Part) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
+    async def process(self, rows: Rows) -> AsyncIterator[tuple[int, list[dict[str, Any]]]]:
         """Yield the index of each row, and what the function makes of it. Raises DataError: it raised, hung, died, or returned
         something else."""
         for first in range(0, len(rows), BATCH_ROWS):

@@ -1,1 +1,145 @@
-"""Names that other training libraries use, and Paceline's names for the same things."""
+"""The dictionary of other libraries' names, and the look-up of a name that a user typed.
+
+The tables are `trl.yaml`, `nemo_rl.yaml`, `verl.yaml` and `prime_rl.yaml` beside this file, one entry for each name at the
+place where its library has it, and `common.yaml` for words of many; `values.yaml` holds values by our key. A test keeps every key that they name among those of
+the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from paceline.spec.keys import keys
+
+Rule = Literal["", "computed", "by_hand"]
+TABLES = ("nemo_rl", "trl", "verl", "prime_rl", "common")
+"""In the order of precedence: NeMo RL first, because its sections have the names of ours."""
+MIN_SUFFIX = 5
+"""Letters of the end of a name that stands for the whole one (`rollout.n`); shorter ones mean too many things."""
+
+
+EXAMPLES = ("sft", "dpo", "kto", "orpo", "rm")
+"""Algorithms that train on a data set's examples."""
+SAME = "same"
+"""Mark in reference.yaml of a name that is our key; for TRL, whose names have no sections, its last part."""
+RENAMED = {"num_prompts_per_step": "num_examples_per_step"}
+"""Keys of `grpo` by their names in the sections of EXAMPLES."""
+
+
+@dataclass(frozen=True)
+class ForeignName:
+    """One entry of the dictionary."""
+
+    library: str
+    """Library as a person calls it: `NeMo RL`; empty for a common word."""
+    name: str
+    """Dotted name there; with `.*` every key below it."""
+    key: str = ""
+    """Our dotted key (`rewards.N.weight`); empty where there is no counterpart."""
+    note: str = ""
+    """Difference of the two, as a clause."""
+    none: str = ""
+    """Reason why there is no counterpart, as a clause after "because"."""
+    place: str = ""
+    """Place of the same keys in a spec, as a clause; for a whole section."""
+    values: Mapping[Any, Any] | None = None
+    """Values there and ours, where they differ."""
+    rule: Rule = ""
+    """Way in which `paceline import` carries the value over: as it is, computed from several, or by hand."""
+
+
+@cache
+def table(library: str) -> dict[str, ForeignName]:
+    """Return the entries of one of TABLES by name."""
+    tree = _read(f"{library}.yaml")
+    found = {}
+    for name, entry in tree["names"].items():
+        fields = {"key": entry} if isinstance(entry, str) else entry
+        found[name] = ForeignName(tree["library"], name, **fields)
+    return found
+
+
+@cache
+def values() -> dict[str, dict[Any, Any]]:
+    """Return for each of our keys the values of other libraries, and ours or a clause."""
+    found: dict[str, dict[Any, Any]] = _read("values.yaml")
+    return found
+
+
+@cache
+def shown_names() -> dict[str, dict[str, str]]:
+    """Return for each of our keys its name in NeMo RL and TRL, by library; without an entry where a library has none."""
+    tree: dict[str, list[str | None]] = _read("reference.yaml")
+    return {
+        key: {
+            library: name if name != SAME else key if library == "NeMo RL" else key.rpartition(".")[2]
+            for library, name in zip(("NeMo RL", "TRL"), found, strict=True)
+            if name is not None
+        }
+        for key, found in tree.items()
+    }
+
+
+def key_for(key: str, algorithm: str) -> str:
+    """Return our `key` in the section of an algorithm, where `grpo` and `loss_fn` stand for it; empty if it has none."""
+    section, _, name = key.partition(".")
+    if algorithm in EXAMPLES and section == "grpo":
+        key = f"{algorithm}.{RENAMED.get(name, name)}"
+    elif algorithm in ("dpo", "kto") and key == "loss_fn.reference_policy_kl_penalty":
+        key = f"{algorithm}.reference_policy_kl_penalty"
+    elif algorithm in EXAMPLES and section in ("loss_fn", "async_grpo", "rewards", "value"):
+        return ""
+    return key if key in keys() else ""
+
+
+def look_up(path: str) -> ForeignName | None:
+    """Return the entry for the dotted name that was typed; None if no library has it.
+
+    In this order: the name as it is; the longest section with `.*` above it; its last parts, because people write a name
+    below the section where they expect it (`grpo.num_iterations`).
+    """
+    for library in TABLES:
+        if path in table(library):
+            return table(library)[path]
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        section = ".".join(parts[:length])
+        for library in TABLES:
+            for name in (f"{section}.*", section):
+                entry = table(library).get(name)
+                if entry and (name.endswith("*") or length == len(parts) or _is_mapping(entry.key)):
+                    return entry
+    return next((found for each in range(len(parts)) if (found := _by_suffix(".".join(parts[each:])))), None)
+
+
+def _is_mapping(key: str) -> bool:
+    return key in keys() and keys()[key].type_text.startswith("mapping")
+
+
+def _by_suffix(suffix: str) -> ForeignName | None:
+    """Return the entry whose name is `suffix`, or ends with it in one library, means one thing and is no key of ours."""
+    for library in TABLES:
+        if suffix in table(library):
+            return table(library)[suffix]
+    if len(suffix) < MIN_SUFFIX:
+        return None
+    last = suffix.rpartition(".")[2]
+    if any(path.rpartition(".")[2] == last for path in keys()):
+        return None
+    found = {
+        entry.key or entry.none: entry
+        for library in TABLES
+        for name, entry in table(library).items()
+        if name.endswith(f".{suffix}")
+    }
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _read(name: str) -> Any:
+    return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))

@@ -1,28 +1,41 @@
-"""`data` and `rewards`: the source of prompts and the functions that score completions.
-
-`data.preparation`: changes to the rows of data sets before a run, made where the spec is submitted.
-
-Names and columns of public data sets, by a short name (`data.preset`).
+"""`data`: the source of prompts and examples, with its presets (`data.preset`), changes before the run (`data.preparation`) and
+questions with several answers (`data.choices`).
 
 Promise: a preset only fills in what the spec leaves out, so the resolved spec shows every value; `data.train` reads a local copy
-with the same columns.
-
-Columns are those of the cards on the hub: https://huggingface.co/datasets/ followed by the name in `train`.
+with the same columns. Columns are those of the cards on the hub: https://huggingface.co/datasets/ followed by the name in `train`.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from paceline.spec.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
-from paceline.spec.sections.choices import ChoicesSection
+from paceline.spec.sections.base import PositiveFloat, PositiveInt, Section
+
+
+class ChoicesSection(Section):
+    """Rows with several answers to choose from. Each row gets the columns `answer_choices` (the texts) and `answer_letter` (the
+    letter of the right one), and `{choices}` in `data.prompt_template` is the lettered list."""
+
+    keys: Annotated[tuple[str, ...], Field(min_length=1)]
+    """One column with the list of answers (or, as in ARC, an object with `text` and `label`), or the columns with one answer
+    each."""
+    answer_key: str | None = None
+    """Column that names the right answer: its label, its letter, or its index from 0. Null: the first one is right."""
+    shuffle: bool = False
+    """Put the answers into an order that depends on their texts alone, so that it is the same in every evaluation."""
+
+    @model_validator(mode="after")
+    def _check_first(self) -> ChoicesSection:
+        if self.answer_key is None and not self.shuffle:
+            raise ValueError(
+                "answer_key is null, so the first answer is always right, and shuffle is false; set one of them"
+            )
+        return self
+
 
 DataPresetName = Literal["openmathinstruct2", "helpsteer3", "deepscaler", "tldr", "ultrafeedback"]
 
@@ -256,7 +269,7 @@ class DataSection(Section):
         return kwargs
 
     @model_validator(mode="after")
-    def _check_streaming(self) -> DataSection:
+    def _check(self) -> DataSection:
         if self.streaming and isinstance(self.train, tuple):
             raise ValueError(
                 f"streaming is true, and train lists {len(self.train)} data sets, of which a stream has no mixture; name one, or "
@@ -266,13 +279,11 @@ class DataSection(Section):
             raise ValueError(
                 "streaming is true, and preparation is set, which reads all rows before the run; remove one of them"
             )
+        if self.train_weights is not None:
+            self._check_weights(self.train_weights)
         return self
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> DataSection:
-        weights = self.train_weights
-        if weights is None:
-            return self
+    def _check_weights(self, weights: tuple[float, ...]) -> None:
         if not isinstance(self.train, tuple) or len(self.train) != len(weights):
             number = len(self.train) if isinstance(self.train, tuple) else 1
             raise ValueError(
@@ -285,7 +296,6 @@ class DataSection(Section):
                 f"train_weights: {least:g} of {total:g} is a share below 1/{MIXTURE_BLOCK}, which would never be drawn; raise "
                 "it, or remove the data set"
             )
-        return self
 
 
 def distinct_names(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -300,66 +310,3 @@ def distinct_names(names: tuple[str, ...]) -> tuple[str, ...]:
         for path in paths
     ]
     return tuple(f"{stem}-{index}" if stems.count(stem) > 1 else stem for index, stem in enumerate(stems))
-
-
-class RewardFunctionSection(Section):
-    """One reward function."""
-
-    PATH_ARGUMENTS: ClassVar[Mapping[str, str]] = {"process_reward_model": "path", "reward_model": "path"}
-    """Built-in functions with a keyword argument that is a path, relative to the spec's file, and that argument."""
-
-    function: str
-    """A built-in's name, or `path/to/file.py:function`."""
-    name: str | None = None
-    """Name in metrics and samples; default the function's own."""
-    weight: float = 1.0
-    """Factor in the sum of rewards."""
-    weight_schedule: tuple[tuple[NonNegativeInt, float], ...] = ()
-    """Factors by step in place of `weight`, as pairs of step and factor (`[[0, 1.0], [200, 0.1]]`): linear in between, constant
-    before the first and after the last."""
-    gate_min: float | None = None
-    """Makes the function a gate: where it gives less than this, all functions that are no gates count as 0."""
-    kwargs: dict[str, Any] = {}
-    """Fixed keyword arguments for the function."""
-    timeout_s: PositiveFloat = 30.0
-    """Time limit of one call on one group."""
-    memory_mb: PositiveInt = 2048
-    """Address space that the function may add in its process."""
-
-    @property
-    def label(self) -> str:
-        """The name that metrics use."""
-        return self.name or self.function.rsplit(":", 1)[-1]
-
-    def weight_at(self, step: int) -> float:
-        """Return the factor of the function in the rewards of a step's batch."""
-        points = self.weight_schedule
-        if not points:
-            return self.weight
-        after = bisect.bisect_right(points, step, key=lambda point: point[0])
-        if after in (0, len(points)):
-            return points[max(0, after - 1)][1]
-        (start, low), (end, high) = points[after - 1], points[after]
-        return low + (high - low) * (step - start) / (end - start)
-
-    @field_validator("weight_schedule")
-    @classmethod
-    def _check_schedule(cls, points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-        for (before, _), (step, _) in itertools.pairwise(points):
-            if step <= before:
-                raise ValueError(f"step {step} comes after step {before}; write the steps in rising order")
-        if any(not math.isfinite(factor) for _, factor in points):
-            raise ValueError("a factor is not finite; write numbers")
-        return points
-
-    @model_validator(mode="after")
-    def _check_weights(self) -> RewardFunctionSection:
-        if self.weight_schedule and self.weight != 1.0:
-            raise ValueError(
-                f"weight {self.weight:g} with weight_schedule: the schedule takes the place of weight; remove one of them"
-            )
-        if self.gate_min is not None and not math.isfinite(self.gate_min):
-            raise ValueError(
-                f"gate_min {self.gate_min} is not finite; write the least reward that opens the gate"
-            )
-        return self

@@ -1,18 +1,74 @@
-"""`loss_fn`: the objective of `algorithm: grpo`; presets fill it, contradictions are refused."""
+"""`loss_fn`: the objective of `algorithm: grpo`, and its presets by the name of the paper that proposed them.
+
+Promise: a preset only fills in what the spec leaves out, so the resolved spec shows every value and a setting of the
+user's always wins. Formulas and sources: docs/objectives.md.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, model_validator
 
-from paceline.spec.presets import PRESETS, Preset, PresetName
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+PresetName = Literal[
+    "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "cispo", "sapo", "vespo", "dppo", "rloo",
+    "reinforce_pp", "reinforce_pp_baseline", "decoupled_ppo", "icepop", "m2po", "ppo",
+]  # fmt: skip
+
+
+class Preset(NamedTuple):
+    """Values for keys that the spec leaves out."""
+
+    loss_fn: dict[str, Any]
+    grpo: dict[str, Any]
+
+
+def _preset(
+    reduction: str, advantage: str, use_dynamic_sampling: bool | None = None, **loss_fn: Any
+) -> Preset:
+    sampling = {} if use_dynamic_sampling is None else {"use_dynamic_sampling": use_dynamic_sampling}
+    return Preset({"reduction": reduction, **loss_fn}, {"advantage": advantage, **sampling})
+
+
+_KL_IN_REWARD: dict[str, Any] = {"reference_policy_kl_type": "k1", "use_kl_in_reward": True}
+_AT_SAMPLER: dict[str, Any] = {"ratio_anchor": "behaviour", "truncated_importance_sampling_ratio": None}
+_ICEPOP: dict[str, Any] = {
+    "truncated_importance_sampling_type": "icepop",
+    "truncated_importance_sampling_ratio": 5.0,
+}
+
+PRESETS: dict[PresetName, Preset] = {
+    "grpo": _preset("grpo", "trl"),
+    "dr_grpo": _preset("dr_grpo", "dr_grpo"),
+    "dapo": _preset("dapo", "trl", use_dynamic_sampling=True, ratio_clip_min=0.2, ratio_clip_max=0.28),
+    "bnpo": _preset("bnpo", "trl"),
+    "gspo": _preset("grpo", "trl", ratio_level="sequence", ratio_clip_min=3e-4, ratio_clip_max=4e-4),
+    "luspo": _preset(
+        "sequence_sum", "trl", ratio_level="sequence", ratio_clip_min=2e-3, ratio_clip_max=2.5e-3
+    ),
+    # No lower bound and 5 as the upper one, as ScaleRL recommends.
+    "cispo": _preset("dapo", "trl", policy_loss="cispo", ratio_clip_min=1.0, ratio_clip_max=4.0),
+    "sapo": _preset("grpo", "trl", policy_loss="sapo"),
+    "vespo": _preset("dapo", "trl", policy_loss="vespo"),
+    "dppo": _preset("dapo", "dr_grpo", policy_loss="dppo", **_AT_SAMPLER),
+    "rloo": _preset(
+        "grpo", "rloo", ratio_level="sequence_product", reference_policy_kl_penalty=0.05, **_KL_IN_REWARD
+    ),
+    "reinforce_pp": _preset("dapo", "reinforce_pp", reference_policy_kl_penalty=0.01, **_KL_IN_REWARD),
+    "reinforce_pp_baseline": _preset("dapo", "reinforce_pp_baseline"),
+    # AReaL drops the tokens whose weight is above its cap.
+    "decoupled_ppo": _preset("dapo", "trl", **_ICEPOP),
+    "icepop": _preset("grpo", "trl", truncated_importance_sampling_ratio_min=0.5, **_ICEPOP),
+    "m2po": _preset("dapo", "trl", policy_loss="unclipped", m2_threshold=0.04, **_AT_SAMPLER),
+    "ppo": _preset("dapo", "gae"),
+}
 
 
 def preset_of(loss_fn: Any) -> Preset | None:
-    name = loss_fn.get("preset") if isinstance(loss_fn, dict) else None
-    return next((preset for key, preset in PRESETS.items() if key == name), None)
+    name: Any = loss_fn.get("preset") if isinstance(loss_fn, dict) else None
+    return PRESETS[name] if name in get_args(PresetName) else None
 
 
 class LossSection(Section):

@@ -1,7 +1,4 @@
-"""`policy`: the model, its optimizer and schedule, and generation.
-
-`policy.generation.vllm_cfg`, and the arguments that `vllm_kwargs` may not set.
-"""
+"""`policy`: the model, its optimizer and schedule, and generation; `value`: the value model of PPO (`grpo.advantage: gae`)."""
 
 from __future__ import annotations
 
@@ -63,16 +60,9 @@ def check_vllm_kwargs(kwargs: dict[str, Any]) -> None:
 
 
 SchedulerName = Literal[
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_min_lr",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-    "wsd",
-]
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts",
+    "polynomial", "inverse_sqrt", "wsd",
+]  # fmt: skip
 USUAL_BATCH_SIZE, GPU_BATCH_SIZE = 64, 256
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 FALLING_SCHEDULES = ("linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "polynomial", "wsd")
@@ -301,10 +291,6 @@ Checkpointing = Annotated[Literal["auto", "none", "selective", "full"], BeforeVa
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def _not_auto(given: Any) -> Any:
-    return "float16" if given in (None, "auto") else given
-
-
 class PolicySection(Section):
     """The model, its training and its generation."""
 
@@ -368,35 +354,46 @@ class PolicySection(Section):
     @classmethod
     def _sample_in_float16_too(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("precision") == "float16":
-            return {**given, "generation_precision": _not_auto(given.get("generation_precision"))}
+            chosen = given.get("generation_precision")
+            return {**given, "generation_precision": "float16" if chosen in (None, "auto") else chosen}
         return given
 
     @model_validator(mode="after")
-    def _check_precision(self) -> PolicySection:
+    def _check(self) -> PolicySection:
         if self.precision == "float16" and self.generation_precision == "bfloat16":
             raise ValueError(
                 "precision 'float16' with generation_precision 'bfloat16': the sampler would round weights otherwise than the "
                 "learner; leave generation_precision out, or set it to float16"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_checkpointing(self) -> PolicySection:
         if self.compile and self.activation_checkpointing == "selective":
             raise ValueError(
                 "activation_checkpointing 'selective' with compile true: what a compiled layer keeps is the compiler's choice; "
                 "set full or none"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_lora(self) -> PolicySection:
-        lora = self.lora_cfg
-        if not lora.enabled:
-            return self
-        if lora.dropout and self.activation_checkpointing in ("selective", "full"):
+        lora, recomputes = self.lora_cfg, self.activation_checkpointing in ("selective", "full")
+        if lora.enabled and lora.dropout and recomputes:
             raise ValueError(
                 f"lora_cfg.dropout {lora.dropout} with activation_checkpointing {self.activation_checkpointing}: the "
                 "recomputation would draw another mask than the forward pass; set one of them to 0 or none"
             )
         return self
+
+
+class ValueSection(Section):
+    """A second model of the learner that predicts the reward to come at every token; never published, only saved."""
+
+    model_name: str | None = None
+    """Initial model: a language model or a reward model, with the policy's tokens, as a folder, fsspec URL, hub name or
+    `run:ID`; default policy.model_name."""
+    optimizer: OptimizerSection = OptimizerSection(lr=1e-5)
+    """Optimizer of the value model; the shape of the schedule is the policy's."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Its gradients are clipped to this global norm."""
+    cliprange: PositiveFloat | None = 0.2
+    """A value may move this far from the start of the step before its gain no longer counts; null: no bound."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """λ: 0 trusts the next token's value, 1 the reward alone."""
+    gae_gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """γ: discount of a token."""
+    policy_training_start_step: NonNegativeInt = 0
+    """Before this step only the value model learns."""

@@ -11,14 +11,13 @@ from typing import Any
 
 import click
 
-from paceline.data.table_packages import need_table_packages
 from paceline.errors import NotFound
 from paceline.records import RecordedEvent
 from paceline.services.cli import render
 from paceline.services.cli.recorded.source import records_of_run, source_options
 from paceline.services.cli.render import FILE
 from paceline.services.common.options import json_option, print_json
-from paceline.spec.explaining.nearest import nearest
+from paceline.spec.faults import nearest
 
 KINDS = ("step", "evaluation")
 TIME = "time"
@@ -114,6 +113,8 @@ def _write_csv(rows: Sequence[Row]) -> None:
 
 def _write_parquet(rows: Sequence[Row], path: Path) -> None:
     """Write a column of doubles for each metric, whole or not at all. Raises NotFound without the file's folder."""
+    from paceline.data.table_rows import need_table_packages
+
     need_table_packages("a Parquet file")
     import pyarrow as pa
 

@@ -16,7 +16,6 @@ from typing import IO, Any
 
 import numpy as np
 
-from paceline.data.table_packages import need_table_packages
 from paceline.errors import InvalidInput, NotFound
 from paceline.files.whole_file import written_whole
 from paceline.records import Records, missing_samples
@@ -78,6 +77,8 @@ def export_samples(
     if not destination.parent.is_dir():
         raise NotFound(f"no folder {destination.parent}; make it first")
     if form == ".parquet":
+        from paceline.data.table_rows import need_table_packages
+
         need_table_packages("a Parquet file")
     spec = spec_of_run(run_id, records.spec_yaml(run_id))[0]
     columns = dict(PAIR_COLUMNS if pairs else COMPLETION_COLUMNS)

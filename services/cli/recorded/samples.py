@@ -3,24 +3,26 @@ and takes one.
 """
 
 from __future__ import annotations
-
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from paceline.errors import NotFound
+from paceline.records import Records
+from paceline.records import missing_samples
+from paceline.services.cli import render
+from paceline.services.cli.recorded.source import Source
+from paceline.services.cli.recorded.source import records_of_run
+from paceline.services.cli.recorded.source import source_options
+from paceline.services.cli.render import FILE
+from paceline.services.common.options import json_option
+from paceline.services.common.options import print_json
+from pathlib import Path
+from typing import Any
+from typing import TypeVar
+import click
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
-
-import click
-
-from paceline.data.table_packages import need_table_packages
-from paceline.errors import NotFound
-from paceline.records import Records, missing_samples
-from paceline.services.cli import render
-from paceline.services.cli.recorded.source import Source, records_of_run, source_options
-from paceline.services.cli.render import FILE
-from paceline.services.common.options import json_option, print_json
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 FILTERS = (

@@ -19,9 +19,9 @@ from paceline.errors import SpecError
 from paceline.files.names import EXPORTS
 from paceline.files.storage import Folder
 from paceline.files.storage import refusal_of_store
-from paceline.models.auto_settings import is_open
-from paceline.models.auto_settings import planned
 from paceline.models.memory_plan import Room
+from paceline.models.memory_plan import is_open
+from paceline.models.memory_plan import planned
 from paceline.models.shape import read_shape
 from paceline.services.common.access.rights import Caller
 from paceline.services.common.access.rights import current_caller

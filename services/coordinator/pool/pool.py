@@ -15,7 +15,7 @@ from dataclasses import field
 from paceline.errors import AccessDenied
 from paceline.errors import LedgerFault
 from paceline.groups import Version
-from paceline.models.folder_size import named_size
+from paceline.models.loading import named_size
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.access.rights import current_caller
 from paceline.services.coordinator.exchange import leases

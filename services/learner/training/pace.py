@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.models.work import peak_flops
+from paceline.models.shape import peak_flops
 
 
 def pace(metrics: Mapping[str, float], ranks: int, device: torch.device) -> dict[str, float]:

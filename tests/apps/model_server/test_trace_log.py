@@ -11,7 +11,7 @@ import pytest
 
 from paceline.apps.model_server.trace_log import PARTS, TraceLog
 from paceline.data.rows import open_rows
-from paceline.data.traces.rows import Trace, TraceKeys, read_trace
+from paceline.data.traces import Trace, TraceKeys, read_trace
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.errors import Conflict, NotFound, Unavailable

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.apps.traces.traces import PairReport, PairRules, pairs_of_traces
 from paceline.data.rows import open_rows
-from paceline.data.traces.rows import TraceKeys
+from paceline.data.traces import TraceKeys
 
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT.parent / "shared" / "data" / "gsm8k" / "example_model_solutions.jsonl"

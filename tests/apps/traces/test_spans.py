@@ -12,8 +12,7 @@ import pytest
 from paceline.apps.traces.conversion import ConversionReport, convert
 from paceline.apps.traces.spans import Unusable, rows_of_span, spans_of
 from paceline.data.rows import open_rows
-from paceline.data.traces.groups import TraceGroups
-from paceline.data.traces.rows import TraceKeys, read_trace
+from paceline.data.traces import TraceGroups, TraceKeys, read_trace
 from paceline.errors import DataError
 
 QUESTION = [{"role": "user", "parts": [{"type": "text", "content": "2+2?"}]}]

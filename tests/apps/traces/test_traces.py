@@ -12,8 +12,7 @@ from trained_ledger import RUN_ID, Writer
 
 from paceline.data.example_rows import read_preference
 from paceline.data.rows import open_rows
-from paceline.data.traces.groups import TraceGroups
-from paceline.data.traces.rows import TraceKeys
+from paceline.data.traces import TraceGroups, TraceKeys
 from paceline.spec import DataSection
 
 

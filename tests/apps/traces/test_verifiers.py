@@ -10,7 +10,7 @@ import pytest
 
 from paceline.apps.traces.conversion import ConversionReport, convert, row_of_rollout
 from paceline.apps.traces.spans import Unusable
-from paceline.data.traces.rows import TraceKeys, read_trace
+from paceline.data.traces import TraceKeys, read_trace
 
 SYSTEM = {"parent": None, "message": {"role": "system", "content": "Be brief."}, "sampled": False}
 USER = {"parent": 0, "message": {"role": "user", "content": "2+2?"}, "sampled": False}

@@ -13,7 +13,7 @@ import pytest
 from paceline.environment.hosting.faults import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
 from paceline.environment.hosting.pool import SampleDeaths, UserCode
 from paceline.errors import InvalidInput, Unreadable
-from paceline.spec.sections.environment import EnvironmentSection
+from paceline.spec.sections.user_code import EnvironmentSection
 
 CODE = '''
 import asyncio, os, signal, sqlite3, threading, time

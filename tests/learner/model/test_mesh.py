@@ -13,7 +13,7 @@ from tiny_policy import CPU, make_spec
 from paceline.errors import InvalidInput
 from paceline.learner.checkpoints import checkpoint
 from paceline.learner.step.trainer import Trainer
-from paceline.models.mesh_shape import MeshShape, mesh_shape
+from paceline.models.shape import MeshShape, mesh_shape
 from paceline.spec import ParallelSection
 
 

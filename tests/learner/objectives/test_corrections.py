@@ -30,7 +30,7 @@ from paceline.learner.objectives.base import Denominators, TokenArrays
 from paceline.learner.objectives.corrections import m2_limit_of
 from paceline.learner.objectives.policy import policy_loss
 from paceline.spec import LossSection
-from paceline.spec.presets import PresetName
+from paceline.spec.sections.loss import PresetName
 
 SUMS_OF_LOG_RHO = [0.9, -5.7, 0.0]
 WEIGHTS: dict[str, tuple[dict[str, Any], list[float]]] = {

@@ -14,7 +14,7 @@ from paceline.groups import Completion, Group, VersionSpan
 from paceline.learner.batch.samples import pack_samples, sequences_from_groups
 from paceline.learner.model.policy import packed_logprobs
 from paceline.learner.step.trainer import Trainer
-from paceline.spec.presets import PresetName
+from paceline.spec.sections.loss import PresetName
 
 TEMPERATURE = 0.8
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.data.added_nulls import without_added_nulls
 from paceline.data.example_rows import read_demonstration
+from paceline.data.json_schemas import without_added_nulls
 from paceline.data.rows import open_rows
 from paceline.spec import DataSection
 

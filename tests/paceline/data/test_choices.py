@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paceline.data.choices import lettered, with_choices
+from paceline.data.row_prompts import lettered, with_choices
 from paceline.errors import DataError
-from paceline.spec.sections.choices import ChoicesSection
+from paceline.spec.sections.data import ChoicesSection
 
 ARC = {"choices": {"text": ["sand", "water"], "label": ["1", "2"]}, "answerKey": "2"}
 

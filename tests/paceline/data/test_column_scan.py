@@ -9,10 +9,9 @@ import datasets
 import pyarrow as pa
 import pytest
 
-from paceline.data import column_scan
-from paceline.data.column_scan import RowCheck, doubtful_rows
+from paceline.data import row_checks as column_scan
 from paceline.data.examples import check_example
-from paceline.data.row_checks import row_check
+from paceline.data.row_checks import RowCheck, doubtful_rows, row_check
 from paceline.errors import DataError
 from paceline.spec import DataSection, RunSpec
 

@@ -9,8 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from paceline.data.decided_pairs import DecidedPairs
-from paceline.data.examples import checked_rows
+from paceline.data.examples import DecidedPairs, checked_rows
 from paceline.errors import DataError
 from paceline.spec import RunSpec
 

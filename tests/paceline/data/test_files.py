@@ -12,8 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import feather, ipc, parquet
 
-from paceline.data.files import files_of, names_files
-from paceline.data.rows import open_rows
+from paceline.data.rows import files_of, names_files, open_rows
 from paceline.encryption.encrypted_file import WrongKey, is_encrypted
 from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.errors import SpecError, Unreadable

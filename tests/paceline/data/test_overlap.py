@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.data.overlap import OverlapIndex, text_of
+from paceline.data.preparation.filters import OverlapIndex, text_of
 
 
 def test_the_share_of_a_texts_ngrams() -> None:

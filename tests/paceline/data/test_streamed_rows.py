@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 from stream_threads import DEADLINE_S, settle
 
-from paceline.data import streamed_rows
+from paceline.data import table_rows as streamed_rows
 from paceline.data.prompts import PromptSource, open_prompts
 from paceline.data.row_checks import row_check
-from paceline.data.streamed_rows import StreamedRows
+from paceline.data.table_rows import StreamedRows
 from paceline.errors import DataError, Unreadable
 from paceline.spec import DataSection, RunSpec
 

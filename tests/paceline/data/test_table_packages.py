@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from paceline.data.rows import open_rows
-from paceline.data.table_packages import need_table_packages
+from paceline.data.table_rows import need_table_packages
 from paceline.errors import InvalidInput
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import chat_templates
 import pytest
 
-from paceline.data.messages import read_message
-from paceline.data.template_messages import in_order_of_calls
+from paceline.data.messages import in_order_of_calls, read_message
 from paceline.data.tokens import render_chat
 from paceline.errors import InvalidInput
 

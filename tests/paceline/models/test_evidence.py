@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import DataError
-from paceline.models.evaluation_results import FORMAT, digest_of
-from paceline.models.evidence import check_evidence, has_passed, outcome_of
+from paceline.models.evaluation_results import FORMAT, check_evidence, digest_of, has_passed, outcome_of
 
 EXPORT = "e" * 64
 

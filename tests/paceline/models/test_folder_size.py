@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.models.folder_size import named_size, weights_bytes
+from paceline.models.loading import named_size, weights_bytes
 
 
 @pytest.mark.parametrize(("size_bytes", "text"), [(990_000_000, "0.99 GB"), (1_200_000, "1.2 MB")])

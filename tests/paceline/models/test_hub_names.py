@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.models.hub_names import hub_remedy
+from paceline.models.loading import hub_remedy
 
 
 @pytest.mark.parametrize(

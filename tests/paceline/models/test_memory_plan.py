@@ -11,13 +11,21 @@ from model_shapes import HALF_BILLION, spec_of
 from public_configs import PUBLIC_CONFIGS
 
 from paceline.errors import InvalidInput, SpecError
-from paceline.models.auto_settings import checked_plan, is_open, planned, with_engine
-from paceline.models.memory_plan import Room, on_gpus, plan
-from paceline.models.memory_remedies import refusal, remedies
+from paceline.models.memory_plan import (
+    Room,
+    checked_plan,
+    is_open,
+    on_gpus,
+    plan,
+    planned,
+    refusal,
+    remedies,
+    with_engine,
+)
 from paceline.models.shape import ModelShape, shape_of
 from paceline.spec import RunSpec
+from paceline.spec.keys import with_keys
 from paceline.spec.reading import parse_spec, spec_to_yaml, submitted_spec
-from paceline.spec.with_keys import with_keys
 
 EIGHT_BILLION = PUBLIC_CONFIGS["meta-llama/Llama-3.1-8B-Instruct"]
 GB = 10**9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.models.references import Reference, check_alias, check_name, read_reference
+from paceline.models.registered import Reference, check_alias, check_name, read_reference
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from model_shapes import HALF_BILLION, LAYER
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from paceline.models.shape import shape_of
-from paceline.models.work import peak_flops, training_flops
+from paceline.models.shape import peak_flops, shape_of, training_flops
 
 SMALL = {
     "vocab_size": 512,

@@ -11,8 +11,7 @@ from paceline.bundle.allowed import refusal_of_files
 from paceline.bundle.collecting import collect, collect_again
 from paceline.bundle.manifest import localized, with_original_paths
 from paceline.spec import RunSpec
-from paceline.spec.code_paths import code_paths, with_code_paths
-from paceline.spec.reading import parse_spec, spec_from_yaml, spec_to_yaml
+from paceline.spec.reading import code_paths, parse_spec, spec_from_yaml, spec_to_yaml, with_code_paths
 
 ENVIRONMENTS: dict[str, dict[str, Any]] = {
     "one": {"class": "env.py:Calculator"},

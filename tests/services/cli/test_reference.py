@@ -8,7 +8,7 @@ import sys
 
 from paceline.services.cli.main import main
 from paceline.services.cli.reference import DOCS, generated
-from paceline.spec.foreign.names import TABLES, key_for, look_up, shown_names, table
+from paceline.spec.foreign import TABLES, key_for, look_up, shown_names, table
 from paceline.spec.keys import keys
 
 ROOT = DOCS.parent

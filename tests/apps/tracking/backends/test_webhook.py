@@ -18,7 +18,7 @@ from paceline.apps.tracking import follower as following
 from paceline.apps.tracking.backends import webhook
 from paceline.apps.tracking.follower import Follower, Target
 from paceline.errors import InvalidInput
-from paceline.spec.sections.alerts import WebhookSection
+from paceline.spec.sections.system import WebhookSection
 
 SECRET = b"known to both"
 

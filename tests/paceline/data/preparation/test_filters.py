@@ -1,7 +1,13 @@
 """Filters of prompts, by hand."""
 
-from paceline.data.overlap import OverlapIndex
-from paceline.data.preparation.filters import by_length, by_overlap, by_pass_rate, key_of, pass_rates
+from paceline.data.preparation.filters import (
+    OverlapIndex,
+    by_length,
+    by_overlap,
+    by_pass_rate,
+    key_of,
+    pass_rates,
+)
 
 NAN = float("nan")
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]

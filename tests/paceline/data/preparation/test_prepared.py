@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.data.examples import checked_rows
-from paceline.data.joined_rows import sizes_of
 from paceline.data.preparation.prepared import Prepared, prepared_data
 from paceline.data.prompts import open_prompts
+from paceline.data.rows import sizes_of
 from paceline.errors import DataError
 from paceline.spec import RunSpec
 from paceline.spec.reading import parse_spec

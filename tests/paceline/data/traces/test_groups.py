@@ -11,8 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from paceline.data.rows import Rows, open_rows
-from paceline.data.traces.groups import TraceGroups
-from paceline.data.traces.rows import TraceKeys, read_trace
+from paceline.data.traces import TraceGroups, TraceKeys, read_trace
 from paceline.errors import DataError
 
 KEYS = TraceKeys()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.data.traces.rows import TraceKeys, format_of, read_trace
+from paceline.data.traces import TraceKeys, format_of, read_trace
 from paceline.errors import DataError
 
 KEYS = TraceKeys()

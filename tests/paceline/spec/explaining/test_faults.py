@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import SpecError
-from paceline.spec.explaining.faults import FAULTS_SHOWN
+from paceline.spec.faults import FAULTS_SHOWN
 from paceline.spec.reading import parse_spec
 
 

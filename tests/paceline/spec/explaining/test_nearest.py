@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.spec.explaining.nearest import MAX_LETTERS, distance, nearest
+from paceline.spec.faults import MAX_LETTERS, distance, nearest
 
 SECTIONS = ["policy", "data", "grpo", "dpo", "rewards", "weights", "checkpointing", "value", "algorithm"]
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from paceline.spec.foreign.names import TABLES, ForeignName, look_up, table, values
+from paceline.spec.foreign import TABLES, ForeignName, look_up, table, values
 from paceline.spec.keys import keys
 
 ENTRIES = [entry for library in TABLES for entry in table(library).values()]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from paceline.spec.sections.alerts import DEFAULT_RULES, Rule, WebhookSection, parsed_rule
-from paceline.spec.sections.system import LoggerSection
+from paceline.spec.sections.system import DEFAULT_RULES, LoggerSection, Rule, WebhookSection, parsed_rule
 
 
 @pytest.mark.parametrize(

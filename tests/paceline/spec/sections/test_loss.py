@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.spec import LossSection, RunSpec
-from paceline.spec.presets import PRESETS, PresetName
+from paceline.spec.sections.loss import PRESETS, PresetName
 
 
 def spec_with(**sections: Any) -> RunSpec:

@@ -10,7 +10,7 @@ from paceline.bundle.collecting import collect_again
 from paceline.calls.bundle_transfer import send
 from paceline.data.preparation.prepared import prepared_data
 from paceline.errors import Unreadable
-from paceline.models.auto_settings import with_engine
+from paceline.models.memory_plan import with_engine
 from paceline.services.common.worker.assigned_run import BundledSpec
 from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger

@@ -13,8 +13,7 @@ from paceline.services.common.reporting.metric_table import PARTS
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.reporting.rules import Rules, rules_of
 from paceline.services.coordinator.reporting.run_log import RunLog
-from paceline.spec.sections.alerts import DEFAULT_RULES, parsed_rule
-from paceline.spec.sections.system import LoggerSection
+from paceline.spec.sections.system import DEFAULT_RULES, LoggerSection, parsed_rule
 
 
 def broken(rules: Rules, *steps: dict[str, float | None]) -> list[list[str]]:

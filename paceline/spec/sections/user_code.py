@@ -1,15 +1,83 @@
-"""`environment`: episodes of several turns, in which the policy uses tools or talks to an environment or a program."""
+"""`rewards`, `environment` and `bundle`: the user's code that a run calls, and the files that travel with it."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
+import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from pathlib import PurePosixPath
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from paceline.spec.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 TurnAdvantage = Literal["outcome", "discounted", "turn_level"]
+
+
+class RewardFunctionSection(Section):
+    """One reward function."""
+
+    PATH_ARGUMENTS: ClassVar[Mapping[str, str]] = {"process_reward_model": "path", "reward_model": "path"}
+    """Built-in functions with a keyword argument that is a path, relative to the spec's file, and that argument."""
+
+    function: str
+    """A built-in's name, or `path/to/file.py:function`."""
+    name: str | None = None
+    """Name in metrics and samples; default the function's own."""
+    weight: float = 1.0
+    """Factor in the sum of rewards."""
+    weight_schedule: tuple[tuple[NonNegativeInt, float], ...] = ()
+    """Factors by step in place of `weight`, as pairs of step and factor (`[[0, 1.0], [200, 0.1]]`): linear in between, constant
+    before the first and after the last."""
+    gate_min: float | None = None
+    """Makes the function a gate: where it gives less than this, all functions that are no gates count as 0."""
+    kwargs: dict[str, Any] = {}
+    """Fixed keyword arguments for the function."""
+    timeout_s: PositiveFloat = 30.0
+    """Time limit of one call on one group."""
+    memory_mb: PositiveInt = 2048
+    """Address space that the function may add in its process."""
+
+    @property
+    def label(self) -> str:
+        """The name that metrics use."""
+        return self.name or self.function.rsplit(":", 1)[-1]
+
+    def weight_at(self, step: int) -> float:
+        """Return the factor of the function in the rewards of a step's batch."""
+        points = self.weight_schedule
+        if not points:
+            return self.weight
+        after = bisect.bisect_right(points, step, key=lambda point: point[0])
+        if after in (0, len(points)):
+            return points[max(0, after - 1)][1]
+        (start, low), (end, high) = points[after - 1], points[after]
+        return low + (high - low) * (step - start) / (end - start)
+
+    @field_validator("weight_schedule")
+    @classmethod
+    def _check_schedule(cls, points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        for (before, _), (step, _) in itertools.pairwise(points):
+            if step <= before:
+                raise ValueError(f"step {step} comes after step {before}; write the steps in rising order")
+        if any(not math.isfinite(factor) for _, factor in points):
+            raise ValueError("a factor is not finite; write numbers")
+        return points
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> RewardFunctionSection:
+        if self.weight_schedule and self.weight != 1.0:
+            raise ValueError(
+                f"weight {self.weight:g} with weight_schedule: the schedule takes the place of weight; remove one of them"
+            )
+        if self.gate_min is not None and not math.isfinite(self.gate_min):
+            raise ValueError(
+                f"gate_min {self.gate_min} is not finite; write the least reward that opens the gate"
+            )
+        return self
 
 
 class EnvironmentSection(Section):
@@ -111,3 +179,46 @@ class EnvironmentSection(Section):
                 f"train_call decides on an agent's requests, and {named[0]} sends none; remove train_call"
             )
         return self
+
+
+MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+class BundleSection(Section):
+    """The files that travel with the run: reward functions with the modules beside them that they import, data files,
+    and those that are listed here. The run goes on with them as they were when it was submitted."""
+
+    include: tuple[str, ...] = ()
+    """Further files for the reward functions: paths, globs (`answers/*.json`) or folders, relative to the spec's file."""
+    max_mb: PositiveInt = 512
+    """Largest sum of the files' sizes in MB; larger data belongs at a URL."""
+    requirements: tuple[str, ...] = ()
+    """Modules that the reward functions import beyond the standard library and Paceline's dependencies, as in
+    `import NAME`. A reward worker without one of them reports it before the first group."""
+
+    @field_validator("include")
+    @classmethod
+    def _check_include(cls, include: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in include:
+            path = PurePosixPath(pattern)
+            if (
+                not path.parts
+                or path.is_absolute()
+                or ".." in path.parts
+                or "\\" in pattern
+                or "\0" in pattern
+            ):
+                raise ValueError(
+                    f"{pattern!r} is not below the spec's folder; copy the file there and name it relative to the spec"
+                )
+        return include
+
+    @field_validator("requirements")
+    @classmethod
+    def _check_requirements(cls, requirements: tuple[str, ...]) -> tuple[str, ...]:
+        for name in requirements:
+            if MODULE_NAME.fullmatch(name) is None:
+                raise ValueError(
+                    f"{name!r} is not a module's name; write it as in `import NAME`, without a version"
+                )
+        return requirements

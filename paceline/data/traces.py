@@ -1,4 +1,4 @@
-"""Rows of traces: recorded completions with rewards.
+"""Rows of traces, recorded completions with rewards, and their groups by prompt, which `offline_grpo` trains on.
 
 Forms that are read:
 
@@ -10,7 +10,8 @@ Forms that are read:
     verifiers      prompt and completion as messages, reward and example_id, as its `results.jsonl` has them
 
 Records of other forms become such rows first (`paceline.apps.traces.conversion`). Promise: a completion is the model's alone;
-one with messages of a tool or a user in between is refused, because they would train.
+one with messages of a tool or a user in between is refused, because they would train. A group has at least two traces of different
+rewards, and each trace that is left out is counted by its reason.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ import numpy as np
 from paceline.data.example_rows import continuing
 from paceline.data.messages import plain, tools_of
 from paceline.data.row_checks import check_columns, check_prompt, check_text
+from paceline.data.rows import Rows, counted
 from paceline.data.written import as_number
 from paceline.errors import DataError
 from paceline.groups import FloatArray, IntArray
@@ -77,17 +80,15 @@ def read_trace(row: Mapping[str, Any], keys: TraceKeys) -> Trace:
     check_prompt(dict(row), keys.prompt)
     reward = _reward(row, keys)
     tokens = _tokens(row)
-    if tokens is None:
-        check_columns(dict(row), (keys.completion,))
-        check_text(row[keys.completion], keys.completion)
     prompt, completion = row[keys.prompt], row.get(keys.completion, "")
     if tokens is None:
+        check_columns(dict(row), (keys.completion,))
+        check_text(completion, keys.completion)
         _check_authors(completion, keys.completion)
-    if tokens is None:
         completion = continuing(prompt, plain(completion))
-    continues = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
-    if not isinstance(prompt, str) and isinstance(completion, str) and tokens is None and not continues:
-        completion = [{"role": "assistant", "content": completion}]
+        continues = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+        if not isinstance(prompt, str) and isinstance(completion, str) and not continues:
+            completion = [{"role": "assistant", "content": completion}]
     tools, reason = (None, None) if tokens else (tools_of(row), row.get("finish_reason"))
     return Trace(plain(prompt), plain(completion), reward, tokens, tools, reason)
 
@@ -190,3 +191,80 @@ def _tokens(row: Mapping[str, Any]) -> TraceTokens | None:
             "column 'logprobs' has a value that is no log-probability (finite, at most 0); export the run again"
         )
     return TraceTokens(prompt_ids, token_ids, logprobs)
+
+
+class TraceGroups:
+    """Rows of traces as rows of groups: `{"traces": [row, …]}`. Memory holds numbers alone.
+
+    Own exports that name a group stay in it; all other traces belong to the group of their prompt.
+    """
+
+    columns: tuple[str, ...] = ("traces",)
+
+    def __init__(
+        self, rows: Rows, keys: TraceKeys, *, least_reward: float | None = None, max_size: int = 64
+    ) -> None:
+        """Group `rows`. Traces below `least_reward` are left out; a prompt of more than `max_size` traces is several groups.
+
+        Raises DataError: no group is left.
+        """
+        self._rows, self.fingerprint = rows, rows.fingerprint
+        self.left_out: Counter[str] = Counter()
+        """Traces that are in no group, by reason."""
+        self.formats: Counter[str] = Counter()
+        """Traces in groups, by format."""
+        members: dict[bytes, list[tuple[int, float]]] = {}
+        formats: dict[int, str] = {}
+        for index in range(len(rows)):
+            row = rows[index]
+            trace = read_trace(row, keys)
+            if trace.reward is None:
+                self.left_out["no reward"] += 1
+            elif least_reward is not None and trace.reward < least_reward:
+                self.left_out["reward below min_reward_threshold"] += 1
+            else:
+                members.setdefault(_group_key(row, trace), []).append((index, trace.reward))
+                formats[index] = format_of(row)
+        self._groups: list[list[int]] = []
+        for traces in members.values():
+            for start in range(0, len(traces), max_size):
+                self._add(traces[start : start + max_size], formats)
+        if not self._groups:
+            raise DataError(
+                f"the {len(rows)} traces have no prompt with two different rewards ({counted(self.left_out)}), so there is "
+                "nothing to compare; add traces of the same prompts"
+            )
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return group `index`. Raises Unreadable as the rows do."""
+        return {"traces": [self._rows[row] for row in self._groups[index]]}
+
+    @property
+    def report(self) -> str:
+        """Return a sentence on the groups, the behaviour policy and what was left out."""
+        used = sum(map(len, self._groups))
+        policies = [
+            f"{number:,} have the recorded behaviour policy"
+            if name == "own export"
+            else f"{number:,} ({name} rows) take the starting policy as behaviour policy"
+            for name, number in sorted(self.formats.items())
+        ]
+        left = f"; left out: {counted(self.left_out)}" if self.left_out else ""
+        return f"{len(self):,} groups of {used:,} traces, of which {', '.join(policies)}{left}"
+
+    def _add(self, traces: Sequence[tuple[int, float]], formats: Mapping[int, str]) -> None:
+        if len(traces) == 1:
+            self.left_out["only trace of its prompt"] += 1
+        elif len({reward for _, reward in traces}) == 1:
+            self.left_out["all traces of the prompt have one reward"] += len(traces)
+        else:
+            self._groups.append([index for index, _ in traces])
+            self.formats.update(formats[index] for index, _ in traces)
+
+
+def _group_key(row: Mapping[str, Any], trace: Trace) -> bytes:
+    group = row.get("group_id") if trace.tokens is not None else None
+    return prompt_digest(trace.prompt) + (b"" if group is None else str(group).encode())

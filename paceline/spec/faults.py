@@ -1,21 +1,22 @@
-"""The faults of a spec, in one line for each: the dotted key as it was typed, the value, and the remedy.
+"""Sentences about keys of the spec: what is wrong with a value, the key that was meant, what a key is for.
 
-For an unknown key the dictionary of other libraries' names answers first, then spelling, then a key of that name elsewhere.
-
-The fault of a value, in our words and with the value to write, from pydantic's description.
+A fault is one line: the dotted key as it was typed, the value, and the remedy. For an unknown key the dictionary of other libraries'
+names answers first, then spelling, then a key of that name elsewhere; a wrong guess costs more than none. Pages of the documentation
+are made from the spec's classes and from the dictionary.
 """
 
 from __future__ import annotations
 
 import re
 import reprlib
+import textwrap
+from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from paceline.spec.explaining.nearest import MAX_GUESSES, nearest
-from paceline.spec.foreign.names import EXAMPLES, ForeignName, key_for, look_up, values
-from paceline.spec.keys import ITEM, dotted, keys, keys_of
+from paceline.spec.foreign import EXAMPLES, TABLES, ForeignName, key_for, look_up, shown_names, table, values
+from paceline.spec.keys import ITEM, Key, dotted, keys, keys_of
 
 FAULTS_SHOWN = 20
 MAX_LEVELS = 8
@@ -100,7 +101,6 @@ def _foreign(path: str, entry: ForeignName, algorithm: str) -> str:
 
 
 def _own(location: tuple[Any, ...], path: str) -> str:
-    """Return the clause that names our nearest key."""
     section = dotted(location[:-1])
     known = keys_of(f"{section}.{ITEM}" if f"{section}.{ITEM}" in keys() else section)
     known = known or keys_of("")
@@ -195,7 +195,8 @@ def value_fault(key: str, item: Any) -> str:
     if kind in _SIGNS:
         return _with(_SIGNS[kind].format(**{name: f"{each:g}" for name, each in context.items()}), hint)
     if kind == "literal_error":
-        return _with(_choices(key), hint or _guess(key, value))
+        choices = ", ".join(map(repr, _literals(key)))
+        return _with(f"has to be one of {choices}", hint or _guess(key, value))
     if kind == "string_pattern_mismatch":
         return _with(_pattern(key, value), hint)
     if kind.startswith("model") or kind == "dataclass_type":
@@ -229,12 +230,7 @@ def _guess(key: str, value: Any) -> str:
     return f"did you mean {' or '.join(map(repr, guesses))}?" if guesses else ""
 
 
-def _choices(key: str) -> str:
-    return f"has to be one of {', '.join(map(repr, _literals(key)))}"
-
-
 def _literals(key: str) -> list[str]:
-    """Return the choices of a key."""
     return _choices_in(keys()[key].field.annotation) if key in keys() else []
 
 
@@ -274,3 +270,136 @@ def _word(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+MAX_LETTERS = 64
+"""Longer words are not compared, because the time grows with the product of the lengths."""
+MAX_GUESSES = 3
+"""More candidates than these are no guess."""
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """Return the names that `word` may mean, the best first; empty if none is near enough.
+
+    Near is: the same but for case and punctuation; few typing errors for its length; or all words of `word` occur, in their
+    order, among those of the name (`max_step` in `max_num_steps`).
+    """
+    if len(word) > MAX_LETTERS:
+        return []
+    names = list(known)
+    same = [name for name in names if _letters(name) == _letters(word)]
+    if same:
+        return same[:1]
+    distances = {name: distance(word.lower(), name.lower()) for name in names if len(name) <= MAX_LETTERS}
+    allowed = typing_errors(word)
+    close = sorted((each, name) for name, each in distances.items() if each <= allowed)
+    if close:
+        return [name for each, name in close if each == close[0][0]][:MAX_GUESSES]
+    holding = [name for name in names if _words_within(word, name)]
+    return holding if len(holding) <= MAX_GUESSES else []
+
+
+def typing_errors(word: str) -> int:
+    """Return the typing errors at which a word of this length is still recognisable: none in three letters, one up to seven,
+    then one for each four."""
+    return 0 if len(word) <= 3 else max(1, len(word) // 4)
+
+
+def distance(one: str, other: str) -> int:
+    """Return the number of letters to insert, delete, replace or swap with their neighbour that turn `one` into `other`
+    (optimal string alignment)."""
+    before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
+    for i, letter in enumerate(one, start=1):
+        row = [i]
+        for j, against in enumerate(other, start=1):
+            best = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != against))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == against:
+                best = min(best, before[j - 2] + 1)
+            row.append(best)
+        before, last = last, row
+    return last[-1]
+
+
+def _letters(word: str) -> str:
+    return "".join(letter for letter in word.lower() if letter.isalnum())
+
+
+def _words_within(word: str, name: str) -> bool:
+    """Return whether each part of `word` is a part of `name`, in order, with or without a plural s."""
+    parts = iter(part.rstrip("s") for part in name.lower().split("_"))
+    return all(part.rstrip("s") in parts for part in word.lower().split("_"))
+
+
+COLUMNS = 120
+
+CONFIGURATION = """\
+# Configuration
+
+Every key of a spec, with its type, its default and one sentence. `paceline spec --explain KEY` prints the same, and
+`paceline spec FILE` checks a spec and prints it with all defaults. This page is generated from the classes in
+`paceline/spec/` by `python -m paceline.services.cli.reference`.
+
+A spec is a YAML file of sections. Each key can be overridden on the command line by its dotted name:
+`paceline up spec.yaml grpo.max_num_steps=50 rewards.0.weight=0.5`. In the names below `N` is the index of a list item.
+
+After a key stands its name in NeMo RL and in TRL, where there is one. Units may differ:
+[foreign_names.md](foreign_names.md) says how, for more names and libraries.
+"""
+NAMES = """\
+# Names of other libraries
+
+The keys of a spec for the settings of TRL, NeMo RL, verl and prime-rl. An unknown key is answered from this list, and
+`paceline import` uses it ([migration.md](migration.md)). This page is generated from `paceline/spec/foreign/` by
+`python -m paceline.services.cli.reference`. `.*` stands for every key below.
+"""
+
+
+def configuration() -> str:
+    """Return the page with every key of the spec."""
+    sections = {path: key for path, key in keys().items() if key.section is not None}
+    top = [key for path, key in keys().items() if "." not in path and key.section is None]
+    parts = [CONFIGURATION, "## Top level", _items(top)]
+    for path, section in sections.items():
+        below = [key for name, key in keys().items() if _directly_below(name, path) and key.section is None]
+        parts += [f"## {path}", _wrapped(section.description), _items(below)]
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def foreign_names() -> str:
+    """Return the page with every name of the dictionary, by library."""
+    parts = [NAMES]
+    for library in TABLES:
+        entries = list(table(library).values())
+        title = entries[0].library or "Words of many libraries"
+        named = [_entry(entry) for entry in entries if entry.key]
+        without = [_entry(entry) for entry in entries if not entry.key]
+        parts += [f"## {title}", "\n".join(named), f"### {title}: no counterpart", "\n".join(without)]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _directly_below(name: str, section: str) -> bool:
+    rest = name.removeprefix(f"{section}.").removeprefix("N.")
+    return name.startswith(f"{section}.") and "." not in rest
+
+
+def _items(found: list[Key]) -> str:
+    return "\n".join(_item(key) for key in found)
+
+
+def _item(key: Key) -> str:
+    default = "required" if key.default_text == "required" else f"default `{key.default_text}`"
+    names = "".join(f" {library}: `{name}`." for library, name in shown_names().get(key.path, {}).items())
+    return _wrapped(f"- `{key.path}` ({key.type_text}; {default}): {key.description}{names}", "  ")
+
+
+def _entry(entry: ForeignName) -> str:
+    if not entry.key:
+        return _wrapped(f"- `{entry.name}`: {entry.none}", "  ")
+    note = entry.note or entry.place
+    return _wrapped(f"- `{entry.name}`: `{entry.key}`{'; ' if note else ''}{note}", "  ")
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )

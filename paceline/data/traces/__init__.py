@@ -1,1 +1,0 @@
-"""Traces: recorded completions with rewards, their groups and pairs, and records of other systems as traces."""
