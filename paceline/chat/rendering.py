@@ -24,7 +24,6 @@ from paceline.chat.template_probes import (
     mentions,
     says,
 )
-from paceline.chat.tools import AUTO, Choice
 from paceline.data.template_messages import NotRendered, in_order_of_calls
 from paceline.data.tokens import NO_KWARGS, encode_prompt
 from paceline.errors import InvalidInput
@@ -67,18 +66,15 @@ class ChatTemplate:
         messages: Sequence[Json],
         tools: Sequence[Json] = (),
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
-        *,
-        choice: Choice = AUTO,
     ) -> IntArray:
         """Return the [P] token ids of rendered messages, opened for the assistant's answer.
 
         Raises Unsupported for what the template does not render, InvalidInput for what it refuses.
         """
-        shown = [] if choice.kind == "none" else list(tools)
-        if shown:
+        if tools:
             template_kwargs = {name: value for name, value in template_kwargs.items() if name != "tools"}
-        checked = self.checked(messages, shown, template_kwargs)
-        return encode_prompt(self.tokenizer, checked, "auto", template_kwargs, shown or None)
+        checked = self.checked(messages, tools, template_kwargs)
+        return encode_prompt(self.tokenizer, checked, "auto", template_kwargs, list(tools) or None)
 
     def checked(
         self,

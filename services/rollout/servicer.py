@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 
-from paceline.chat.requests import MAX_CHOICES
 from paceline.data.tokens import encode_prompt
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import Completion, IntArray, Version, VersionSpan
 from paceline.rollout.engine import MAX_ID, MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
 from paceline.services.common.serving.accepted_calls import ACCEPTED
 from paceline.services.common.serving.grpc_server import with_status
+from paceline.services.openai.requests import MAX_CHOICES
 from paceline.services.rollout.gather import gather_or_cancel
 from paceline.services.rollout.openai.engine_requests import MAX_CHARS_PER_TOKEN
 from paceline.services.rollout.run import RolloutRun

@@ -7,14 +7,23 @@ sender as the API's JSON, and no request ends the service.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
 from paceline.calls.retry_hint import USUAL_S, to_header
-from paceline.chat.api_errors import error_answer, error_body
-from paceline.chat.messages import Json
-from paceline.errors import Busy, InvalidInput, PacelineError
+from paceline.chat.messages import Json, Unsupported
+from paceline.errors import (
+    AccessDenied,
+    Busy,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    PacelineError,
+    Unavailable,
+)
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.serving.http_guard import HttpGuard, needs_token
 from paceline.services.common.serving.http_listener import MAX_BODY_BYTES, Handler, HttpListener
@@ -116,3 +125,30 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
     except Exception as error:  # any error is answered to its sender, and others are served on
         message = unforeseen.note(f"an HTTP {request.method}", error)
         return web.json_response(error_body(message, "server_error"), status=500)
+
+
+STATUS: Sequence[tuple[type[PacelineError], int, str, str | None]] = (
+    (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (AccessDenied, 401, "authentication_error", "invalid_api_key"),
+    (NotPermitted, 403, "permission_error", None),
+    (NotFound, 404, "invalid_request_error", "model_not_found"),
+    (InvalidInput, 400, "invalid_request_error", None),
+    (Conflict, 409, "conflict_error", None),
+    (Unavailable, 503, "service_unavailable_error", None),
+    (PacelineError, 500, "server_error", None),
+)
+"""Error, status, type and code; the first match wins."""
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> Json:
+    """Return the body of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_answer(error: PacelineError) -> tuple[int, Json]:
+    """Return status and body of an error that was raised on purpose."""
+    status, kind, code = next(
+        (status, kind, code) for error_type, status, kind, code in STATUS if isinstance(error, error_type)
+    )
+    param = error.field if isinstance(error, Unsupported) else "model" if status == 404 else None
+    return status, error_body(str(error), kind, param, code)

@@ -9,9 +9,7 @@ are refused; and none ends the service.
 Order of waiting: a request waits for its session's turn, which waits for a rollout worker and for the journal. The end of a
 session cancels its requests.
 
-A recorded turn as a choice of the API, for the shapes that the public endpoint has too (`paceline/chat`).
-
-A turn is recorded before it is answered, so a stream has the whole answer in few events.
+A turn is recorded before it is answered, so a stream has the whole answer in few events, in the shapes of the public endpoint.
 """
 
 from __future__ import annotations
@@ -29,21 +27,19 @@ import xxhash
 from aiohttp import web
 
 from paceline.chat.answer_reader import AnswerPart, TextPart
-from paceline.chat.answers import Answer
 from paceline.chat.call_formats import ToolCall
-from paceline.chat.choices import Choice, Delta
-from paceline.chat.frames import Event, Frame
 from paceline.chat.messages import Json, Unsupported
 from paceline.chat.rendering import ChatTemplate
-from paceline.chat.requests import Ask, ChatAsk, read_ask
-from paceline.chat.response_frames import ResponseAnswer
-from paceline.chat.responses import fields_of_responses, read_responses_ask
-from paceline.chat.token_route import TokenAnswer, TokenAsk
 from paceline.environment.protocols import AgentAnswer, AgentRequest, AgentSession, LeaseLost, SessionAddress
 from paceline.errors import Conflict, NotFound
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.serving.json_http import JsonListener, event_stream, send_event
+from paceline.services.openai.answers import Answer
+from paceline.services.openai.frames import Choice, Delta, Event, Frame
+from paceline.services.openai.requests import Ask, ChatAsk, read_ask
+from paceline.services.openai.responses import ResponseAnswer, fields_of_responses, read_responses_ask
+from paceline.services.openai.token_route import TokenAnswer, TokenAsk
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from paceline.chat.choices import Choice
 from paceline.chat.messages import Json
-from paceline.chat.requests import ChatAsk, CompletionAsk
+from paceline.services.openai.frames import Choice
+from paceline.services.openai.requests import ChatAsk, CompletionAsk
 from paceline.services.rollout.openai.engine_requests import EngineAsk
 from paceline.services.rollout.openai.sampling import Served
 

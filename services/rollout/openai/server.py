@@ -14,15 +14,8 @@ from functools import partial
 
 from aiohttp import web
 
-from paceline.chat.answers import Answer
-from paceline.chat.choices import Choice, Delta, model_name
 from paceline.chat.completion_texts import text_of
-from paceline.chat.frames import Event, Frame
 from paceline.chat.messages import Json, Unsupported
-from paceline.chat.requests import ChatAsk, CompletionAsk, read_ask
-from paceline.chat.response_frames import ResponseAnswer
-from paceline.chat.responses import fields_of_responses, read_responses_ask
-from paceline.chat.token_route import TokenAnswer, TokenAsk
 from paceline.errors import InvalidInput, PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
@@ -30,6 +23,11 @@ from paceline.services.common.access.rights import COMPLETIONS
 from paceline.services.common.access.worker_callers import WorkerCallers
 from paceline.services.common.serving.http_guard import HttpGuard
 from paceline.services.common.serving.json_http import JsonListener, event_stream, send_event
+from paceline.services.openai.answers import Answer
+from paceline.services.openai.frames import Choice, Delta, Event, Frame, model_name
+from paceline.services.openai.requests import ChatAsk, CompletionAsk, read_ask
+from paceline.services.openai.responses import ResponseAnswer, fields_of_responses, read_responses_ask
+from paceline.services.openai.token_route import TokenAnswer, TokenAsk
 from paceline.services.rollout.gather import gather_or_cancel
 from paceline.services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
 from paceline.services.rollout.openai.gate import Gate

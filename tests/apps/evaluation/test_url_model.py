@@ -19,7 +19,6 @@ from paceline.apps.evaluation.runner import evaluate
 from paceline.apps.evaluation.url_model import opened_url
 from paceline.apps.model_server.serving import ServedModel, endpoint_of, opened_model
 from paceline.chat.messages import Unsupported
-from paceline.chat.requests import ChatAsk, read_ask
 from paceline.errors import InvalidInput, Unavailable
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.reward.endpoints.settings import EndpointSettings
@@ -27,6 +26,7 @@ from paceline.rollout.engine import GenerationRequest, SamplingParams
 from paceline.rollout.stop_strings import cut
 from paceline.services.cli.chat import spec_of_model
 from paceline.services.common.sampling_params import params_message
+from paceline.services.openai.requests import ChatAsk, read_ask
 from paceline.services.rollout.group_sampler import GroupSampler
 from paceline.spec import RunSpec
 from paceline.v1 import exchange_pb2 as pb

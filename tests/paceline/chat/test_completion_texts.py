@@ -22,9 +22,9 @@ from paceline.chat.completion_texts import (
 )
 from paceline.chat.rendering import ChatTemplate
 from paceline.chat.template_probes import AnswerFormat
-from paceline.chat.text_stream import TextStream
 from paceline.groups import Completion
 from paceline.rollout.stop_strings import StopStrings
+from paceline.services.rollout.openai.sampling import TextStream
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
 HEADERS = (

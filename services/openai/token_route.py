@@ -12,13 +12,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from paceline.chat.api_errors import error_answer
-from paceline.chat.choices import Choice, Delta, model_name
-from paceline.chat.frames import Event, ranges, usage
 from paceline.chat.messages import Json, Unsupported
-from paceline.chat.requests import Ask, Ids
 from paceline.errors import PacelineError
 from paceline.groups import Version
+from paceline.services.common.serving.json_http import error_answer
+from paceline.services.openai.frames import Choice, Delta, Event, model_name, ranges, usage
+from paceline.services.openai.requests import Ask, Ids
 
 NOT_IN_ANSWERS = (
     "skip_special_tokens",

@@ -12,13 +12,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from paceline.chat.answer_reader import AnswerPart, TextPart
-from paceline.chat.api_errors import error_answer
 from paceline.chat.call_formats import ToolCall
-from paceline.chat.choices import Choice, Delta, Echo, model_name, version_name
-from paceline.chat.frames import Event, ranges, usage
 from paceline.chat.messages import Json
 from paceline.errors import PacelineError
 from paceline.groups import Version, VersionSpan
+from paceline.services.common.serving.json_http import error_answer
+from paceline.services.openai.frames import (
+    Choice,
+    Delta,
+    Echo,
+    Event,
+    model_name,
+    ranges,
+    usage,
+    version_name,
+)
 
 
 class Answer:
