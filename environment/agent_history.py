@@ -49,7 +49,6 @@ class History:
         """Answered requests by the chain of their messages, the answer among them."""
 
     def add(self, asked: Asked) -> None:
-        """Add an answered request."""
         if not asked.sent:
             return
         chain = _chains(asked.sent, asked.conversation)[-1]

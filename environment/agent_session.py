@@ -112,7 +112,6 @@ class AgentTurns:
         return self._life.finished()
 
     async def close(self) -> None:
-        """Take no further request, and end those that run."""
         self._over = True
         for task in self._tasks.values():
             task.cancel()
@@ -273,12 +272,7 @@ class AgentTurns:
             (i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages)
         )
         return sample_text(
-            messages[begins:],
-            ending,
-            detail,
-            reward,
-            prompt=messages[:begins],
-            tools=main.conversation.tools,
+            messages[begins:], ending, detail, reward, prompt=messages[:begins], tools=main.conversation.tools
         )
 
 
@@ -304,7 +298,6 @@ class TakenTurn:
 
 
 def recorded_turns(life: Life) -> list[TakenTurn]:
-    """Return the recorded turns of a life with their prompts."""
     rows, taken = RowTokens(), []
     for arrays, note in life.turns:
         prompt_ids = rows.prompt_of(arrays)

@@ -171,7 +171,6 @@ class ClassEpisode:
             return await instance.reward(self._setting.environment.call_timeout_s)
 
     def _text(self, note: pb.TurnNote, limit: str, reward: float | None, instance: Instance) -> pb.SampleText:
-        """Return the texts of the sample whose last turn has this note."""
         turn_rewards = rewards_of([*(earlier for _, earlier in self._life.turns), note])
         added = [json.loads(earlier.messages_json) for _, earlier in self._life.turns]
         messages = [message for each in [*added, json.loads(note.messages_json)] for message in each]

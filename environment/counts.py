@@ -36,5 +36,4 @@ class EpisodeCounts:
     """Seconds in which episodes ran user code."""
 
     def values(self) -> dict[str, float]:
-        """Return the sums by name."""
         return {name: float(value) for name, value in asdict(self).items()}

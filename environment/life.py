@@ -38,7 +38,6 @@ class Life:
         self._journal, self._counts = journal, counts
 
     def seed(self, group_seed: int, turn: int) -> int:
-        """Return the seed of a turn."""
         return turn_seed(group_seed, self.sample, self.number, turn)
 
     async def add(self, place: Place, turn: SampledTurn, note: pb.TurnNote, *, last: bool) -> None:

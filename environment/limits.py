@@ -26,7 +26,6 @@ class Stopwatch:
 
     @property
     def used_s(self) -> float:
-        """Return the seconds so far."""
         running_s = 0.0 if self._since_s is None else self._clock() - self._since_s
         return self._used_s + running_s
 
@@ -36,19 +35,16 @@ class Stopwatch:
         return max(0.0, self.limit_s - self.used_s)
 
     def start(self) -> None:
-        """User code runs from now on."""
         if self._since_s is None:
             self._since_s = self._clock()
 
     def stop(self) -> None:
-        """User code does not run now."""
         if self._since_s is not None:
             self._used_s += self._clock() - self._since_s
             self._since_s = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Count the seconds of a block."""
         self.start()
         try:
             yield

@@ -46,7 +46,6 @@ class TurnParams(NamedTuple):
         )
 
     def proto(self) -> common_pb2.SamplingParams:
-        """Return the message of a request."""
         return common_pb2.SamplingParams(**self._asdict())
 
 

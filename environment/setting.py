@@ -100,7 +100,6 @@ class EpisodeSetting:
 
     @property
     def environment(self) -> EnvironmentSection:
-        """Return the spec's section."""
         return self.spec.environment
 
     def room(self, prompt_tokens: int) -> int:
@@ -108,7 +107,6 @@ class EpisodeSetting:
         return self.spec.policy.max_total_sequence_length - prompt_tokens
 
     def no_room(self, prompt_tokens: int) -> str:
-        """Return the sentence for a prompt without room."""
         return (
             f"the prompt of {prompt_tokens} tokens leaves no room for a turn in policy.max_total_sequence_length "
             f"{self.spec.policy.max_total_sequence_length}"
@@ -140,5 +138,4 @@ class GroupContext:
         return {**prompts, **self.lease.columns}
 
     def session(self, sample: int) -> str:
-        """Return the name of a sample's session."""
         return f"{self.lease.group_id}/{sample}"

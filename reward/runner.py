@@ -226,10 +226,7 @@ def _failure_in(function: RewardFunctionSection, reply: dict[str, Any]) -> Rewar
 
 
 def _check_lengths(
-    prompts: list[Any],
-    completions: list[Any],
-    completion_ids: list[list[int]],
-    columns: dict[str, list[Any]],
+    prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], columns: dict[str, list[Any]]
 ) -> None:
     if not completions:
         raise InvalidInput("a group without completions cannot be scored")

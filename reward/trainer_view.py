@@ -43,12 +43,7 @@ class TrainerView:
         """[C] values of each further column, as JSON has them."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that a function may name."""
-        return {
-            "trainer_state": self._state,
-            "log_metric": self.log_metric,
-            "log_extra": self.log_extra,
-        }
+        return {"trainer_state": self._state, "log_metric": self.log_metric, "log_extra": self.log_extra}
 
     def log_metric(self, name: str, value: float) -> None:
         """Add `value` to the metric's mean. A value that is not finite is left out."""
@@ -84,7 +79,6 @@ class CallView(TrainerView):
         """Sums by name, of USAGE."""
 
     def count(self, name: str, value: float) -> None:
-        """Add to one of the sums."""
         self.usage[name] = self.usage.get(name, 0.0) + value
 
 
@@ -96,7 +90,6 @@ def checked_usage(value: Any) -> dict[str, float]:
 
 
 def is_metric_name(name: object) -> bool:
-    """Return whether a metric may have this name."""
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()
 
 

@@ -39,7 +39,6 @@ class LoadedFunction:
 
 
 def main() -> None:
-    """Serve the socket until the runner closes it."""
     with connect() as connection, asyncio.Runner() as loop, contextlib.suppress(EOFError, ConnectionError):
         _serve(connection, loop)
 

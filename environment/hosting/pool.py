@@ -70,7 +70,6 @@ class UserCode:
         """Processes that died or were killed because they hung."""
 
     async def __aenter__(self) -> UserCode:
-        """Start the processes; see `start`."""
         await self.start()
         return self
 
@@ -92,7 +91,6 @@ class UserCode:
                 raise outcome
 
     async def close(self) -> None:
-        """End all processes. Running calls end with EnvironmentLost."""
         self._state = "closed"
         for task in self._tasks:
             task.cancel()
@@ -291,7 +289,6 @@ class Instance:
                 raise
 
     def close(self) -> None:
-        """Let the instance go."""
         if not self._open:
             return
         self._open = False
@@ -400,7 +397,6 @@ class Slot:
 
     @property
     def usable(self) -> bool:
-        """Return whether the process runs."""
         return self.process.usable
 
     def enter(self) -> int:

@@ -97,7 +97,6 @@ def encode_state(state: Any) -> str:
 
 
 def decode_state(text: str) -> Any:
-    """Return what `encode_state` wrote."""
     return base64.b64decode(text[1:]) if text.startswith("b") else json.loads(text[1:])
 
 

@@ -306,7 +306,6 @@ class Lanes:
 
 
 def failure_reply(error: BaseException, memory_mb: int) -> Reply:
-    """Return the reply to a call that raised."""
     if isinstance(error, InvalidValue):
         return {"failed": str(error)}
     traceback.print_exception(error)

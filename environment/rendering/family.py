@@ -105,7 +105,6 @@ class FamilyRendering:
         )
 
     def fault_message(self, fault: str) -> Json:
-        """Return a message of a tool."""
         return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
 
     def _renderer(self, template_kwargs: Mapping[str, Any]) -> Any:

@@ -58,7 +58,6 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def extended(self, messages: Sequence[Json]) -> Conversation:
-        """Return the conversation with further messages."""
         return replace(self, messages=[*self.messages, *messages])
 
 

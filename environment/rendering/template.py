@@ -50,7 +50,6 @@ class TemplateRendering:
 
     @property
     def template(self) -> ChatTemplate:
-        """Return the template."""
         return ChatTemplate(self.tokenizer)
 
     def prompt(self, conversation: Conversation) -> IntArray:

@@ -36,11 +36,9 @@ class TextRendering:
         return encode_continuation(self.tokenizer, [*prompt_ids[-1:], *turn.token_ids], text)
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
-        """Return the text, and its calls."""
         return read_turn(turn.text, AnswerReader(self.calls, tools=conversation.tools))
 
     def fault_message(self, fault: str) -> Json:
-        """Return a message of a tool."""
         return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
 
 

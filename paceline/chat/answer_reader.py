@@ -229,7 +229,6 @@ def read_answer(text: str, reader: AnswerReader) -> list[AnswerPart]:
 
 
 def joined(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
-    """Return parts with neighbouring texts of the same kind joined."""
     result: list[AnswerPart] = []
     for part in parts:
         last = result[-1] if result else None
@@ -241,17 +240,14 @@ def joined(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
 
 
 def content_of(parts: Iterable[AnswerPart]) -> str:
-    """Return the content of an answer."""
     return "".join(part.text for part in parts if isinstance(part, TextPart) and not part.reasoning)
 
 
 def reasoning_of(parts: Iterable[AnswerPart]) -> str:
-    """Return the reasoning of an answer."""
     return "".join(part.text for part in parts if isinstance(part, TextPart) and part.reasoning)
 
 
 def calls_of(parts: Iterable[AnswerPart]) -> list[ToolCall]:
-    """Return the calls of an answer."""
     return [part for part in parts if isinstance(part, ToolCall)]
 
 

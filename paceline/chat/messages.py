@@ -34,7 +34,6 @@ class Message(BaseModel):
     tool_calls: list[Json] | None = None
 
     def check(self) -> None:
-        """Raises Unsupported as `rendered` does."""
         self.rendered()
 
     def rendered(self) -> Json:

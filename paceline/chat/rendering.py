@@ -16,14 +16,7 @@ from weakref import WeakKeyDictionary
 
 from paceline.chat.completion_texts import END_THINK, THINK, opens_reasoning
 from paceline.chat.messages import Json, Unsupported
-from paceline.chat.template_probes import (
-    BESIDE_CALLS,
-    AnswerFormat,
-    Probe,
-    answer_format_of,
-    mentions,
-    says,
-)
+from paceline.chat.template_probes import BESIDE_CALLS, AnswerFormat, Probe, answer_format_of, mentions, says
 from paceline.data.template_messages import NotRendered, in_order_of_calls
 from paceline.data.tokens import NO_KWARGS, encode_prompt
 from paceline.errors import InvalidInput

@@ -50,7 +50,6 @@ def code_tests(
 
 
 def code_settings(values: object) -> CodeSettings:
-    """Return the settings of `code_tests`. Raises InvalidInput."""
     from paceline.reward.code.settings import CodeSettings
     from paceline.reward.endpoints.settings import checked_settings
 

@@ -309,10 +309,7 @@ class _Reader:
                 return left
             right = self.sum()
             if name == "cup":
-                left = Node(
-                    "union",
-                    (*(left.args if left.kind == "union" else (left,)), right),
-                )
+                left = Node("union", (*(left.args if left.kind == "union" else (left,)), right))
             else:
                 left = Node("operation", (name, left, right))
 

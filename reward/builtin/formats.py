@@ -81,11 +81,7 @@ def format_regex(
 
 
 def think_answer_format(
-    prompts: list[Any],
-    completions: list[Any],
-    *,
-    think_in_prompt: bool = False,
-    **columns: Any,
+    prompts: list[Any], completions: list[Any], *, think_in_prompt: bool = False, **columns: Any
 ) -> list[float | None]:
     """Return [C] 1.0 where the completion is `<think>…</think><answer>…</answer>` and nothing else but white space.
 

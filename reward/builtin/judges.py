@@ -156,7 +156,6 @@ def _log_reasons(call: CallView, verdicts: Sequence[Sequence[Verdict]]) -> None:
 
 
 def score_settings(values: object) -> ScoreSettings:
-    """Return the settings of `judge`. Raises InvalidInput."""
     from paceline.reward.endpoints.settings import checked_settings
     from paceline.reward.judging.settings import ScoreSettings
 
@@ -164,7 +163,6 @@ def score_settings(values: object) -> ScoreSettings:
 
 
 def pair_settings(values: object) -> PairSettings:
-    """Return the settings of `judge_pairwise`. Raises InvalidInput."""
     from paceline.reward.endpoints.settings import checked_settings
     from paceline.reward.judging.settings import PairSettings
 

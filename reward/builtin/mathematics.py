@@ -29,11 +29,7 @@ MAX_CHECKED = 1000
 
 
 def math_accuracy(
-    prompts: list[Any],
-    completions: list[Any],
-    *,
-    answer_column: str = "answer",
-    **columns: Any,
+    prompts: list[Any], completions: list[Any], *, answer_column: str = "answer", **columns: Any
 ) -> list[float | None]:
     r"""Return [C] 1.0 where the completion's final answer equals the gold answer, 0.0 where not, None without a gold answer.
 

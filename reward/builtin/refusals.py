@@ -49,7 +49,6 @@ def refusal(
 
 
 def is_refusal(text: str) -> bool:
-    """Return whether a text declines a request."""
     return REFUSAL.search(text[:BEGINNING_CHARS]) is not None
 
 

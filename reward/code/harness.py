@@ -58,7 +58,6 @@ class Report:
         os.dup2(2, 1)
 
     def line(self, *parts: object) -> None:
-        """Write one line."""
         self.value(" ".join(map(str, parts))[: 2 * MAX_TEXT].replace("\n", "\\n"))
 
     def value(self, text: str) -> None:
@@ -211,7 +210,6 @@ class Clock:
         self.time_s, self._errors = time_s, errors
 
     def start(self) -> None:
-        """Begin: a signal at the limit, and a thread behind it."""
         faulthandler.dump_traceback_later(self.time_s + HARD_S, exit=True, file=self._errors)
         signal.setitimer(
             signal.ITIMER_REAL, self.time_s, 0.05

@@ -8,17 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal[
-    "passed",
-    "wrong",
-    "error",
-    "exited",
-    "signal",
-    "time",
-    "memory",
-    "output",
-    "disk",
-    "processes",
-    "not run",
+    "passed", "wrong", "error", "exited", "signal", "time", "memory", "output", "disk", "processes", "not run"
 ]
 """`wrong`: another output, or an assertion; `error`: an exception, or a status other than 0; `exited`: the program ended before
 its test did; `not run`: an earlier test failed or took the time; the others as a sandbox's `Outcome.ended`."""

@@ -68,7 +68,6 @@ class CodeSettings(Section):
 
     @property
     def columns(self) -> set[str]:
-        """Columns of the data set that the function cannot do without."""
         named = {self.entry_point_column} if self.kind == "humaneval" else set()
         return {self.tests_column} | named
 

@@ -81,5 +81,4 @@ def as_text(value: Any) -> str:
 
 
 def messages(system: str, user: str) -> list[dict[str, str]]:
-    """Return the conversation with the judge."""
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]

@@ -92,7 +92,6 @@ class ScoreSettings(JudgeSettings):
 
     @property
     def columns(self) -> set[str]:
-        """Columns of the data set that the template reads."""
         return placeholders(self.template) - {"prompt", "completion"}
 
 
@@ -117,7 +116,6 @@ class PairSettings(JudgeSettings):
 
     @property
     def columns(self) -> set[str]:
-        """Columns of the data set that the judge reads."""
         own = {"prompt", "completion_a", "completion_b"}
         return (placeholders(self.template) - own) | (
             {self.reference_column} if self.reference_column else set()

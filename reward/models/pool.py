@@ -54,7 +54,6 @@ class RewardModels:
             await process.start()
 
     async def close(self) -> None:
-        """End all processes."""
         await asyncio.gather(*(process.close() for process in self._processes))
 
     async def score(self, index: int, prompts: list[Any], completions: list[Any]) -> dict[str, Any]:
@@ -98,12 +97,10 @@ class ModelProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, from the start to its end; None else."""
         return self._shared.pid
 
     @property
     def usable(self) -> bool:
-        """Return whether the process is started and not known to have ended."""
         return self._shared.usable
 
     async def start(self) -> None:
@@ -141,5 +138,4 @@ class ModelProcess:
         self._shared.kill()
 
     async def close(self) -> None:
-        """Kill the process, and wait for its end."""
         await self._shared.close()

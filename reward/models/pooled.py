@@ -72,7 +72,6 @@ class PooledScorer:
         self._max_tokens = min(longest_text(config), asyncio.run(_longest_of_server(self._endpoint)))
 
     def encode(self, prompt: Any, completion: Any) -> Text:
-        """As `Scorer.encode`."""
         return self._texts.encode(prompt, completion)
 
     def scores(

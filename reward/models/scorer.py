@@ -48,7 +48,6 @@ class Scorer:
 
     @property
     def version(self) -> str:
-        """Version of the weights."""
         return self._loaded.version
 
     def encode(self, prompt: Any, completion: Any) -> Text:

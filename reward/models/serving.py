@@ -93,7 +93,6 @@ class ModelServer:
 
     @property
     def version(self) -> str:
-        """Version of the weights that score."""
         return str(self._scorer.version)
 
     def answers(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -141,7 +140,6 @@ class ModelServer:
             threading.Thread(target=self._refresh, daemon=True, name="refresh").start()
 
     def stop_refreshing(self) -> None:
-        """Look no further."""
         self._stopped.set()
 
     def _refresh(self) -> None:

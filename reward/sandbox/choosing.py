@@ -81,10 +81,7 @@ class LandlockSandbox:
             )
 
 
-LOCAL: Mapping[str, Callable[[Readable], Sandbox]] = {
-    "bwrap": BwrapSandbox,
-    "landlock": LandlockSandbox,
-}
+LOCAL: Mapping[str, Callable[[Readable], Sandbox]] = {"bwrap": BwrapSandbox, "landlock": LandlockSandbox}
 AUTO = tuple(LOCAL)
 """Backends in the order in which `auto` tries them."""
 NAMES = ("auto", *AUTO, "remote", "none")
@@ -171,7 +168,6 @@ class NoSandbox:
     def run(
         self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
     ) -> Outcome:
-        """As `Sandbox.run`."""
         check_request(argv, files, stdin)
         ready = new_ready()
         try:

@@ -90,7 +90,6 @@ class PopenChild:
         self.stdin, self.stdout, self.stderr = (_taken(getattr(self._process, name)) for name in STREAMS)
 
     def ended(self) -> bool:
-        """Return whether the process has ended; does not wait."""
         return self._process.poll() is not None
 
     def kill(self) -> None:

@@ -193,7 +193,6 @@ class Pipes:
 
     @property
     def full(self) -> bool:
-        """Return whether the program has written more than its bound."""
         return any(len(target) > most for target, most in self._read.values())
 
     @property
@@ -221,7 +220,6 @@ class Pipes:
                 pass
 
     def close(self) -> None:
-        """Close all ends."""
         for stream in list(self._open):
             self._close(stream)
 

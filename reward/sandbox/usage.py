@@ -24,14 +24,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def num_threads(pid: int) -> int:
-    """Return the number of threads of a process."""
     with contextlib.suppress(OSError):
         return os.stat(f"/proc/{pid}/task").st_nlink - 2
     return 0
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
     return 0

@@ -75,7 +75,6 @@ class EngineList:
         }
 
     def has(self, member_id: str) -> bool:
-        """Return whether a worker is on the list."""
         return member_id in self._engines
 
     def put_off(self, member_id: str, seconds: float) -> None:
@@ -111,7 +110,6 @@ class EngineList:
         return max(0.0, min(pauses)) if pauses else None
 
     def end_session(self, session: str) -> None:
-        """Drop a session that asks no more."""
         member_id = self._session_engines.pop(session, None)
         if member_id is not None:
             self._leave(member_id)

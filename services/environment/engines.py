@@ -100,7 +100,6 @@ class Engines:
         """Answers that broke in the middle so far: each lost at most a turn's tokens."""
 
     def update(self, listed: worker_pb2.Engines) -> None:
-        """Take the coordinator's newest list."""
         if listed.run_id == self.run_id:
             self.list.replace(listed.engines)
             self._drop_unused({each.address for each in listed.engines})
@@ -108,7 +107,6 @@ class Engines:
             changed.set()
 
     async def close(self) -> None:
-        """End all calls and connections."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close(None)
@@ -206,7 +204,6 @@ class LeasedTokens:
         self._sessions: set[str] = set()
 
     def close(self) -> None:
-        """Drop the group's sessions, which ask no more."""
         for session in self._sessions:
             self._engines.list.end_session(session)
 

@@ -97,16 +97,13 @@ class EnvironmentRun:
 
     @property
     def num_leases(self) -> int:
-        """Return the number of leases."""
         return len(self._groups)
 
     @property
     def num_samples(self) -> int:
-        """Return the number of samples of the leased groups."""
         return sum(self._sizes.values())
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges since the last heartbeat."""
         return {
             **self.pace.gauges(),
             "running": float(self.num_samples),
@@ -157,8 +154,7 @@ class EnvironmentRun:
                 continue
             held = pb.Held(group_ids=self._groups)
             request = pb.ExchangeRequest(
-                run_id=self.run_id,
-                lease=pb.LeaseRequest(room=max(room, 1), wait_s=LEASE_WAIT_S, held=held),
+                run_id=self.run_id, lease=pb.LeaseRequest(room=max(room, 1), wait_s=LEASE_WAIT_S, held=held)
             )
             reply, payloads = await self._membership.request(request)
             if reply.status == pb.REPLY_STATUS_STALE:
@@ -396,12 +392,10 @@ class TurnPace:
         self._since_s = clock()
 
     def note(self, num_tokens: int) -> None:
-        """Count a sampled turn."""
         self._turns += 1
         self._tokens += num_tokens
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges since the last call."""
         now_s = self._clock()
         elapsed_s = max(now_s - self._since_s, 1e-6)
         turns, tokens = self._turns, self._tokens

@@ -65,7 +65,6 @@ class EnvironmentWorker:
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
-        """Work on the assigned run, until cancelled."""
         while True:
             self.assigned.changed.clear()
             assignment = self.assigned.assignment

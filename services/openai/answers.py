@@ -61,7 +61,6 @@ class Answer:
         self._versions: set[tuple[int, int]] = set()
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """See `Frame`."""
         entries = []
         for choice in choices:
             self._note(choice.spans)
@@ -90,7 +89,6 @@ class Answer:
         ]
 
     def add(self, delta: Delta) -> list[Event]:
-        """See `Frame`."""
         self._note(delta.spans)
         content: Json = {"delta": self._delta(delta)} if self._chat else {"text": _content(delta.parts)}
         return [self._event(self._choice(delta, content, delta.offset, None))]
@@ -110,7 +108,6 @@ class Answer:
         return [Event(self._frame(self._chunk_kind, []) | {"usage": usage(choices)})]
 
     def fail(self, error: PacelineError) -> list[Event]:
-        """See `Frame`."""
         return [Event(error_answer(error)[1])]
 
     def _event(self, choice: Json) -> Event:

@@ -47,17 +47,14 @@ class Choice:
 
     @property
     def content(self) -> str:
-        """Return the text that is content."""
         return content_of(self.parts)
 
     @property
     def reasoning(self) -> str:
-        """Return the text that is reasoning."""
         return reasoning_of(self.parts)
 
     @property
     def calls(self) -> list[ToolCall]:
-        """Return the calls of tools."""
         return calls_of(self.parts)
 
 
@@ -78,17 +75,14 @@ class Delta:
 
 
 def version_name(version: tuple[int, ...]) -> str:
-    """Return `<session>.<step>`."""
     return f"{version[0]}.{version[1]}"
 
 
 def model_name(run_id: str, version: tuple[int, ...]) -> str:
-    """Return `<run>@<session>.<step>`."""
     return f"{run_id}@{version_name(version)}"
 
 
 def cut_spans(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Return the `spans` of the first `num_tokens` tokens."""
     return tuple(
         VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens)) for s in spans if s.start < num_tokens
     )

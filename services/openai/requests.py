@@ -105,7 +105,6 @@ class Ask(BaseModel):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Return whether the answer holds log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -142,7 +141,6 @@ class CompletionAsk(Ask):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See `Ask`."""
         return self.logprobs is not None
 
     def prompts(self) -> list[Any]:
@@ -202,11 +200,9 @@ class ChatAsk(Ask):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See `Ask`."""
         return bool(self.logprobs)
 
     def rendered(self) -> list[Json]:
-        """Return the messages as chat templates take them."""
         return [message.rendered() for message in self.messages]
 
 

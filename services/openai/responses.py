@@ -216,7 +216,6 @@ class ResponseAnswer:
         """The last of them, while its text grows."""
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """See `Frame`."""
         (choice,) = choices
         status = "completed" if choice.finish_reason == "stop" else "incomplete"
         items: list[Json] = []
@@ -237,12 +236,10 @@ class ResponseAnswer:
         }
 
     def begin(self, num_choices: int) -> list[Event]:
-        """See `Frame`."""
         response = self._response("in_progress", None)
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def add(self, delta: Delta) -> list[Event]:
-        """See `Frame`."""
         events: list[Event] = []
         for part in delta.parts:
             if isinstance(part, ToolCall):
@@ -257,16 +254,13 @@ class ResponseAnswer:
         return events
 
     def end(self, choice: Choice) -> list[Event]:
-        """See `Frame`."""
         return self._close("completed" if choice.finish_reason == "stop" else "incomplete")
 
     def finish(self, choices: Sequence[Choice]) -> list[Event]:
-        """See `Frame`."""
         response = self.whole(choices)
         return [self._event(f"response.{response['status']}", response=response)]
 
     def fail(self, error: PacelineError) -> list[Event]:
-        """See `Frame`."""
         told = error_answer(error)[1]["error"]
         return [self._event("error", message=told["message"], code=told["code"], param=told["param"])]
 

@@ -63,7 +63,6 @@ class TokenAsk(Ask):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See `Ask`."""
         return self.logprobs is not None
 
 
@@ -80,7 +79,6 @@ class TokenAnswer:
         self._created_s = int(time.time())
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """See `Frame`."""
         entries = [
             self._entry(choice) | {"finish_reason": choice.finish_reason, "versions": ranges(choice.spans)}
             for choice in choices
@@ -91,25 +89,20 @@ class TokenAnswer:
         return self._frame(entries) | more
 
     def begin(self, num_choices: int) -> list[Event]:
-        """See `Frame`."""
         return []
 
     def add(self, delta: Delta) -> list[Event]:
-        """See `Frame`."""
         return [Event(self._frame([self._entry(delta)]))]
 
     def end(self, choice: Choice) -> list[Event]:
-        """See `Frame`."""
         entry = {"index": choice.index, "token_ids": [], "logprobs": None, "stop_reason": None}
         closing = {"finish_reason": choice.finish_reason, "versions": ranges(choice.spans)}
         return [Event(self._frame([entry | closing]))]
 
     def finish(self, choices: Sequence[Choice]) -> list[Event]:
-        """See `Frame`."""
         return [Event(self._frame([]) | {"usage": usage(choices)})] if self._ask.include_usage else []
 
     def fail(self, error: PacelineError) -> list[Event]:
-        """See `Frame`."""
         return [Event(error_answer(error)[1])]
 
     def _entry(self, part: Choice | Delta) -> Json:

@@ -162,7 +162,6 @@ class RewardWorker:
         return self._spec.rewards if self._spec is not None else ()
 
     def stop(self) -> None:
-        """Take no further task."""
         self._stopping.set()
         self.assigned.changed.set()
 

@@ -267,7 +267,6 @@ async def _identity(request: web.Request) -> Json:
 
 
 def choice_of(answer: AgentAnswer) -> Choice:
-    """Return the answer's only choice."""
     turn = answer.turn
     return Choice(
         0,

@@ -35,7 +35,6 @@ EngineAsk = ChatAsk | CompletionAsk | TokenAsk
 
 
 def num_prompts(ask: EngineAsk) -> int:
-    """Return the number of prompts of a request."""
     return len(ask.prompts()) if isinstance(ask, CompletionAsk) else 1
 
 
@@ -158,17 +157,13 @@ class PreparedChat:
     max_calls: int | None = None
 
     def reader(self) -> AnswerReader:
-        """Return a new reader, for one answer."""
         reader = AnswerReader(self.calls, self.reasons, self.in_reasoning, self.tools, self.max_calls)
         reader.push(self.begun)
         return reader
 
 
 def prepare_chat(
-    ask: ChatAsk,
-    template: ChatTemplate,
-    run_kwargs: Mapping[str, Any] = NO_KWARGS,
-    call_format: str = "auto",
+    ask: ChatAsk, template: ChatTemplate, run_kwargs: Mapping[str, Any] = NO_KWARGS, call_format: str = "auto"
 ) -> PreparedChat:
     """Return a request made ready: `run_kwargs` are the run's arguments of the template, which those of the request replace,
     `call_format` is how the run's model writes calls (`auto`: as its template does).

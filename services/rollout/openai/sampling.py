@@ -254,7 +254,6 @@ def resolve(served: Served, model: str) -> Version | None:
 
 
 def no_weights(served: Served) -> Unavailable:
-    """Return the error of a request before the first weights."""
     return Unavailable(f"the worker holds no weights of {served.run_id} yet; try again in a moment")
 
 

@@ -68,7 +68,6 @@ class Endpoint:
 
     @property
     def scheme(self) -> str:
-        """Return `https` or `http`."""
         return self._listener.scheme
 
     async def start(self, host: str, port: int) -> int:
@@ -76,7 +75,6 @@ class Endpoint:
         return await self._listener.start(host, port)
 
     async def close(self) -> None:
-        """Take no more requests; answers under way are finished first."""
         await self._listener.close()
 
     # Models
