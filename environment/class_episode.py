@@ -15,15 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.chat.messages import Json
-from paceline.environment.hosting.faults import CannotGoOn, EnvironmentFailed, TimeIsUp
 from paceline.environment.hosting.pool import Instance, SampleDeaths
-from paceline.environment.life import FinishedSample, Life
-from paceline.environment.limits import Stopwatch, cut_to_tokens
-from paceline.environment.notes import clean, digest, json_text, rewards_of, sample_text
-from paceline.environment.protocols import SampledTurn, TurnRequest
+from paceline.environment.life import FinishedSample, Life, clean, digest, json_text, rewards_of, sample_text
+from paceline.environment.protocols import CannotGoOn, EnvironmentFailed, SampledTurn, TimeIsUp, TurnRequest
 from paceline.environment.rendering.protocol import Conversation, Parsed, Rendering
 from paceline.environment.rows import RowTokens
-from paceline.environment.setting import EpisodeSetting, GroupContext
+from paceline.environment.setting import EpisodeSetting, GroupContext, Stopwatch, cut_to_tokens
 from paceline.errors import InvalidInput, PromptTooLong
 from paceline.groups import IntArray
 from paceline.v1 import exchange_pb2 as pb

@@ -18,8 +18,14 @@ from typing import Any
 
 from paceline.error_texts import ALIKE
 from paceline.errors import InvalidInput, Unreadable
-from paceline.reward.calling import InvalidRewards, call_function, fails_always, form_hint
-from paceline.reward.loading import RewardFunction, load_function
+from paceline.reward.calling import (
+    InvalidRewards,
+    RewardFunction,
+    call_function,
+    fails_always,
+    form_hint,
+    load_function,
+)
 from paceline.reward.trainer_view import CallView
 from paceline.user_code.child import MemoryBudget, connect, is_out_of_memory, is_unreachable
 from paceline.user_code.frames import encode, receive

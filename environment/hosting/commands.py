@@ -16,7 +16,7 @@ from asyncio.subprocess import DEVNULL
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.environment.hosting.faults import EnvironmentFailed, EnvironmentLost
+from paceline.environment.protocols import EnvironmentFailed, EnvironmentLost
 from paceline.errors import InvalidInput
 from paceline.user_code.box import Box
 from paceline.user_code.ends import describe_end, kill_group

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from paceline.environment.hosting.classes import ClassFacts
-from paceline.environment.hosting.faults import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
+from paceline.environment.protocols import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
 from paceline.errors import Conflict, InvalidInput, Unavailable, Unreadable
 from paceline.host.cores import usable_cores
 from paceline.spec.code_paths import file_of

@@ -16,8 +16,7 @@ from paceline.chat.answer_reader import AnswerReader
 from paceline.chat.call_formats import MalformedCall, read_marked_call
 from paceline.chat.messages import Json
 from paceline.environment.protocols import SampledTurn
-from paceline.environment.rendering.protocol import Call, Conversation, Parsed
-from paceline.environment.rendering.texts import read_turn
+from paceline.environment.rendering.protocol import Call, Conversation, Parsed, read_turn
 from paceline.error_texts import error_text, is_about_input
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray

@@ -27,8 +27,7 @@ from paceline.chat.messages import Json
 from paceline.chat.rendering import ChatTemplate
 from paceline.data.tokens import render_chat
 from paceline.environment.protocols import SampledTurn
-from paceline.environment.rendering.protocol import Conversation, Parsed
-from paceline.environment.rendering.texts import read_turn
+from paceline.environment.rendering.protocol import Conversation, Parsed, read_turn
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 

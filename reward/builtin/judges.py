@@ -32,7 +32,7 @@ async def judge(
     `settings` are those of `paceline.reward.judging.settings.ScoreSettings`. None where too few votes hold a verdict. Raises
     EndpointUnavailable, RequestRefused and NoVerdict as the settings say; InvalidInput for wrong ones.
     """
-    from paceline.reward.judging.prompts import DATA_ONLY, SCORE_SYSTEM, fill, messages
+    from paceline.reward.judging.settings import DATA_ONLY, SCORE_SYSTEM, fill, messages
     from paceline.reward.judging.verdicts import combined, score_verdict
 
     chosen = score_settings(settings)
@@ -71,7 +71,7 @@ async def judge_pairwise(
     `settings` are those of `paceline.reward.judging.settings.PairSettings`. A comparison is the mean of both orders, a tie 0.5; equal
     texts are a tie without a question. None for a completion without any comparison. Raises as `judge`.
     """
-    from paceline.reward.judging.pairs import balanced_pairs, bradley_terry, win_rates
+    from paceline.reward.judging.verdicts import balanced_pairs, bradley_terry, win_rates
 
     chosen = pair_settings(settings)
     texts, count = [_shown(chosen, completion) for completion in completions], len(completions)
@@ -107,7 +107,7 @@ async def _comparisons(
     call: CallView,
 ) -> list[list[Verdict]]:
     """Return the verdicts on each pair in its order, and then in the other one."""
-    from paceline.reward.judging.prompts import DATA_ONLY, PAIR_SYSTEM, fill, messages
+    from paceline.reward.judging.settings import DATA_ONLY, PAIR_SYSTEM, fill, messages
     from paceline.reward.judging.verdicts import pair_verdict
 
     system = fill(chosen.system or PAIR_SYSTEM, {"rubric": chosen.rubric, "data_only": DATA_ONLY})

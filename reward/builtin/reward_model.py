@@ -89,8 +89,7 @@ def process_reward_model(
 def _rewards(
     function: str, settings: dict[str, Any], prompts: list[Any], completions: list[Any]
 ) -> list[float | None]:
-    from paceline.reward.models.rewards import rewards_of
-    from paceline.reward.models.settings import model_settings
+    from paceline.reward.models.settings import model_settings, rewards_of
 
     checked = model_settings(function, settings)
     scorer = _load(function, json.dumps(checked.shared(), sort_keys=True))

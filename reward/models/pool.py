@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.errors import InvalidInput, Unavailable, Unreadable
-from paceline.reward.models.settings import ModelSettings
+from paceline.reward.models.settings import ModelSettings, extra_of, model_settings, rewards_of
 from paceline.spec import RewardFunctionSection
 from paceline.user_code.ends import ProcessDied, ProcessTimeout
 from paceline.user_code.shared_process import SharedProcess
@@ -35,8 +35,6 @@ class RewardModels:
         for index, function in enumerate(functions):
             if function.function not in KINDS:
                 continue
-            from paceline.reward.models.settings import model_settings
-
             settings = model_settings(function.function, function.kwargs)
             key = json.dumps([function.function, settings.shared()], sort_keys=True)
             if key not in shared:
@@ -59,8 +57,6 @@ class RewardModels:
     async def score(self, index: int, prompts: list[Any], completions: list[Any]) -> dict[str, Any]:
         """Return the reply for the function at `index`, as a process of functions gives it. Raises ProcessTimeout and
         ProcessDied."""
-        from paceline.reward.models.rewards import extra_of, rewards_of
-
         function, settings, process = self._functions[index]
         try:
             await process.start()

@@ -21,18 +21,19 @@ from paceline.errors import InvalidInput, Unreadable
 from paceline.models.loading import fault_of_load
 from paceline.reward.endpoints.client import BadAnswer, Endpoint, EndpointUnavailable, RequestRefused
 from paceline.reward.endpoints.settings import EndpointSettings
-from paceline.reward.models.batching import passes
 from paceline.reward.models.scorer import (
     Scorer,
+    Text,
+    TextEncoder,
     chances_at_steps,
     check_kind,
     check_separator,
+    fetched,
     load_scorer,
     longest_text,
+    passes,
 )
 from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
-from paceline.reward.models.source import fetched
-from paceline.reward.models.texts import Text, TextEncoder
 
 
 def open_scorer(settings: ModelSettings) -> Scorer | PooledScorer:

@@ -4,25 +4,41 @@ Promise: a text's score is that of transformers' own forward pass on the text al
 shares the pass. A text that is longer than the model reads has no score.
 
 Suffixes: N texts of a pass, T tokens of the longest, L outputs of the model.
+
+Texts for reward models: the tokens of a prompt with its completion, and where the model's outputs count.
+
+Division of texts into passes of a bounded size. Pure.
+
+Where a reward model comes from, and whether other weights are there by now.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
-from paceline.data.tokens import check_vocabulary, padding_token_id
+from paceline.chat.completion_texts import message_text
+from paceline.data.tokens import (
+    check_vocabulary,
+    encode_continuation,
+    encode_for_scoring,
+    encode_prompt,
+    padding_token_id,
+)
 from paceline.errors import InvalidInput, Unreadable
+from paceline.files.model_source import model_source
+from paceline.files.stamps import stamp
+from paceline.files.storage import Folder, is_url
 from paceline.models.loading import fault_of_load, resolved_dtype
 from paceline.models.pretrained import load_pretrained
-from paceline.reward.models.batching import passes
 from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
-from paceline.reward.models.source import fetched
-from paceline.reward.models.texts import Text, TextEncoder
 
 UNBOUNDED = 1 << 30
 
@@ -178,3 +194,99 @@ def check_kind(settings: ModelSettings, config: Any) -> None:
         raise InvalidInput(
             f"{named}; reward_model takes a sequence classification with one output, as `paceline rm` exports it"
         )
+
+
+class Text(NamedTuple):
+    """One text to score."""
+
+    ids: list[int]
+    places: list[int]
+    """Tokens at which the model's outputs count: the ends of steps; none where the model itself finds the last token."""
+
+
+class TextEncoder:
+    """A tokenizer and how it writes the texts of a model."""
+
+    def __init__(self, settings: ModelSettings, tokenizer: Any) -> None:
+        self._settings, self.tokenizer = settings, tokenizer
+
+    def encode(self, prompt: Any, completion: Any) -> Text:
+        """Return the tokens of a prompt with its completion. Raises InvalidInput where they cannot be written."""
+        kwargs = self._settings.chat_template_kwargs or {}
+        if isinstance(self._settings, ProcessModelSettings):
+            return self._steps(prompt, completion, self._settings.step_separator)
+        return Text(encode_for_scoring(self.tokenizer, prompt, completion, "auto", kwargs).tolist(), [])
+
+    def _steps(self, prompt: Any, completion: Any, separator: str) -> Text:
+        """Return the prompt and the steps, each followed by the separator, at whose last token the model scores it."""
+        text = completion if isinstance(completion, str) else message_text(completion[-1])
+        tokenizer = self.tokenizer
+        ids = encode_prompt(tokenizer, prompt, "auto", self._settings.chat_template_kwargs or {}).tolist()
+        places = []
+        for step in steps_of(text, separator):
+            for piece in (step, separator):
+                ids += encode_continuation(tokenizer, ids, piece).tolist()
+            places.append(len(ids) - 1)
+        return Text(ids, places)
+
+
+def steps_of(text: str, separator: str) -> list[str]:
+    """Return the steps of a completion, without empty ones; an empty completion is one step."""
+    return [step for step in text.split(separator) if step.strip()] or [text]
+
+
+def passes(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Return the indices of the texts in passes, longest first, so that texts of similar length share one.
+
+    A pass has at most `max_tokens` tokens, padding included (texts times the longest), or one text.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    found = []
+    while order:
+        count = max(1, max_tokens // max(1, lengths[order[0]]))
+        found.append(order[:count])
+        order = order[count:]
+    return found
+
+
+OF_STEP = re.compile(r"step-(\d{1,18})")
+FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja")
+
+
+def located(path: str) -> str:
+    """Return `path`, or of a folder of exports (`step-10`, `step-20` …) its newest one. Raises Unreadable for a folder with
+    neither."""
+    is_folder = is_url(path) or Path(path).expanduser().is_dir()
+    if not is_folder:
+        return path
+    try:
+        folder = Folder(path if is_url(path) else Path(path).expanduser())
+        if folder.exists("config.json"):
+            return path
+        steps = [
+            (int(match[1]), each) for each in folder.folders() if (match := OF_STEP.fullmatch(each.name))
+        ]
+        for _, export in sorted(steps, key=lambda step: -step[0]):
+            if export.exists("config.json"):
+                return str(export)
+    except Unreadable:
+        raise
+    except Exception as error:  # the clients of object stores raise errors without a common base
+        raise Unreadable(f"reward model {path!r} cannot be read: {type(error).__name__}: {error}") from None
+    raise Unreadable(
+        f"reward model {path!r} has no config.json, and no export step-N in it; name an exported reward model's folder"
+    )
+
+
+def fetched(path: str, *, weights: bool = True) -> tuple[str, str]:
+    """Return what transformers' `from_pretrained` takes, and the version of the files there: both change with them.
+
+    Files of a URL are copied to this host, with `weights` or without. Raises Unreadable when they cannot be read now, InvalidInput for an unknown URL.
+    """
+    place = located(path)
+    source = model_source(place, "reward model", weights=weights)
+    if not Path(source).is_dir():
+        return source, source  # a name on the hub, of which transformers keeps one copy
+    content = repr((place, source, stamp(Path(source), FILES)))
+    name = Path(place.rstrip("/")).name
+    return source, f"{name}-{xxhash.xxh3_64(content.encode()).hexdigest()[:8]}"

@@ -143,7 +143,7 @@ class ModelServer:
         self._stopped.set()
 
     def _refresh(self) -> None:
-        from paceline.reward.models.source import fetched
+        from paceline.reward.models.scorer import fetched
 
         seen, refused = self.version, ""
         while not self._stopped.wait(self._settings.refresh_s):

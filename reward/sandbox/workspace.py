@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from paceline.reward.sandbox import usage
-
 MAX_DEPTH = 48
 """Nested folders that are measured; deeper ones count as too much."""
 ENTRY_BYTES = 4096
 """What an entry counts at least, so that empty files are bounded too."""
+from paceline.reward.sandbox.launching import unlinked_bytes
+
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -53,7 +53,7 @@ class Workspace:
             folder = os.open(self.path, FOLDER)
         except OSError:
             return 0
-        return sum(map(usage.unlinked_bytes, pids)) + _used_bytes(folder, most_bytes, MAX_DEPTH)
+        return sum(map(unlinked_bytes, pids)) + _used_bytes(folder, most_bytes, MAX_DEPTH)
 
     def remove(self) -> None:
         """Remove the folder with all that is in it. No process of the program may be alive."""

@@ -27,7 +27,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.environment.counts import EpisodeCounts
+from paceline.environment.life import EpisodeCounts
 from paceline.environment.protocols import (
     EpisodeLease,
     GroupRows,
@@ -45,8 +45,7 @@ from paceline.rate_limited_log import unforeseen
 from paceline.services.common.reporting.occupancy import Occupancy
 from paceline.services.common.reporting.progress_log import ProgressLog
 from paceline.services.common.worker.membership import Membership
-from paceline.services.environment.engine_list import Wanted
-from paceline.services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost
+from paceline.services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost, Wanted
 from paceline.spec import RunSpec
 from paceline.tracing import span
 from paceline.v1 import exchange_pb2 as pb

@@ -1,6 +1,6 @@
 """`RolloutService`: completions for any client of a rollout worker, and turns for the sessions of environment workers.
 
-Requests of external clients wait behind the gate that they share with the HTTP endpoint (`services/rollout/openai/gate.py`).
+Requests of external clients wait behind the gate that they share with the HTTP endpoint (`services/rollout/openai/server.py`).
 Requests with a `session` are the run's own work: they enter the engine as leases do. A client that cancels its call, or
 whose connection breaks, ends the sequences of the call. No token is lost by a drain: what was sampled by its deadline is
 answered with the finish reason `abort`, and another worker goes on from there (`GenerateRequest.begun_ids`).

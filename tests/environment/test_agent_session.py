@@ -24,20 +24,19 @@ from episode_world import (
     user,
 )
 
-from paceline.environment import agent_episode
+from paceline.environment import episodes as agent_episode
 from paceline.environment.hosting.classes import ClassFacts
-from paceline.environment.hosting.faults import EnvironmentFailed
-from paceline.environment.limits import Stopwatch
 from paceline.environment.protocols import (
     AgentAnswer,
     AgentRequest,
     AgentSession,
+    EnvironmentFailed,
     GroupRows,
     LeaseLost,
     SessionAddress,
     TurnRequest,
 )
-from paceline.environment.setting import EpisodeSetting
+from paceline.environment.setting import EpisodeSetting, Stopwatch
 from paceline.errors import Conflict, InvalidInput, PromptTooLong
 
 TOKENIZER = merged_tokenizer()

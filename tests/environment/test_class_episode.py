@@ -24,8 +24,14 @@ from episode_world import (
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.environment import sample as sample_module
-from paceline.environment.hosting.faults import EnvironmentLost, ServiceAway
-from paceline.environment.protocols import GroupRows, LeaseLost, SampledTurn, TurnRequest
+from paceline.environment.protocols import (
+    EnvironmentLost,
+    GroupRows,
+    LeaseLost,
+    SampledTurn,
+    ServiceAway,
+    TurnRequest,
+)
 from paceline.environment.setting import EpisodeSetting
 from paceline.errors import InvalidInput, PromptTooLong
 
@@ -305,7 +311,7 @@ async def test_a_fault_ends_a_life_and_the_sample_is_given_up_alone() -> None:
             number["opened"] += 1
             return instance, text
 
-    from paceline.environment.hosting.faults import EnvironmentFailed
+    from paceline.environment.protocols import EnvironmentFailed
 
     async def refuse(time_left_s: float) -> float:
         raise EnvironmentFailed("get_reward raised RuntimeError: no scale")
@@ -348,7 +354,7 @@ async def test_a_group_of_which_every_sample_was_given_up_has_no_rows() -> None:
 
     class NeverCode(LocalCode):
         async def open(self, name: str, columns: Any, time_left_s: float, deaths: Any) -> Any:
-            from paceline.environment.hosting.faults import EnvironmentFailed
+            from paceline.environment.protocols import EnvironmentFailed
 
             raise EnvironmentFailed("reset raised KeyError: 'task'")
 

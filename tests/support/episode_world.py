@@ -15,16 +15,16 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.environment.episodes import GroupEpisodes
 from paceline.environment.hosting.classes import ClassFacts, facts_of
-from paceline.environment.hosting.faults import EnvironmentFailed
-from paceline.environment.hosting.values import (
+from paceline.environment.hosting.worker import (
+    accepted,
     decode_state,
     encode_state,
     step_of,
     text_of_reset,
     text_of_tool,
 )
-from paceline.environment.hosting.worker import accepted
 from paceline.environment.protocols import (
+    EnvironmentFailed,
     EpisodeLease,
     GroupRows,
     LeaseLost,

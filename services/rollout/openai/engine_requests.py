@@ -18,8 +18,7 @@ from paceline.chat.answer_reader import AnswerReader
 from paceline.chat.call_formats import CallFormat
 from paceline.chat.completion_texts import END_THINK, opens_reasoning, special_tokens
 from paceline.chat.messages import Json, Unsupported
-from paceline.chat.rendering import ChatTemplate
-from paceline.chat.template_probes import AnswerFormat
+from paceline.chat.rendering import AnswerFormat, ChatTemplate
 from paceline.data.tokens import NO_KWARGS, encode_continuation, encode_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray, Version

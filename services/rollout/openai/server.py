@@ -2,21 +2,30 @@
 
 Order of waiting: a request waits in the gate for room, then for the engine. A client that disconnects cancels its
 request, and with it the sequences in the engine. Nothing here reaches leases, token accounting or batches.
+
+Limit on external requests to the engine: a few sequences at a time, a bounded queue, and an error beyond it.
+
+Training comes first: leases enter the engine as they come, external requests through this gate.
+
+Recording of answered requests, and feedback on them, for an endpoint that has a recorder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
+from typing import Annotated, Any, Protocol
 
 from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.chat.completion_texts import text_of
 from paceline.chat.messages import Json, Unsupported
-from paceline.errors import InvalidInput, PacelineError, Unavailable
+from paceline.errors import Busy, InvalidInput, PacelineError, Unavailable
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.rights import COMPLETIONS
@@ -30,9 +39,44 @@ from paceline.services.openai.responses import ResponseAnswer, fields_of_respons
 from paceline.services.openai.token_route import TokenAnswer, TokenAsk
 from paceline.services.rollout.gather import gather_or_cancel
 from paceline.services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
-from paceline.services.rollout.openai.gate import Gate
-from paceline.services.rollout.openai.recording import FeedbackAsk, Recorder, rows_of
 from paceline.services.rollout.openai.sampling import Sampler, Served, decode_all, no_weights, resolve
+
+SHARE = 8
+"""External requests get one in so many of the engine's places (at least one)."""
+
+QUEUE = 16
+"""Sequences that may run or wait, in multiples of the places."""
+
+
+class Gate:
+    """Places for external sequences in an engine that decodes `batch_size` at a time."""
+
+    def __init__(self, batch_size: int, share: int = SHARE, queue: int = QUEUE) -> None:
+        self.places = max(1, batch_size // share)
+        self.capacity = queue * self.places
+        self._taken = 0
+        self._free = asyncio.Semaphore(self.places)
+
+    @contextlib.contextmanager
+    def admitted(self, num_sequences: int) -> Iterator[None]:
+        """Reserve room for a request's sequences in the queue. Raises Busy when there is none now."""
+        if self._taken + num_sequences > self.capacity:
+            raise Busy(
+                f"{self._taken} sequences are under way or wait, at most {self.capacity} may; this request has "
+                f"{num_sequences}. Try again later, or ask another worker"
+            )
+        self._taken += num_sequences
+        try:
+            yield
+        finally:
+            self._taken -= num_sequences
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Hold one sequence's place in the engine, in the order of asking."""
+        async with self._free:
+            yield
+
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
@@ -254,3 +298,49 @@ def _version(served: Served) -> Version:
     if served.engine.version is None:
         raise no_weights(served)
     return served.engine.version
+
+
+class FeedbackAsk(BaseModel):
+    """`POST /v1/feedback`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    completion_id: Annotated[str, Field(min_length=1, max_length=128)]
+    """`id` of the answer."""
+    index: Annotated[int, Field(ge=0)] = 0
+    """Index of the choice in the answer."""
+    score: Annotated[float, Field(allow_inf_nan=False)]
+    """The completion's reward, such as 1 for good and 0 for bad."""
+
+
+class Recorder(Protocol):
+    """What keeps answered requests."""
+
+    async def record(self, answer_id: str, rows: Sequence[Json]) -> None:
+        """Keep the choices of an answer, before it is sent. Raises nothing: an answer is sent all the same."""
+
+    async def rate(self, feedback: FeedbackAsk) -> Json:
+        """Keep feedback, and return the answer to it. Raises NotFound, Conflict, Unavailable."""
+
+
+def rows_of(served: Served, ask: EngineAsk, choices: Sequence[Choice]) -> list[Json]:
+    """Return prompt, completion and finish reason of each choice; a prompt of token ids as text."""
+    return [
+        {
+            "prompt": _prompt(served, ask, choice),
+            "completion": choice.text,
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in choices
+    ]
+
+
+def _prompt(served: Served, ask: EngineAsk, choice: Choice) -> Any:
+    match ask:
+        case ChatAsk():
+            return ask.rendered()
+        case CompletionAsk():
+            prompt = ask.prompts()[choice.index // (ask.n or 1)]
+            if isinstance(prompt, str):
+                return prompt
+    return served.tokenizer.decode(choice.prompt_ids.tolist(), skip_special_tokens=False)

@@ -6,8 +6,7 @@ import chat_templates
 import pytest
 
 from paceline.chat.messages import Message, Unsupported
-from paceline.chat.rendering import ChatTemplate
-from paceline.chat.template_probes import AnswerFormat
+from paceline.chat.rendering import AnswerFormat, ChatTemplate
 from paceline.errors import InvalidInput
 from paceline.services.openai.requests import ChatAsk, read_ask
 from paceline.services.rollout.openai.engine_requests import prepare_chat

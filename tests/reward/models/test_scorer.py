@@ -12,9 +12,8 @@ from reward_models import MAX_TOKENS, save_classifier
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from paceline.errors import InvalidInput, Unreadable
-from paceline.reward.models.scorer import load_scorer
+from paceline.reward.models.scorer import load_scorer, steps_of
 from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
-from paceline.reward.models.texts import steps_of
 
 PROMPTS = ["1+1=", "12+34=", "7+8=", "1+1=", "99+99="]
 COMPLETIONS = ["2", "640", "", "2" * 40, "891"]

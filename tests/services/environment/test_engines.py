@@ -17,8 +17,14 @@ from paceline.groups import Version, VersionSpan
 from paceline.services.common.serving.accepted_calls import ACCEPTED
 from paceline.services.common.serving.grpc_server import GrpcServer, with_status
 from paceline.services.environment import engines as module
-from paceline.services.environment.engine_list import Wanted
-from paceline.services.environment.engines import MAX_BREAKS, Engines, EnginesEnd, LeasedTokens, PinLost
+from paceline.services.environment.engines import (
+    MAX_BREAKS,
+    Engines,
+    EnginesEnd,
+    LeasedTokens,
+    PinLost,
+    Wanted,
+)
 from paceline.v1 import rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 PATIENCE_S = 60.0
