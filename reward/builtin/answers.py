@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from paceline.chat.completion_texts import END_THINK, answer_of
-from paceline.reward.builtin.expressions import MAX_CHARS, TEXT, read, words_of
+from paceline.reward.builtin.expressions import MAX_CHARS, read, words_of
+from paceline.reward.builtin.notation import TEXT
 
 BOXED = re.compile(
     r"\\(?:f|frame)?box(?:ed)?[ \n]{0,9}(?:(\{)|(\\frac[ ]{0,9}\d\d|[^\s{}\\$][^\s{}\\$]{0,99}))"

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.reward.builtin.answers import clean, find_answer, holds_value, is_answer, without_label
 from paceline.reward.builtin.equality import equal_values
-from paceline.reward.builtin.expressions import THOUSANDS, read, spelling
+from paceline.reward.builtin.expressions import read
 from paceline.reward.builtin.inputs import column_values, completion_text
+from paceline.reward.builtin.notation import THOUSANDS, spelling
 
 if TYPE_CHECKING:
     from paceline.spec import RewardFunctionSection

@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from signal import SIGXCPU, SIGXFSZ
 from typing import Protocol
 
-from paceline.reward.sandbox.launching import PopenChild
-from paceline.reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
 from paceline.reward.sandbox.launching import (
+    PopenChild,
     descendants,
     is_runnable,
     num_threads,
     processor_seconds,
     resident_bytes,
 )
+from paceline.reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
 
 LOOK_S = 0.02
 """Seconds between two looks; longer where one takes more than a tenth of that."""

@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
+from paceline.reward.sandbox.launching import unlinked_bytes
+
 MAX_DEPTH = 48
 """Nested folders that are measured; deeper ones count as too much."""
 ENTRY_BYTES = 4096
 """What an entry counts at least, so that empty files are bounded too."""
-from paceline.reward.sandbox.launching import unlinked_bytes
-
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

@@ -28,7 +28,7 @@ from paceline.services.common.worker.membership import Membership
 from paceline.services.common.worker.run_setup import spec_of
 from paceline.services.environment.engines import Engines
 from paceline.services.environment.run import EnvironmentRun
-from paceline.services.environment.sessions.server import SessionServer
+from paceline.services.environment.session_server import SessionServer
 from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
 
