@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from paceline.chat.completion_texts import END_THINK, answer_of
-from paceline.reward.builtin.expressions import MAX_CHARS, read, words_of
+from paceline.reward.builtin.expressions import MAX_CHARS, Node, read
 from paceline.reward.builtin.notation import TEXT
 
 BOXED = re.compile(
@@ -75,15 +75,20 @@ def find_answer(text: str, holds: Callable[[str], bool] | None = None) -> str | 
 def holds_value(text: str) -> bool:
     """Return whether `text` is readable mathematics, and not words."""
     tree = read(text)
-    return tree is not None and not words_of(tree)
+    return tree is not None and not _words_of(tree)
 
 
 def is_answer(text: str) -> bool:
     """Return whether `text` may be an answer: mathematics, or a few words such as a name."""
     tree = read(text)
     return "\\" in text or (
-        tree is not None and all(len(each.split()) <= MAX_WORDS for each in words_of(tree))
+        tree is not None and all(len(each.split()) <= MAX_WORDS for each in _words_of(tree))
     )
+
+
+def _words_of(tree: Node) -> list[str]:
+    """Return the words of an answer that is, or lists, words."""
+    return [each.args[0] for each in (tree.args if tree.kind == "list" else (tree,)) if each.kind == "text"]
 
 
 def clean(answer: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from paceline.reward.builtin.expressions import Node, symbols
+from paceline.reward.builtin.expressions import Node, number_of, symbols
 from paceline.reward.builtin.values import (
     UNCOMPUTABLE,
     context,
@@ -330,7 +330,7 @@ def _same_percent(gold: Node, answer: Node) -> bool:
     """Compare a percentage: with another by their numbers, with a number by its value or by the number before the sign."""
     if gold.kind == answer.kind:
         return _same_number(_bare(gold.args[0]), _bare(answer.args[0]))
-    hundred = Node("number", (Fraction(100), None))
+    hundred = number_of(100)
     if gold.kind == "percent":
         inner = _bare(gold.args[0])
         return _same_number(inner, answer) or _same_number(inner, Node("product", (answer, hundred)))

@@ -30,6 +30,11 @@ class Node(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
+def number_of(value: int | Fraction) -> Node:
+    """Return the node of an exact number."""
+    return Node("number", (Fraction(value), None))
+
+
 class Unreadable(ValueError):
     """The text is not mathematics that is known here."""
 
@@ -273,19 +278,16 @@ class _Reader:
             if value is None:
                 raise Unreadable(self.text)
             value = Node("negative", (value,)) if is_negative else value
-            return Node(
-                "quantity",
-                (value, notation.CURRENCIES.get(money[0]) or notation.CURRENCIES[money[0][1:]], True),
-            )
+            return Node("quantity", (value, notation.CURRENCIES[money[0].lstrip("\\")], True))
         if match := self.take(notation.HEXADECIMAL):
-            return Node("number", (Fraction(int(match[0], 16)), None))
+            return number_of(int(match[0], 16))
         start = self.skip()
         if (match := notation.BASED.match(self.text, start)) and match[1][0].isdigit():
             base = match[2] or match[3]
             self.at = match.end()
             return Node("base", (match[1].casefold(), str(notation.BASES.get(base, base))))
         if match := self.take(notation.REPEATING):
-            return Node("number", (_repeating(match), None))
+            return number_of(_repeating(match))
         match = None if self.brackets else self.take(notation.EUROPEAN)
         if match:
             return _decimal(match[0].replace(".", "").replace(",", "."))
@@ -297,9 +299,9 @@ class _Reader:
             raise Unreadable(self.text)
         if match[0].isdigit() and (mixed := self.take(notation.MIXED)):
             top, bottom = mixed[1] or mixed[3] or mixed[4], mixed[2] or mixed[5] or mixed[6]
-            return Node("number", (value.args[0] + Fraction(int(top), int(bottom)), None))
+            return number_of(value.args[0] + Fraction(int(top), int(bottom)))
         if scale := self.take(notation.SCALE):
-            return Node("number", (value.args[0] * notation.SCALES[scale[1].lower()], None))
+            return number_of(value.args[0] * notation.SCALES[scale[1].lower()])
         if match := self.take(re.compile(r"\\?[$€£]")):
             return Node("quantity", (value, notation.CURRENCIES[match[0][-1]], True))
         return value
@@ -309,11 +311,8 @@ class _Reader:
         if match is None:
             return None
         opening, self.at = match[0], match.end()
-        closings = (
-            (")", "]", r"\rbrack")
-            if opening in "([" or opening == r"\lbrack"
-            else (notation.CLOSING[opening],)
-        )
+        is_open = opening in ("(", "[", r"\lbrack")
+        closings = (")", "]", r"\rbrack") if is_open else (notation.CLOSING[opening],)
         is_bar, is_bracket = notation.CLOSING[opening] == opening, opening != "{"
         if opening in (r"\{", r"\lbrace", "(", "[") and self.takes(*closings, r"\}"):
             return Node("set" if "{" in opening or "brace" in opening else "tuple")
@@ -371,20 +370,18 @@ class _Reader:
     def argument(self) -> Node:
         r"""Read the argument of a command: a group in braces, one digit (`\frac12`), or one atom."""
         if digit := self.take(re.compile(r"\d")):
-            return Node("number", (Fraction(int(digit[0])), None))
+            return number_of(int(digit[0]))
         return self.atom()
 
     def root(self) -> Node:
-        degree = Node("number", (Fraction(2), None))
+        degree = number_of(2)
         if self.takes("["):
             end = self.text.find("]", self.at)
             if end < 0:
                 raise Unreadable(self.text)
             degree = _Reader(self.text[self.at : end], self.depth).whole()
             self.at = end + 1
-        return Node(
-            "power", (self.argument(), Node("quotient", (Node("number", (Fraction(1), None)), degree)))
-        )
+        return Node("power", (self.argument(), Node("quotient", (number_of(1), degree))))
 
     def call(self, name: str) -> Node:
         base = self.subscript() if self.takes("_") else None
@@ -392,12 +389,9 @@ class _Reader:
         if self.ends() or (self.at < len(self.text) and self.text[self.at] in "+=,;"):
             return Node("symbol", (name,))
         if name == "sqrt":
-            return Node("power", (self.atom(), Node("number", (Fraction(1, 2), None))))
+            return Node("power", (self.atom(), number_of(Fraction(1, 2))))
         argument = self.atom() if notation.OPENING.match(self.text, self.skip()) else self.bare_argument()
-        is_inverse = (
-            power == Node("negative", (Node("number", (Fraction(1), None)),))
-            and name in notation.TRIGONOMETRIC
-        )
+        is_inverse = power == Node("negative", (number_of(1),)) and name in notation.TRIGONOMETRIC
         name = f"arc{name}" if is_inverse else name
         arguments = argument.args if argument.kind == "tuple" else (argument,)
         if base is not None:
@@ -408,11 +402,10 @@ class _Reader:
     def bare_argument(self) -> Node:
         r"""Read the argument of `\sin 2x`: factors up to a sign, a bracket or another function."""
         value = self.factor()
-        while (
-            self.begins_factor()
-            and not notation.OPENING.match(self.text, self.at)
-            and not ((match := notation.COMMAND.match(self.text, self.at)) and match[1] in notation.FUNCTIONS)
-        ):
+        while self.begins_factor() and not notation.OPENING.match(self.text, self.at):
+            match = notation.COMMAND.match(self.text, self.at)
+            if match and match[1] in notation.FUNCTIONS:
+                break
             value = Node("product", (value, self.factor()))
         return value
 
@@ -426,11 +419,8 @@ class _Reader:
             return self.call(notation.FUNCTIONS[word])
         if word in notation.CONSTANTS or word in notation.GREEK:
             self.at = run.end()
-            return (
-                Node("constant", (notation.CONSTANTS[word],))
-                if word in notation.CONSTANTS
-                else Node("symbol", (word,))
-            )
+            constant = notation.CONSTANTS.get(word)
+            return Node("constant", (constant,)) if constant else Node("symbol", (word,))
         if not notation.is_product(word) and not self.text[run.start() - 1 : run.start()].isalpha():
             raise Unreadable(word)
         self.at += 1
@@ -456,11 +446,6 @@ def symbols(node: Any) -> frozenset[str]:
             return frozenset(node.args)
         return frozenset().union(*(symbols(each) for each in node.args))
     return frozenset().union(*(symbols(each) for each in node)) if isinstance(node, tuple) else frozenset()
-
-
-def words_of(tree: Node) -> list[str]:
-    """Return the words of an answer that is, or lists, words."""
-    return [each.args[0] for each in (tree.args if tree.kind == "list" else (tree,)) if each.kind == "text"]
 
 
 def _name(node: Node) -> str:

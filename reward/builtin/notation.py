@@ -42,7 +42,7 @@ BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eigh
 MIXED = re.compile(
     r"\s*(?:(\d+)\s*/\s*(\d+)(?![\d.!^])|\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d)))"
 )
-CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", r"\pounds": "pound", r"\euro": "euro"}
+CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "pounds": "pound", "euro": "euro"}
 CURRENCY = re.compile(r"\\?[$€£¥]|\\pounds(?![a-zA-Z])|\\euro(?![a-zA-Z])")
 SCALES = {
     "hundred": 10**2,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from paceline.reward.builtin.expressions import Node
+from paceline.reward.builtin.expressions import Node, number_of
 
 MAX_SIZE_BITS = 25_000
 MAX_TRANSCENDENTAL_BITS = 4_000
@@ -162,7 +162,7 @@ FUNCTIONS |= {"log": "log", "ln": "log", "lg": "log10", "abs": "fabs", "Re": "re
 def _called(name: str, arguments: tuple[Node, ...], point: Mapping[str, Fraction], sizes: list[int]) -> Any:
     mp = context()
     if name in TRIGONOMETRIC and count_of(arguments[0], "degrees"):
-        half_turn = Node("quotient", (Node("constant", ("pi",)), _number(180)))
+        half_turn = Node("quotient", (Node("constant", ("pi",)), number_of(180)))
         arguments = (Node("product", (arguments[0], half_turn)),)
     values = [_value(each, point, sizes) for each in arguments]
     if name in ("min", "max") and not any(map(mp.im, values)):
@@ -179,7 +179,3 @@ def _called(name: str, arguments: tuple[Node, ...], point: Mapping[str, Fraction
     # A function that nobody defined: some value that depends on its name and its arguments alone.
     key = " ".join((name, *(mp.nstr(each, 15) for each in values)))
     return real(point_of((key,), 0, is_folded=False)[key])
-
-
-def _number(value: int) -> Node:
-    return Node("number", (Fraction(value), None))

@@ -24,7 +24,7 @@ from episode_world import (
     user,
 )
 
-from paceline.environment import episodes as agent_episode
+from paceline.environment import episodes
 from paceline.environment.hosting.classes import ClassFacts
 from paceline.environment.protocols import (
     AgentAnswer,
@@ -397,7 +397,7 @@ async def test_time_ends_a_program_that_hangs_and_not_one_that_waits_for_the_pol
         now["s"] += 7200.0
 
     world.source.before = slow
-    monkeypatch.setattr(agent_episode, "Stopwatch", lambda limit_s: Stopwatch(limit_s, lambda: now["s"]))
+    monkeypatch.setattr(episodes, "Stopwatch", lambda limit_s: Stopwatch(limit_s, lambda: now["s"]))
     rows = await world.run()
     assert now["s"] == 3 * 7200.0 > world.setting.environment.timeout_s
     assert rows.samples[0].ending == "done"

@@ -23,7 +23,7 @@ from episode_world import (
 )
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.environment import sample as sample_module
+from paceline.environment import episodes
 from paceline.environment.protocols import (
     EnvironmentLost,
     GroupRows,
@@ -465,7 +465,7 @@ async def test_an_environment_that_is_lost_goes_on_in_this_worker(
             paused_s.append(super().next_s())
             return 0.0
 
-    monkeypatch.setattr(sample_module, "ExponentialBackoff", Paused)
+    monkeypatch.setattr(episodes, "ExponentialBackoff", Paused)
 
     class LosingCode(LocalCode):
         lost = 0
@@ -512,9 +512,9 @@ async def test_time_in_which_the_policy_is_waited_for_does_not_count() -> None:
         now["s"] += 7200.0
 
     world.source.before = hours
-    from paceline.environment import class_episode, limits
+    from paceline.environment import class_episode
 
-    original = limits.Stopwatch
+    original = class_episode.Stopwatch
     try:
         class_episode.Stopwatch = lambda limit_s: original(limit_s, lambda: now["s"])  # type: ignore[misc,assignment]
         rows = await world.run()
