@@ -7,10 +7,6 @@ recorded before the next turn is sampled.
 Promises: a marked retry of the same body gets the same answer; what the program did not get does not train; a request whose
 tokens do not extend a row exactly begins a row of its own, and so does one that could extend two.
 
-What a session keeps of its turns: each with the request that asked for it, and which of them are no part of the sample.
-
-What the requests of an agent have said: which earlier request a new one goes on from.
-
 A request goes on from an earlier one when its messages are that one's messages, the answer to it, and something new. Messages are
 compared by what they say, because clients write the same answer in several ways: without its reasoning, with `content` null or
 empty, with the arguments of calls in another form of the same JSON.
@@ -104,7 +100,6 @@ def read_messages(sent: Sequence[Mapping[str, Any]]) -> list[Json]:
             message = Message.model_validate(each)
         except ValueError as error:
             raise InvalidInput(f"messages has one that is no message: {error}") from None
-        message.check()
         messages.append(message.rendered())
     return messages
 

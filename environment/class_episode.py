@@ -2,8 +2,6 @@
 
 A turn is recorded with what the environment answered, so a record is a point at which an episode can go on: by the recorded
 calls run again (the class is deterministic, and each answer has the recorded digest), by the saved state, or not at all.
-
-What an environment answers to a turn: its messages, its reward, and whether the episode is over.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""`GroupEpisodes`: the episodes of a leased group, from the lease to the group's rows.
+"""The episodes of a leased group, from the lease to the group's rows.
 
 Tasks: one for each sample; they wait for turns, for user code and for the journal. The first that cannot go on (the lease is lost,
 the prompt is too long) ends the others.
 
-One sample of a group, from its record to its end: life after life until it is finished or given up.
-
 A fault of user code ends a life and counts; whatever else takes an environment away does not. A life that has recorded turns and
 can go on does so, in this order of preference: replayed, restored, and else ended as `restarted`.
 
-An episode of an agent: a function or a command line that sends its requests to a session of its own.
-
-The program runs until it ends, the time that it uses itself is over, or the lease is lost. A program that ends after a request met
-a limit has been cut off; its turns count all the same.
+The program of an agent, a function or a command line, runs until it ends, the time that it uses itself is over, or the lease is
+lost. One that ends after a request met a limit has been cut off; its turns count all the same.
 """
 
 from __future__ import annotations
@@ -51,30 +47,24 @@ from paceline.groups import IntArray, Rows
 T = TypeVar("T")
 
 
-class GroupEpisodes:
-    """The episodes of one leased group."""
+async def run_episodes(
+    setting: EpisodeSetting,
+    lease: EpisodeLease,
+    source: TokenSource,
+    journal: Journal,
+    code: UserCode,
+    sessions: SessionHost | None = None,
+) -> GroupRows:
+    """Return the finished group of a lease. `setting` and `code` are the run's, started; `sessions` are needed for agents.
 
-    def __init__(
-        self,
-        setting: EpisodeSetting,
-        lease: EpisodeLease,
-        source: TokenSource,
-        journal: Journal,
-        code: UserCode,
-        sessions: SessionHost | None = None,
-    ) -> None:
-        """`setting` and `code` are the run's, started; `sessions` are needed for agents."""
-        self._context = GroupContext(setting, lease, source, journal, code, sessions)
-
-    async def run(self) -> GroupRows:
-        """Return the finished group. Raises InvalidInput (PromptTooLong) for a row that cannot be used, LeaseLost."""
-        samples = range(self._context.lease.num_samples)
-        finished = await _all_or_none([finish_sample(self._context, sample) for sample in samples])
-        return group_rows(finished, self._context.setting)
+    Raises InvalidInput (PromptTooLong) for a row that cannot be used, LeaseLost.
+    """
+    context = GroupContext(setting, lease, source, journal, code, sessions)
+    finished = await _all_or_none([_finish_sample(context, sample) for sample in range(lease.num_samples)])
+    return _group_rows(finished, setting)
 
 
-def group_rows(finished: Sequence[FinishedSample], setting: EpisodeSetting) -> GroupRows:
-    """Return the rows of finished samples as a group."""
+def _group_rows(finished: Sequence[FinishedSample], setting: EpisodeSetting) -> GroupRows:
     built = [
         build_rows(
             sample.turns, sample.left_out, setting.text_of, truncated=sample.text.ending == "truncated"
@@ -110,7 +100,7 @@ FAILED, RESTARTED = "environment_failed", "restarted"
 EARLIER = "given up by an earlier holder of the lease"
 
 
-async def finish_sample(context: GroupContext, sample: int) -> FinishedSample:
+async def _finish_sample(context: GroupContext, sample: int) -> FinishedSample:
     """Return the finished or abandoned sample. Raises InvalidInput (PromptTooLong), LeaseLost."""
     record = context.lease.journal.get(sample, SampleJournal())
     counts, environment = context.setting.counts, context.setting.environment
@@ -122,7 +112,8 @@ async def finish_sample(context: GroupContext, sample: int) -> FinishedSample:
     failures, pause, deaths = record.failures, ExponentialBackoff(), SampleDeaths()
     while True:
         try:
-            finished = await _live(context, life, deaths)
+            episode = ClassEpisode if environment.has_class else AgentEpisode
+            finished = await episode(context, life, deaths).run()
         except EnvironmentFailed as fault:
             failures += 1
             counts.failures += 1
@@ -149,12 +140,6 @@ async def finish_sample(context: GroupContext, sample: int) -> FinishedSample:
             counts.samples += 1
             counts.truncated += finished.text.ending == "truncated"
             return finished
-
-
-async def _live(context: GroupContext, life: Life, deaths: SampleDeaths) -> FinishedSample:
-    if context.setting.environment.has_class:
-        return await ClassEpisode(context, life, deaths).run()
-    return await AgentEpisode(context, life, deaths).run()
 
 
 def _failed(detail: str) -> FinishedSample:

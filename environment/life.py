@@ -1,12 +1,6 @@
 """One life of a sample: the turns that it has recorded, its rows, and the record of further turns.
 
 Promise: a turn is a part of the life only once it is committed, so what the life has is what the ledger has.
-
-Seeds of turns: the same whenever a turn is asked for again, another one in each life of a sample.
-
-What the episodes of a worker did, as sums since its start: the service reports them as gauges.
-
-What a turn's record says besides its tokens, and the texts of a finished sample.
 """
 
 from __future__ import annotations

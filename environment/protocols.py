@@ -3,15 +3,6 @@
 The service implements `TokenSource` (rollout workers), `Journal` (the exchange) and `SessionHost` (the HTTP server of
 agents); this package implements `AgentSession`. Faults of the infrastructure never come through these interfaces: their
 implementations try again, elsewhere if need be, for as long as the lease is held, and raise `LeaseLost` once it is not.
-
-Faults of an episode, by whose fault they are; a fault of the infrastructure is never the environment's.
-
-EpisodeFault
-├── EnvironmentFailed   user code raised, hung, broke its limits or returned nonsense: the life ends and is counted
-├── EnvironmentLost     the instance is gone by no fault of its own: it is replayed, restored or restarted, uncounted
-│   ├── ServiceAway     user code could not reach a service: again later, uncounted
-│   └── CannotGoOn      it can be neither replayed nor restored: the life ends as restarted, uncounted
-└── TimeIsUp            the episode's seconds are over in the middle of a call: it ends as it is
 """
 
 from __future__ import annotations
@@ -207,24 +198,25 @@ class SessionHost(Protocol):
 
 
 class EpisodeFault(PacelineError):
-    """Base of the faults of an episode."""
+    """A fault of an episode; one of the infrastructure is never the environment's."""
 
 
 class EnvironmentFailed(EpisodeFault):
-    """User code raised, hung, broke its limits or returned nonsense."""
+    """User code raised, hung, broke its limits or returned nonsense: the life ends and is counted."""
 
 
 class EnvironmentLost(EpisodeFault):
-    """The instance is gone by no fault of its own: its process died with another's call, or was killed."""
+    """The instance is gone by no fault of its own, as its process died with another's call: replayed, restored or restarted,
+    uncounted."""
 
 
 class ServiceAway(EnvironmentLost):
-    """User code could not reach a service that it needs."""
+    """User code could not reach a service that it needs: again later, uncounted."""
 
 
 class CannotGoOn(EnvironmentLost):
-    """The life has turns, and its environment can be neither replayed nor restored."""
+    """The life has turns, and its environment can be neither replayed nor restored: it ends as restarted, uncounted."""
 
 
 class TimeIsUp(EpisodeFault):
-    """The seconds of the episode are over in the middle of a call."""
+    """The seconds of the episode are over in the middle of a call: it ends as it is."""

@@ -2,8 +2,6 @@
 
 Which rendering a run has: by `environment.renderer`, `environment.tool_parser` and the prompts of its data set.
 
-Limits of an episode: its seconds, the tokens of an observation, and the room of a row.
-
 The seconds of an episode are those in which its user code runs. Time in which it waits for the policy does not count: a loaded
 or dead engine is no reason to cut an episode off.
 """

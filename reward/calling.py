@@ -1,10 +1,8 @@
-"""Call of one reward function on one group, with a check of its result.
+"""The function that a spec names, a built-in or `path/to/file.py:function`, and its call on one group with a check of the result.
 
 Promise: the result is a list of C finite numbers or None, or an exception that says what the function did.
 
-Loader of the function that a spec names: a built-in, or `path/to/file.py:function`.
-
-Every fault of a function is reported before the first group is scored.
+Every fault of a function that its file has is reported before the first group is scored.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Promises: a function that raises, hangs, dies or returns an invalid value fails 
 after it the runner goes on with a fresh process. The caller that took a process from `_free` owns it; callers wait there
 for each other, each no longer than the sum of the time limits before it.
 
-One reward process, as the runner sees it.
-
 runner → process    {"load": [{function, label, kwargs, memory_bytes, timeout_s}], "num_processes": P}   once, first
                     {"group": {prompts, completions, completion_ids, columns, trainer_state}}   no reply
                     {"call": i}   function i on the last group

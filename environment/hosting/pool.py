@@ -4,9 +4,7 @@ Promises: user code that raises, hangs, forks, eats memory or returns nonsense f
 what it did; episodes beside it in the process go on, or are `EnvironmentLost` when the process is gone. Waiting for a lane or
 a process does not count against a call's limit.
 
-One process of user code with the episodes in it: its lanes, its end, and who is to blame for that.
-
-A slot is started once. When a thread of it hangs it is retired: it takes no further episodes, those in it go on, and it ends
+A slot, one process with its episodes, is started once. When a thread of it hangs it is retired: it takes no further episodes, those in it go on, and it ends
 with the last of them. When its process dies, a new slot takes its place.
 """
 
@@ -122,12 +120,12 @@ class UserCode:
         message = {"op": "solve", "row": dict(row), "base_url": base_url, "api_key": api_key}
         try:
             async with slot.calls:
-                reward: float | None = (await _call(self, slot, message, "the agent", None, deaths, None))[
-                    "value"
-                ]
+                reply = await _call(self, slot, message, "the agent", None, deaths, None)
+                reward: float | None = reply["value"]
                 return reward
         except asyncio.CancelledError:
-            self._retire_if_agent_hangs(slot)
+            # A thread of an agent that was cancelled goes on until its process ends.
+            slot.retired = slot.retired or not self._agent_on_loop
             raise
         finally:
             slot.leave(lane)
@@ -136,7 +134,7 @@ class UserCode:
         """Return whether `train_call` wants a request to be trained. Raises EnvironmentFailed, EnvironmentLost."""
         slot = await self._slot()
         message = {"op": "train_call", "messages": messages, "tools": tools}
-        async with slot.lane(0):
+        async with slot.lanes[0]:
             limit_s = self.section.call_timeout_s
             trains: bool = (await _call(self, slot, message, "train_call", limit_s, deaths, 0))["value"]
         return trains
@@ -178,16 +176,12 @@ class UserCode:
 
     def check(self, slot: Slot) -> None:
         """Find out in the background whether a process still answers after one of its calls was cancelled."""
-        if slot.usable and self._state == "running":
+        if slot.process.usable and self._state == "running":
             self._in_background(slot.answers())
-
-    def _retire_if_agent_hangs(self, slot: Slot) -> None:
-        """Retire the slot of an agent that was cancelled on a thread, which goes on until its process ends."""
-        slot.retired = slot.retired or not self._agent_on_loop
 
     async def _end(self, slot: Slot) -> None:
         """End a slot that was replaced, once its last episode is gone."""
-        if slot.usable:
+        if slot.process.usable:
             await slot.emptied.wait()  # no deadline: each episode has its own
         await slot.process.close()
         self._left.discard(slot)
@@ -198,15 +192,13 @@ class UserCode:
         task.add_done_callback(self._tasks.discard)
 
     def _stale(self, index: int) -> bool:
-        return self._slots[index].retired or not self._slots[index].usable
+        return self._slots[index].retired or not self._slots[index].process.usable
 
     async def _restart(self, slot: Slot) -> None:
         try:
             await self._start(slot)
-        except (
-            InvalidInput,
-            Unavailable,
-        ) as error:  # it was loaded before, so its file changed or the host is at its limits
+        except (InvalidInput, Unavailable) as error:
+            # It was loaded before, so its file changed or the host is at its limits.
             raise ServiceAway(f"the process of the environment could not be started again: {error}") from None
         if self._state != "running":
             await slot.process.close()
@@ -270,11 +262,11 @@ class Instance:
         on_loop = (
             all(name in self.facts.asynchronous for name in [*methods, *saves]) and message["op"] != "open"
         )
-        lock: AbstractAsyncContextManager[Any] = self._slot.calls if on_loop else self._slot.lane(self.lane)
-        if self._slot.is_hung(self.lane):
+        lock: AbstractAsyncContextManager[Any] = self._slot.calls if on_loop else self._slot.lanes[self.lane]
+        if self.lane in self._slot.hung:
             raise EnvironmentLost("the thread of the environment hangs in another episode's call")
         async with lock:
-            if self._slot.is_hung(self.lane):
+            if self.lane in self._slot.hung:
                 raise EnvironmentLost("the thread of the environment hangs in another episode's call")
             limit_s = self._code.section.call_timeout_s * max(1, len(methods))
             what = ", ".join(dict.fromkeys(methods)) or "the environment"
@@ -292,7 +284,7 @@ class Instance:
         if not self._open:
             return
         self._open = False
-        if self._slot.usable:
+        if self._slot.process.usable:
             self._slot.process.send({"op": "close", "session": self._session})
         self._slot.leave(self.lane)
 
@@ -307,13 +299,12 @@ async def _call(
     lane: int | None,
 ) -> dict[str, Any]:
     """Return the reply to a call of user code. Raises EnvironmentFailed, EnvironmentLost, ServiceAway."""
-    if not slot.usable:
+    if not slot.process.usable:
         raise EnvironmentLost("the process of the environment is gone")
     slot.num_calls += 1
     number, half = slot.process.last_id + 1, None
-    used_s: list[
-        float
-    ] = []  # at half of the time, because the measurement reads all processes of the machine
+    used_s: list[float] = []
+    # At half of the time, because the measurement reads all processes of the machine.
     if limit_s is not None:
         loop = asyncio.get_running_loop()
         half = loop.call_later(limit_s / 2, lambda: used_s.append(usage(slot.process.pid or 0)))
@@ -350,7 +341,8 @@ async def _timed_out(
     if not await slot.answers():
         code.num_deaths += 1
     elif lane is not None:
-        slot.hang(lane)
+        slot.retired = True
+        slot.hung.add(lane)
     if starved:
         return EnvironmentLost(f"{what} got no processor within {limit_s:g} s")
     return EnvironmentFailed(f"{what} timed out after {limit_s:g} s")
@@ -391,19 +383,17 @@ class Slot:
         """Calls of user code that run in it now."""
         self.calls = asyncio.Semaphore(num_lanes)
         """Limit of coroutines; each lane is a limit of its own."""
-        self._lanes = [asyncio.Lock() for _ in range(num_lanes)]
+        self.lanes = [asyncio.Lock() for _ in range(num_lanes)]
+        """One synchronous call at a time."""
         self._lane_sessions = [0] * num_lanes
-        self._hung: set[int] = set()
-
-    @property
-    def usable(self) -> bool:
-        return self.process.usable
+        self.hung: set[int] = set()
+        """Lanes whose thread hangs: their episodes are lost."""
 
     def enter(self) -> int:
         """Take a further episode; return its lane."""
         self.num_sessions += 1
         self.emptied.clear()
-        lane = min(range(len(self._lanes)), key=self._lane_sessions.__getitem__)
+        lane = min(range(len(self.lanes)), key=self._lane_sessions.__getitem__)
         self._lane_sessions[lane] += 1
         return lane
 
@@ -415,20 +405,6 @@ class Slot:
             self.emptied.set()
             if self.retired:
                 self.process.kill()
-
-    def lane(self, lane: int) -> asyncio.Lock:
-        """Return the lock of a lane: one synchronous call at a time."""
-        return self._lanes[lane]
-
-    def is_hung(self, lane: int) -> bool:
-        """Return whether the thread of a lane hangs: its episodes are lost."""
-        return lane in self._hung
-
-    def hang(self, lane: int | None) -> None:
-        """Retire the slot, because the thread of a call hangs."""
-        self.retired = True
-        if lane is not None:
-            self._hung.add(lane)
 
     def kill(self) -> None:
         """Kill the process for one of its calls; the others' episodes are lost by no fault of theirs."""

@@ -19,15 +19,9 @@ process → service   {"loaded": {name: facts}, "agent_on_loop": bool} | {"refus
 The promises of `paceline.user_code.child` hold. The service enforces time limits: a coroutine is cancelled, a thread that hangs
 ends with the process. This module imports transformers for the schemas of tools, and never torch.
 
-Calls of user code within its process: on the loop where they are coroutines, else on a thread that is the instance's.
-
-An instance keeps its thread, because what it opened there (a database, a browser) often works on no other one. The service
-sends one call at a time to a thread. Promises: whatever user code raises becomes a reply; a child that it forked never
-answers.
-
-Checks of what user code returned: each is a plain value of its contract, or the fault for people.
-
-Promise: nothing that user code returned gets further than its process unchecked.
+Calls run on the loop where they are coroutines, else on the instance's thread, because what it opened there (a database, a browser)
+often works on no other one. The service sends one call at a time to a thread. Promises: whatever user code raises becomes a
+reply, and nothing that it returned leaves the process unchecked; a child that it forked never answers.
 """
 
 from __future__ import annotations
@@ -92,6 +86,7 @@ class Instance:
 
     environment: Any
     lane: int
+    facts: ClassFacts
 
 
 class Host:
@@ -179,8 +174,7 @@ class Host:
                 return {"value": None}
             case "tools":
                 instance = self._instances[message["session"]]
-                facts = self.facts[_name_of(instance, self._classes)]
-                tools = [tool["function"]["name"] for tool in facts.tools]
+                tools = [tool["function"]["name"] for tool in instance.facts.tools]
                 results = [await self._use(instance, tools, *call) for call in message["calls"]]
                 return {"value": results, **await self._state(message, instance)}
             case "step":
@@ -210,8 +204,8 @@ class Host:
         return text_of_reset(await self._lanes.run(instance.lane, instance.environment.reset, **arguments))
 
     async def _new(self, message: dict[str, Any]) -> Instance:
-        cls = self._classes[message["class"]]
-        instance = Instance(await self._lanes.run(message["lane"], cls), message["lane"])
+        name, lane = message["class"], message["lane"]
+        instance = Instance(await self._lanes.run(lane, self._classes[name]), lane, self.facts[name])
         self._instances[message["session"]] = instance
         return instance
 
@@ -235,10 +229,6 @@ class Host:
         if not message["save"]:
             return {}
         return {"state": encode_state(await self._lanes.run(instance.lane, instance.environment.save))}
-
-
-def _name_of(instance: Instance, classes: dict[str, type]) -> str:
-    return next(name for name, cls in classes.items() if cls is type(instance.environment))
 
 
 def _limit_memory(added_bytes: int) -> None:

@@ -2,8 +2,6 @@
 
 Promise, of every rendering: what `bridge` returns is appended to the tokens that the model read and sampled, which stay as they
 are; where a rendering cannot prove that the result is the conversation, it returns None and the conversation is rendered anew.
-
-Rendering without a chat template: prompts are texts, and what an environment answers is appended as it is.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Promise: everything in the request is in the prompt, or the request is refused w
 what their authors did not foresee (a user's `name`, the role `developer`), so a field counts as rendered only where a
 rendering with it differs from one without it: in a short chat made for the purpose, else in the chat itself.
 
-What a chat template renders, seen by renderings that differ, and how its model writes answers.
-
 A probe is a short chat made for the purpose. A template may refuse it; then nothing is proven by it.
 """
 

@@ -101,12 +101,8 @@ def clean(answer: str) -> str:
             answer = DOLLAR.sub("", answer)
         for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]")):
             inside = answer[len(opening) : -len(closing)]
-            if (
-                answer.startswith(opening)
-                and answer.endswith(closing)
-                and inside.strip("$ ")
-                and closing not in inside
-            ):
+            is_marked = answer.startswith(opening) and answer.endswith(closing)
+            if is_marked and inside.strip("$ ") and closing not in inside:
                 answer = inside
         if answer.startswith(("\\boxed{", "\\fbox{", "{")) and answer.endswith("}"):
             start = answer.index("{")
@@ -195,11 +191,8 @@ def _boxes(text: str) -> Iterator[Statement]:
             continue
         statement = Statement(match.start(), True, _said(inside) or inside)
         if last and last[1] <= match.start():
-            if (
-                inside != last[0].text
-                and match.start() - last[1] < 40
-                and JOINED.fullmatch(text[last[1] : match.start()])
-            ):
+            between = text[last[1] : match.start()]
+            if inside != last[0].text and len(between) < 40 and JOINED.fullmatch(between):
                 statement = Statement(match.start(), True, f"{last[0].text}, {inside}")
             yield last[0]
         last = statement, end

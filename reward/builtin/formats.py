@@ -1,14 +1,6 @@
-"""Rewards for the form of a completion: exact text, a regular expression, the think/answer layout.
+"""Rewards for what is seen of a completion at once: its text, form, length and refusal, and what its environment gave.
 
-Each returns 1.0 or 0.0 per completion; `exact_match` returns None where the data set has no answer.
-
-Reward that the environment of an episode gave by itself.
-
-Rewards for the length of a completion, in tokens as sampled (stop token included).
-
-`refusal`: whether a completion refuses where it should, and answers where it should.
-
-A refusal is found by the phrases with which assistants decline, at the beginning of the completion; a model that declines in
+Lengths are in tokens as sampled (stop token included). A refusal is found by the phrases with which assistants decline, at the beginning of the completion; a model that declines in
 other words needs a judge.
 """
 

@@ -122,12 +122,8 @@ def real(value: Fraction) -> Any:
 
 def _power(base: Any, exponent: Any) -> Any:
     mp = context()
-    if (
-        base
-        and mp.isfinite(base)
-        and mp.isfinite(exponent)
-        and abs(exponent) * (abs(mp.log(abs(base), 2)) + 1) > 2 * MAX_SIZE_BITS
-    ):
+    is_finite = base and mp.isfinite(base) and mp.isfinite(exponent)
+    if is_finite and abs(exponent) * (abs(mp.log(abs(base), 2)) + 1) > 2 * MAX_SIZE_BITS:
         raise TooLarge("power")
     if not mp.isint(exponent):
         _check_transcendental()

@@ -1,4 +1,4 @@
-"""The tests of a row, in the forms that data sets have them. Pure.
+"""The tests of a row, in the forms that data sets have them, and the comparison of outputs with the right ones. Pure.
 
     pairs      [{"input": "1 2\\n", "output": "3\\n"}, …] or {"inputs": […], "outputs": […]}   (APPS, TACO, CodeContests)
     calls      {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, or pairs whose `testtype` is functional and whose input
@@ -8,8 +8,6 @@
     pytest     "def test_add(): …", or {"test_add.py": "…", …}, which import from `solution`
 
 Each may also be the JSON text of such a value. Promise: a key that no form has is refused by name, never ignored.
-
-Comparison of a program's output with the right one. Pure.
 """
 
 from __future__ import annotations
@@ -263,11 +261,8 @@ def _calls(
             values = [right]
             if isinstance(right, str) and right in WORDS:
                 values.append(WORDS[right])
-            if (
-                (wrapped or row.get("type") == "function_call")
-                and isinstance(right, list | tuple)
-                and len(right) == 1
-            ):
+            may_be_wrapped = wrapped or row.get("type") == "function_call"
+            if may_be_wrapped and isinstance(right, list | tuple) and len(right) == 1:
                 values.append(right[0])
         arguments.append(tuple(given) if isinstance(given, list | tuple) else (given,))
         outputs.append(tuple(values))

@@ -2,8 +2,6 @@
 
 Promises: a program that hangs, dies or lies about its end fails its own tests only, by name; right outputs of `pairs` and
 right values of calls never enter the sandbox; a fault of the sandbox is raised and is no outcome; all runs together keep `total_time_s`.
-
-What became of the tests of one program, as a reward and as a text. Pure.
 """
 
 from __future__ import annotations
@@ -139,9 +137,8 @@ def _grade_in_harness(
 ) -> list[CaseResult]:
     """Run the tests in one process, and after one that ended it those behind it in another."""
     files, request = _request(programs, cases, settings)
-    count = (
-        None if isinstance(cases, PytestFiles) else len(request["tests"])
-    )  # pytest's are counted by the first run
+    # Those of pytest are counted by the first run.
+    count = None if isinstance(cases, PytestFiles) else len(request["tests"])
     judged = _judge(cases, settings.tolerance) if isinstance(cases, Calls) else None
     results: list[CaseResult] = []
     left_s = settings.total_time_s

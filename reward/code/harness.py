@@ -123,9 +123,8 @@ def _load(request: dict[str, Any], clock: Clock) -> tuple[str, str, str]:
     for source in request["programs"]:
         module = types.ModuleType(MODULE)
         sys.modules[MODULE] = module
-        if request["kind"] == "calls" or "(" in request.get(
-            "entry_point", ""
-        ):  # a method: LeetCode's starter
+        # An entry point with brackets is a method: LeetCode's starter.
+        if request["kind"] == "calls" or "(" in request.get("entry_point", ""):
             # Where the program finds Python's own names, so that no presumed one counts as its own.
             module.__dict__["__builtins__"] = _presume()
         outcomes.append(clock.timed(functools.partial(_execute, source, module)))
@@ -211,9 +210,8 @@ class Clock:
 
     def start(self) -> None:
         faulthandler.dump_traceback_later(self.time_s + HARD_S, exit=True, file=self._errors)
-        signal.setitimer(
-            signal.ITIMER_REAL, self.time_s, 0.05
-        )  # again and again: a bare `except` may catch one
+        # Again and again: a bare `except` may catch one.
+        signal.setitimer(signal.ITIMER_REAL, self.time_s, 0.05)
 
     def stop(self) -> None:
         """End; the signal may come in here once."""

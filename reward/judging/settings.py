@@ -1,6 +1,4 @@
-"""Settings of the judges: the `kwargs` of `judge` and `judge_pairwise` besides `endpoint`.
-
-Messages to a judge from a template, a rubric and the data. Pure.
+"""Settings of the judges, the `kwargs` of `judge` and `judge_pairwise`, and the messages to them from a template and the data.
 
 Promise: a value is put in once and never read as a template again, so a completion that holds `{answer}` stays as it is.
 """
@@ -79,11 +77,10 @@ def as_text(value: Any) -> str:
     """Return a value as a judge reads it: text, a conversation line by line, or JSON."""
     if isinstance(value, str):
         return value
-    if (
-        isinstance(value, list | tuple)
-        and value
-        and all(isinstance(m, Mapping) and "role" in m for m in value)
-    ):
+    are_messages = isinstance(value, list | tuple) and all(
+        isinstance(m, Mapping) and "role" in m for m in value
+    )
+    if are_messages and value:
         return "\n\n".join(f"{message['role']}: {as_text(message.get('content') or '')}" for message in value)
     return json.dumps(value, ensure_ascii=False)
 

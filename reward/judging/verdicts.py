@@ -1,8 +1,6 @@
-"""Verdicts in a judge's answers, and the result of several votes. Pure.
+"""Verdicts in a judge's answers, the result of several votes, and scores from comparisons of pairs. Pure.
 
 Promise: what is no clear verdict is None, never a number.
-
-Pairs of a group's completions, and scores from their comparisons. Pure.
 
 Suffix: C completions of a group.
 """

@@ -2,8 +2,6 @@
 
 Functions with equal settings share a process. A model whose process has ended is started again by the next group.
 
-`ModelProcess`: the runner's side of one reward model's process, for several callers at one time.
-
 A caller waits no longer than its own limit; a process that answers nobody for that long is killed. Whoever calls next
 starts it again.
 """

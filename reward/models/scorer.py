@@ -4,12 +4,6 @@ Promise: a text's score is that of transformers' own forward pass on the text al
 shares the pass. A text that is longer than the model reads has no score.
 
 Suffixes: N texts of a pass, T tokens of the longest, L outputs of the model.
-
-Texts for reward models: the tokens of a prompt with its completion, and where the model's outputs count.
-
-Division of texts into passes of a bounded size. Pure.
-
-Where a reward model comes from, and whether other weights are there by now.
 """
 
 from __future__ import annotations

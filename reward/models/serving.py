@@ -153,9 +153,8 @@ class ModelServer:
                 if version != seen:
                     self._newer = self._load(self._settings)
                     seen = self._newer.version
-            except (
-                Exception
-            ) as error:  # the present weights go on, and the files may be complete at the next look
+            except Exception as error:
+                # The present weights go on, and the files may be complete at the next look.
                 if refused != version + str(error):
                     log.warning("the reward model %s keeps version %s: %s", self._settings.path, seen, error)
                 refused = version + str(error)

@@ -1,6 +1,4 @@
-"""Settings of reward models: the `kwargs` of `reward_model` and `process_reward_model`.
-
-Rewards from the reply of a reward model's process. Pure.
+"""Settings of reward models, the `kwargs` of `reward_model` and `process_reward_model`, and rewards from a process's reply.
 
 Promise: the reply is checked as that of a process that may be wrong: C results, each finite numbers or None.
 """

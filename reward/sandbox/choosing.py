@@ -3,16 +3,11 @@
 A backend holds when a small program in it runs and fails at what it must not do. A run whose backend does not hold is
 refused; nothing falls back to less.
 
-Backend `none`: no isolation. A program runs as the caller's user and may do whatever that user may.
+Backend `none`, for trusted code and for hosts where something else isolates the whole worker: a program may do whatever the
+caller's user may. Output, disk in the program's folder, time, memory and threads are bounded as elsewhere.
 
-For trusted code, and for hosts where something else isolates the whole worker. Output, disk in the program's folder, time,
-memory and threads are bounded as elsewhere.
-
-Backend `landlock`: Landlock, a filter of system calls and rlimits, applied by the program's own process before it starts.
-
-It needs no privilege, no namespace and no cgroup, so it holds in a restricted pod. A program is one process with threads.
-
-What isolates programs on this host, for people: which backends hold, and by which means each goal is reached.
+Backend `landlock`: Landlock, a filter of system calls and rlimits, applied by the program's own process before it starts. It
+needs no privilege, no namespace and no cgroup, so it holds in a restricted pod. A program is one process with threads.
 """
 
 from __future__ import annotations
@@ -67,24 +62,11 @@ class LandlockSandbox:
                 f"sandbox limit processes is {limits.processes}, but backend landlock runs one process; "
                 "set processes to 1, or use bwrap or a remote sandbox"
             )
-        ready = new_ready()
-        try:
-            workspace = Workspace(files)
-        except OSError as error:
-            raise SandboxFailed(f"no folder could be made for the program: {error}") from error
-        with workspace:
-            rules = [f"landlock {self._abi}", f"workspace {workspace.path}"]
-            rules += [f"read {path}" for path in self._readable.folders]
-            rules += [f"file {path}" for path in self._readable.files]
-            rules += [f"write {path}" for path in self._readable.writable]
-            launched = launch_command(command(argv), limits, ready, landlock=rules)
-            return supervise(
-                lambda: PopenChild(launched, workspace.path, environment(workspace.path)),
-                limits,
-                workspace,
-                ready.encode(),
-                stdin,
-            )
+        rules = [f"landlock {self._abi}"]
+        rules += [f"read {path}" for path in self._readable.folders]
+        rules += [f"file {path}" for path in self._readable.files]
+        rules += [f"write {path}" for path in self._readable.writable]
+        return _run_in_folder(argv, files, limits, stdin, rules)
 
 
 LOCAL: Mapping[str, Callable[[Readable], Sandbox]] = {"bwrap": BwrapSandbox, "landlock": LandlockSandbox}
@@ -175,20 +157,32 @@ class NoSandbox:
         self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
     ) -> Outcome:
         check_request(argv, files, stdin)
-        ready = new_ready()
-        try:
-            workspace = Workspace(files)
-        except OSError as error:
-            raise SandboxFailed(f"no folder could be made for the program: {error}") from error
-        with workspace:
-            launched = launch_command(command(argv), limits, ready, confined=False)
-            return supervise(
-                lambda: PopenChild(launched, workspace.path, environment(workspace.path)),
-                limits,
-                workspace,
-                ready.encode(),
-                stdin,
-            )
+        return _run_in_folder(argv, files, limits, stdin, None)
+
+
+def _run_in_folder(
+    argv: Sequence[str],
+    files: Mapping[str, bytes],
+    limits: Limits,
+    stdin: bytes,
+    rules: Sequence[str] | None,
+) -> Outcome:
+    """Run a program in a new folder, confined by Landlock's `rules`; None confines it not at all."""
+    ready = new_ready()
+    try:
+        workspace = Workspace(files)
+    except OSError as error:
+        raise SandboxFailed(f"no folder could be made for the program: {error}") from error
+    with workspace:
+        lines = [] if rules is None else [*rules, f"workspace {workspace.path}"]
+        launched = launch_command(command(argv), limits, ready, confined=rules is not None, landlock=lines)
+        return supervise(
+            lambda: PopenChild(launched, workspace.path, environment(workspace.path)),
+            limits,
+            workspace,
+            ready.encode(),
+            stdin,
+        )
 
 
 READ_ALL = 3  # SYSLOG_ACTION_READ_ALL

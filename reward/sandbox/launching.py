@@ -1,7 +1,4 @@
-"""How the local backends start a program: the launcher's plan, and a child process with pipes.
-
-What a running program and its descendants use, read from `/proc`. What has ended meanwhile counts nothing.
-"""
+"""How the local backends start a program, and what it and its descendants use, read from `/proc`: what has ended counts nothing."""
 
 from __future__ import annotations
 

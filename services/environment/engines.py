@@ -8,12 +8,8 @@ Order of waiting: a turn waits for a listed worker with new enough weights, then
 because a long one is no fault: gRPC's keepalive ends a connection that is silent, and a worker ends itself when its engine
 hangs (`services/rollout/run.py`).
 
-The rollout workers that may be asked for tokens now, and the choice of one for each session.
-
 A session stays with its worker, whose prefix cache has the session's history, for as long as that worker is listed, holds a
 version that is new enough and has not just failed. A new session goes to the worker with the fewest sessions.
-
-Pure but for the clock: `services/environment/engines.py` makes the calls.
 """
 
 from __future__ import annotations

@@ -7,14 +7,8 @@ kept until that reply.
 Promise: whatever happens to a group ends in a submission, in a returned lease with the reason, or with the news that another
 worker holds the lease. A fault of one group ends neither the others nor the worker.
 
-The journal of a leased group's turns, over the exchange: each call returns when the record is committed.
-
 A request is sent again until it is answered (`services/common/worker/membership.py`), also through a restart of the coordinator, and
 a record that is there already is answered `duplicate`. So a call ends with the record in the ledger, or the lease is lost.
-
-A lease as the exchange sends it, read into what its episodes begin with.
-
-Pace of an environment worker for its heartbeats: turns and tokens per second.
 """
 
 from __future__ import annotations
@@ -56,7 +50,7 @@ RETURN_S = 2.0
 """Part of a drain's grace for the return of the leases, half of the grace at most."""
 
 RunGroup = Callable[[EpisodeLease, TokenSource, Journal], Awaitable[GroupRows]]
-"""Runs the episodes of a leased group (`paceline.environment.episodes.GroupEpisodes`)."""
+"""Runs the episodes of a leased group (`paceline.environment.episodes.run_episodes`)."""
 
 log = logging.getLogger(__name__)
 
@@ -297,8 +291,6 @@ class LeasedJournal:
     def __init__(self, membership: Membership, run_id: str, group_id: int, attempt: int):
         self._membership, self._run_id = membership, run_id
         self._group_id, self._attempt = group_id, attempt
-        self.num_turns = self.num_tokens = 0
-        """Turns and sampled tokens that this lease has recorded."""
 
     async def turn(
         self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool
@@ -309,8 +301,6 @@ class LeasedJournal:
         )
         frames = [arrays.encode(), note.SerializeToString()]
         await self._record(pb.ExchangeRequest(run_id=self._run_id, turn=turn), frames)
-        self.num_turns += 1
-        self.num_tokens += len(arrays.token_ids)
 
     async def end(self, sample: int, life: int, reason: str, error: str, give_up: bool) -> None:
         """Record that a life of a sample has ended. Raises LeaseLost."""

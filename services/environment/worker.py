@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.bundle.requirements import check_requirements
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
-from paceline.environment.episodes import GroupEpisodes
+from paceline.environment.episodes import run_episodes
 from paceline.environment.hosting.pool import UserCode
 from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, TokenSource
 from paceline.environment.setting import EpisodeSetting
@@ -76,7 +76,7 @@ class EnvironmentWorker:
             try:
                 await asyncio.wait((work, changed), return_when=asyncio.FIRST_COMPLETED)
                 if work.done() and not work.result():
-                    await self._pause(changed)
+                    await asyncio.wait((changed,), timeout=self._set_up_pause.next_s())
                 elif work.done():
                     await self.assigned.changed.wait()  # the run is over; the next directive is on its way
             finally:
@@ -136,16 +136,12 @@ class EnvironmentWorker:
             setting = EpisodeSetting.of(spec, tokenizer)
 
             def run_group(lease: EpisodeLease, tokens: TokenSource, journal: Journal) -> Awaitable[GroupRows]:
-                return GroupEpisodes(setting, lease, tokens, journal, code, sessions).run()
+                return run_episodes(setting, lease, tokens, journal, code, sessions)
 
             most = processes * spec.environment.parallel_calls
             yield EnvironmentRun(
                 spec, assignment.run_id, self.membership, engines, run_group, most, setting.counts
             )
-
-    async def _pause(self, changed: asyncio.Task[bool]) -> None:
-        """Wait until a set-up that has failed is tried again, or another run is assigned."""
-        await asyncio.wait((changed,), timeout=self._set_up_pause.next_s())
 
     def _drop_run(self) -> None:
         self._run = None
@@ -158,12 +154,9 @@ class EnvironmentWorker:
                 before = self.assigned.assignment
                 if self.assigned.assign(directive.run):
                     self._set_up_pause.reset()
-                elif (
-                    before is not None and before.bundle != directive.run.bundle
-                ):  # as after `paceline resume`
-                    log.warning(
-                        "run %s goes on with another environment, which is loaded", directive.run.run_id
-                    )
+                elif before is not None and before.bundle != directive.run.bundle:
+                    # As after `paceline resume`.
+                    log.warning("run %s goes on with another environment, which is loaded", before.run_id)
                     self.assigned.assignment = directive.run
                     self.assigned.changed.set()
             case "idle":

@@ -186,7 +186,7 @@ class ChatAsk(Ask):
                 "chat_template_kwargs",
             )
         for message in self.messages:
-            message.check()
+            message.rendered()
         continues = self.messages[-1].role == "assistant"
         for name, only in (("continue_final_message", continues), ("add_generation_prompt", not continues)):
             if getattr(self, name) is (not only):

@@ -141,10 +141,9 @@ class RewardWorker:
             )
         if why := refusal_of_files(spec, bundle, self._functions_from):
             raise Unreadable(f"this worker does not run the functions: {why}")
-        bundled = await asyncio.to_thread(
+        return await asyncio.to_thread(
             BundledSpec, spec, self._coordinator, bundle, "code", "include", allowed=self._functions_from
         )
-        return bundled
 
     async def _put_off(self, assignment: worker_pb2.RunAssignment, error: Exception) -> None:
         """Report why the run cannot be set up, and wait until the set-up is retried or another run is assigned."""
@@ -282,10 +281,8 @@ class RewardWorker:
     async def _turn_comes(self) -> bool:
         """Wait for a free process; return False when the worker has to stop before. After True the caller has to give
         it back."""
-        turn, stopping = (
-            asyncio.create_task(self._turns.acquire()),
-            asyncio.create_task(self._stopping.wait()),
-        )
+        turn = asyncio.create_task(self._turns.acquire())
+        stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait((turn, stopping), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -333,21 +330,14 @@ class RewardWorker:
                 before = self.assigned.assignment
                 if self.assigned.assign(directive.run):
                     self._set_up_pause.reset()
-                elif (
-                    before is not None and before.bundle != directive.run.bundle
-                ):  # as after `paceline resume`
+                # Both as after `paceline resume`.
+                elif before is not None and before.bundle != directive.run.bundle:
                     self.assigned.assignment = directive.run
-                    log.warning(
-                        "run %s goes on with other reward functions, which are loaded", directive.run.run_id
-                    )
+                    log.warning("run %s goes on with other reward functions, which are loaded", before.run_id)
                     self.assigned.changed.set()
-                elif (
-                    self._spec is not None and _code_of(self._spec) != self._code
-                ):  # as after `paceline resume`
-                    log.warning(
-                        "the reward functions of run %s were changed and are loaded anew",
-                        directive.run.run_id,
-                    )
+                elif self._spec is not None and _code_of(self._spec) != self._code:
+                    run_id = directive.run.run_id
+                    log.warning("the reward functions of run %s were changed and are loaded anew", run_id)
                     self.assigned.changed.set()
             case "idle":
                 await self.assigned.idle()

@@ -3,11 +3,7 @@
 Order of waiting: a request waits in the gate for room, then for the engine. A client that disconnects cancels its
 request, and with it the sequences in the engine. Nothing here reaches leases, token accounting or batches.
 
-Limit on external requests to the engine: a few sequences at a time, a bounded queue, and an error beyond it.
-
-Training comes first: leases enter the engine as they come, external requests through this gate.
-
-Recording of answered requests, and feedback on them, for an endpoint that has a recorder.
+Training comes first: leases enter the engine as they come, external requests through the gate, a few sequences at a time.
 """
 
 from __future__ import annotations
