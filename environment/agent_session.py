@@ -199,7 +199,7 @@ class AgentTurns:
                 self._pending = await self._closing_turn(taken[-1])
                 taken.append(self._pending)
             self._pending.note.sample.CopyFrom(self._text(taken, reward, ending, detail))
-            rows = self._rows(taken)
+            rows = [*(arrays.row for arrays, _ in self._life.turns), self._place(taken[-1]).row]
             self._pending.note.left_out.extend(left_out_of(taken, rows))
             await self._add(self._pending, last=True)
         return self._life.finished()
@@ -318,7 +318,6 @@ class AgentTurns:
     # Records
 
     async def _flush(self) -> None:
-        """Record the newest turn, because another one follows."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             await self._add(pending, last=False)
@@ -334,11 +333,6 @@ class AgentTurns:
         if taken.asked is None or not taken.asked.trains:
             return Place(self._life.rows.count, taken.prompt_ids)
         return self._life.rows.place(taken.prompt_ids)
-
-    def _rows(self, taken: Sequence[TakenTurn]) -> list[int]:
-        """Return the row of each turn, with that of the last one, which is recorded next."""
-        rows = [arrays.row for arrays, _ in self._life.turns]
-        return [*rows, self._place(taken[-1]).row]
 
     async def _closing_turn(self, last: TakenTurn) -> TakenTurn:
         """Return a turn of one token that no program asked for: the newest turn is recorded already, and a sample ends with a
@@ -370,7 +364,6 @@ class AgentTurns:
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Take the exception of a task whose client may be gone."""
     if not task.cancelled():
         task.exception()
 

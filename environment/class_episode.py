@@ -55,7 +55,6 @@ class ClassEpisode:
     # The beginning
 
     async def _begin(self) -> Instance:
-        """Begin the episode anew: `reset`, and the prompt's tokens."""
         columns = self._context.row
         name = self._name()
         if name:
@@ -127,7 +126,7 @@ class ClassEpisode:
         if last := bool(limit) or acted.done:
             reward = None if over else await self._reward(instance)
             note.sample.CopyFrom(self._text(note, limit, reward, instance))
-        elif acted.state and not self._is_deterministic(instance):
+        elif acted.state and not (instance.facts.deterministic or setting.environment.deterministic):
             note.state = json_text([self._reset_text, acted.state]).encode()
         await life.add(place, turn, note, last=last)
         return last
@@ -191,9 +190,6 @@ class ClassEpisode:
         return list(messages)
 
     # Going on
-
-    def _is_deterministic(self, instance: Instance) -> bool:
-        return instance.facts.deterministic or self._setting.environment.deterministic
 
     async def _go_on(self) -> Instance:
         """Go on behind the recorded turns. Raises CannotGoOn."""

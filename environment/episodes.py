@@ -183,7 +183,6 @@ class AgentEpisode:
     async def _until_over(
         self, session: AgentTurns, address: SessionAddress
     ) -> tuple[float | None, str, str]:
-        """Return reward, ending and detail of the program."""
         program = asyncio.create_task(self._program(address), name="agent")
         clock = asyncio.create_task(self._until_time_is_up(session), name="agent's time")
         try:

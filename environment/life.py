@@ -76,7 +76,9 @@ class Life:
         self._journal, self._counts = journal, counts
 
     def seed(self, group_seed: int, turn: int) -> int:
-        return turn_seed(group_seed, self.sample, self.number, turn)
+        """Return the seed, of 63 bits, of a turn: the same whenever it is asked for again, another one in each life."""
+        hashed = hashlib.sha256(f"{group_seed}/{self.sample}/{self.number}/{turn}".encode()).digest()
+        return int.from_bytes(hashed[:8], "little") >> 1
 
     async def add(self, place: Place, turn: SampledTurn, note: pb.TurnNote, *, last: bool) -> None:
         """Record a turn. Raises LeaseLost."""
@@ -90,12 +92,6 @@ class Life:
         """Return the sample, whose last turn is recorded."""
         _, note = self.turns[-1]
         return FinishedSample(self.turns, frozenset(note.left_out), note.sample)
-
-
-def turn_seed(group_seed: int, sample: int, life: int, turn: int) -> int:
-    """Return the seed, of 63 bits, of a turn of a sample's life."""
-    digest = hashlib.sha256(f"{group_seed}/{sample}/{life}/{turn}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def json_text(value: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.errors import InvalidInput
 from paceline.reward.builtin.inputs import MissingColumn
-from paceline.reward.trainer_view import CallView, TrainerView
+from paceline.reward.trainer_view import CallView
 from paceline.user_code.loading import load_from_file, nearest
 
 RewardFunction = Callable[..., Any]
@@ -84,7 +84,7 @@ def _check_kwargs(
                 )
 
 
-TRAINER_ARGUMENTS = frozenset(TrainerView().arguments())
+TRAINER_ARGUMENTS = frozenset(CallView().arguments())
 WRONG_CALL = re.compile(
     r"\(\) (?:missing \d+ required|got an unexpected keyword|takes (?:.* positional|no (?:keyword )?arguments))"
 )
@@ -106,7 +106,7 @@ def call_function(
     group: Mapping[str, Any],
     kwargs: Mapping[str, Any],
     run: Callable[[Awaitable[Any]], Any],
-    view: TrainerView | None = None,
+    view: CallView | None = None,
 ) -> list[float | None]:
     """Return [C] rewards of `group` (prompts, completions, completion_ids, columns), None where the function does not apply.
 
@@ -114,15 +114,11 @@ def call_function(
     same name, and columns over the arguments of `view`. A built-in that names `settings` gets `kwargs` there. `run` waits for the result of an async function. Raises
     InvalidRewards, WrongArguments, and the function's own exceptions.
     """
-    arguments = {
-        **(view or TrainerView()).arguments(),
-        **group["columns"],
-        "prompts": group["prompts"],
-        "completions": group["completions"],
-        "completion_ids": group["completion_ids"],
-    }
+    view = view or CallView()
+    given = {name: group[name] for name in ("prompts", "completions", "completion_ids")}
+    arguments = {**view.arguments(), **group["columns"], **given}
     if takes_settings(function):
-        arguments |= {"settings": kwargs, "call": view if isinstance(view, CallView) else CallView()}
+        arguments |= {"settings": kwargs, "call": view}
     else:
         arguments |= kwargs
     result = function(**_accepted(function, arguments))

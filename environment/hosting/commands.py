@@ -71,7 +71,6 @@ async def run_command(
 async def _output_of(
     argv: Sequence[str], box: Box, environment: Mapping[str, str], memory_mb: int, cwd: str | None
 ) -> tuple[str, str, int | None]:
-    """Return the ends of what a command in its box prints and complains, and its exit code."""
     launcher = (sys.executable, "-P", "-c", BOOT, ROOT, str(os.getpid()), str(memory_mb), box.text())
     async with _Output() as output, _Output() as errors:
         process = await asyncio.create_subprocess_exec(

@@ -15,7 +15,6 @@ import itertools
 import logging
 from collections.abc import Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
-from types import TracebackType
 from typing import Any
 
 from paceline.environment.hosting.classes import ClassFacts
@@ -37,9 +36,7 @@ log = logging.getLogger(__name__)
 class UserCode:
     """The user code of a run; an async context manager."""
 
-    def __init__(
-        self, section: EnvironmentSection, num_processes: int = 0, start_timeout_s: float = START_TIMEOUT_S
-    ):
+    def __init__(self, section: EnvironmentSection, num_processes: int = 0):
         """Set the code; `start` starts the processes. num_processes: 0 takes `environment.processes`, and with 0 there too as
         many as cores. A command line needs none, but for `train_call`."""
         self.section = section
@@ -53,7 +50,6 @@ class UserCode:
             "memory_mb": section.memory_mb,
             "lanes": section.parallel_calls,
         }
-        self._start_timeout_s = start_timeout_s
         self._slots = [Slot(self._load, section.parallel_calls) for _ in range(0 if needs_none else count)]
         self._left: set[Slot] = set()
         """Retired slots with episodes."""
@@ -71,9 +67,7 @@ class UserCode:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> None:
@@ -206,7 +200,7 @@ class UserCode:
 
     async def _start(self, slot: Slot) -> None:
         try:
-            reply = await slot.process.start(self._start_timeout_s)
+            reply = await slot.process.start(START_TIMEOUT_S)
         except (ProcessDied, ProcessTimeout) as error:
             by_itself = isinstance(error, ProcessDied) and not error.by_signal
             raise (InvalidInput if by_itself else Unavailable)(

@@ -16,7 +16,7 @@ from paceline.chat.answer_reader import AnswerReader
 from paceline.chat.call_formats import MalformedCall, read_marked_call
 from paceline.chat.messages import Json
 from paceline.environment.protocols import SampledTurn
-from paceline.environment.rendering.protocol import Call, Conversation, Parsed, read_turn
+from paceline.environment.rendering.protocol import Call, Conversation, Parsed, Rendering, read_turn
 from paceline.error_texts import error_text, is_about_input
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
@@ -39,7 +39,7 @@ def family_of(model_name: str) -> str:
 
 
 @dataclass(frozen=True)
-class FamilyRendering:
+class FamilyRendering(Rendering):
     """Rendering by the renderer of a family."""
 
     tokenizer: Any
@@ -103,9 +103,6 @@ class FamilyRendering:
             tuple(fault for fault in read if isinstance(fault, str)),
         )
 
-    def fault_message(self, fault: str) -> Json:
-        return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
-
     def _renderer(self, template_kwargs: Mapping[str, Any]) -> Any:
         kwargs = {**self.template_kwargs, **template_kwargs}
         key = json.dumps(kwargs, sort_keys=True, default=str)
@@ -147,5 +144,4 @@ def _read(call: Any, tools: Sequence[Json]) -> Call | str:
 
 
 def _tools(conversation: Conversation) -> list[Any] | None:
-    """Return the functions of the tools, as the package has them."""
     return [tool["function"] for tool in conversation.tools] or None

@@ -83,11 +83,12 @@ class Rendering(Protocol):
         """Return what a turn says."""
 
     def fault_message(self, fault: str) -> Json:
-        """Return the message that tells the model about a call that could not be read."""
+        """Return the message that tells the model about a call that could not be read: one of a tool, or as the template has it."""
+        return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
 
 
 @dataclass(frozen=True)
-class TextRendering:
+class TextRendering(Rendering):
     """Rendering of text prompts. Tools are not shown to the model; calls are read where the spec names their format."""
 
     tokenizer: Any
@@ -107,9 +108,6 @@ class TextRendering:
 
     def parse(self, conversation: Conversation, prompt_ids: IntArray, turn: SampledTurn) -> Parsed:
         return read_turn(turn.text, AnswerReader(self.calls, tools=conversation.tools))
-
-    def fault_message(self, fault: str) -> Json:
-        return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
 
 
 def read_turn(text: str, reader: AnswerReader) -> Parsed:

@@ -27,7 +27,7 @@ from paceline.chat.messages import Json
 from paceline.chat.rendering import ChatTemplate
 from paceline.data.tokens import render_chat
 from paceline.environment.protocols import SampledTurn
-from paceline.environment.rendering.protocol import Conversation, Parsed, read_turn
+from paceline.environment.rendering.protocol import Conversation, Parsed, Rendering, read_turn
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 
@@ -36,7 +36,7 @@ MAX_OPENINGS = 64
 
 
 @dataclass(frozen=True)
-class TemplateRendering:
+class TemplateRendering(Rendering):
     """Rendering by the chat template."""
 
     tokenizer: Any
@@ -99,10 +99,7 @@ class TemplateRendering:
     def fault_message(self, fault: str) -> Json:
         """Return a message of a tool where results have no calls' ids, else of the user."""
         by_order = self.template.answer_format.calls == "hermes"
-        return {
-            "role": "tool" if by_order else "user",
-            "content": f"The tool call could not be read: {fault}",
-        }
+        return super().fault_message(fault) | ({} if by_order else {"role": "user"})
 
     def _shown(self, conversation: Conversation) -> Sequence[Json]:
         if self.calls is None or not conversation.tools:

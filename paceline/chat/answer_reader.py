@@ -256,7 +256,10 @@ def _add(parts: list[AnswerPart], text: str, *, reasoning: bool = False) -> None
         parts.append(TextPart(text, reasoning))
 
 
+def begun_chars(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` that is a proper beginning of `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+
+
 def _without_begun(text: str, mark: str) -> str:
-    """Return `text` without an end that may be the beginning of `mark`."""
-    kept = next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
-    return text[: len(text) - kept]
+    return text[: len(text) - begun_chars(text, mark)]

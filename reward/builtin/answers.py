@@ -87,7 +87,6 @@ def is_answer(text: str) -> bool:
 
 
 def _words_of(tree: Node) -> list[str]:
-    """Return the words of an answer that is, or lists, words."""
     return [each.args[0] for each in (tree.args if tree.kind == "list" else (tree,)) if each.kind == "text"]
 
 

@@ -58,7 +58,6 @@ def code_settings(values: object) -> CodeSettings:
 
 @functools.cache
 def _sandbox(settings_json: str) -> Sandbox:
-    """Return the sandbox of these settings, probed once a process."""
     return code_settings(json.loads(settings_json)).make_sandbox()
 
 

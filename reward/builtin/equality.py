@@ -25,22 +25,11 @@ from paceline.reward.builtin.values import (
 
 MAX_ITEMS = 64
 MAX_SIGNS = 3
-COLLECTIONS = (
-    "list",
-    "tuple",
-    "set",
-    "interval",
-    "union",
-    "matrix",
-    "cases",
-    "ratio",
-    "operation",
-    "member",
-    "text",
-    "base",
-    "point",
-)
+COLLECTIONS = {
+    "list", "tuple", "set", "interval", "union", "matrix", "cases", "ratio", "operation", "member", "text", "base", "point",
+}  # fmt: skip
 INFINITY, REALS = Node("constant", ("inf",)), Node("symbol", ("mathbb R",))
+BELOW_ALL = Node("negative", (INFINITY,))
 MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
 
@@ -141,12 +130,8 @@ def _interval(relation: Node) -> Node | None:
         low, middle, high = operands
         closed = (signs[0] == "<=", signs[1] == "<=")
     elif operands[0].kind == "symbol":
-        middle, low, high, closed = (
-            operands[0],
-            Node("negative", (INFINITY,)),
-            operands[1],
-            (False, signs[0] == "<="),
-        )
+        middle, high = operands
+        low, closed = BELOW_ALL, (False, signs[0] == "<=")
     else:
         low, middle, high, closed = operands[0], operands[1], INFINITY, (signs[0] == "<=", False)
     return Node("interval", (low, high, *closed)) if _is_name(middle) else None
@@ -228,15 +213,11 @@ def _same_collection(gold: Node, answer: Node) -> bool:
         return left is not None and right is not None and _unordered(left, right)
     if kinds == {"matrix"} or kinds == {"cases"}:
         return len(gold.args) == len(answer.args) and all(map(_pairwise, gold.args, answer.args))
-    if kinds == {"tuple"} or kinds == {"ratio"} or kinds == {"point"}:
+    if kinds in ({"tuple"}, {"ratio"}, {"point"}, {"list", "tuple"}):
         return _pairwise(gold.args, answer.args)
     if kinds == {"operation"}:
         return gold.args[0] == answer.args[0] and _pairwise(gold.args[1:], answer.args[1:])
-    if kinds == {"list", "tuple"}:
-        return _pairwise(gold.args, answer.args)
-    if kinds <= {"list", "set"} or (
-        kinds & {"list", "set"} and not kinds & set(COLLECTIONS) - {"list", "set"}
-    ):
+    if kinds & {"list", "set"} and not kinds & COLLECTIONS - {"list", "set"}:
         left, right = _items(gold), _items(answer)
         if "set" in kinds:
             left, right = _distinct(left), _distinct(right)
@@ -247,7 +228,7 @@ def _same_collection(gold: Node, answer: Node) -> bool:
 def _intervals(node: Node) -> tuple[Node, ...] | None:
     """Return the intervals of a union, `(a, b)` being open, with single points as closed ones; neighbours that touch are joined."""
     if node.kind == "operation" and node.args[:2] == ("setminus", REALS) and node.args[2].kind == "set":
-        ends = [Node("negative", (INFINITY,)), *sorted(node.args[2].args, key=_float), INFINITY]
+        ends = [BELOW_ALL, *sorted(node.args[2].args, key=_float), INFINITY]
         return tuple(Node("interval", (*pair, False, False)) for pair in itertools.pairwise(ends))
     found = []
     for each in node.args if node.kind == "union" else (node,):
@@ -258,7 +239,7 @@ def _intervals(node: Node) -> tuple[Node, ...] | None:
         elif each.kind == "interval":
             found.append(each)
         elif each == REALS:
-            found.append(Node("interval", (Node("negative", (INFINITY,)), INFINITY, False, False)))
+            found.append(Node("interval", (BELOW_ALL, INFINITY, False, False)))
         else:
             return None
     return _joined(found)

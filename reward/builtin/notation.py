@@ -45,13 +45,8 @@ MIXED = re.compile(
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "pounds": "pound", "euro": "euro"}
 CURRENCY = re.compile(r"\\?[$€£¥]|\\pounds(?![a-zA-Z])|\\euro(?![a-zA-Z])")
 SCALES = {
-    "hundred": 10**2,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "dozen": 12,
-}
+    "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+}  # fmt: skip
 SCALE = re.compile(
     rf"\s*(?:\\(?:{STYLES})\s*\{{\s*)?({'|'.join(SCALES)})s?(?![a-zA-Z])(?:\s*\}})?", re.IGNORECASE
 )
@@ -76,15 +71,8 @@ GREEK = {
     "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega",
 }  # fmt: skip
 CONSTANTS = {
-    "pi": "pi",
-    "infty": "inf",
-    "infinity": "inf",
-    "inf": "inf",
-    "oo": "inf",
-    "e": "e",
-    "i": "i",
-    "imath": "i",
-}
+    "pi": "pi", "infty": "inf", "infinity": "inf", "inf": "inf", "oo": "inf", "e": "e", "i": "i", "imath": "i",
+}  # fmt: skip
 CLOSING = {"(": ")]", "[": ")]", r"\{": r"\}", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\langle": r"\rangle",
            r"\lvert": r"\rvert", r"\lbrace": r"\rbrace", r"\lbrack": r"\rbrack", r"\|": r"\|", "|": "|", r"\vert": r"\vert"}  # fmt: skip
 OPENING = re.compile(r"\\(?:lfloor|lceil|langle|lvert|lbrace|lbrack|vert)(?![a-zA-Z])|\\[{|]|[(\[{|]")
@@ -96,14 +84,8 @@ TAIL = re.compile(
 )
 ENVIRONMENT = re.compile(r"\\begin\s*\{(\w+)\*?\}(?:\s*\{[clr|]+\})?")
 NO_SOLUTION = {
-    "no solution",
-    "no solutions",
-    "no real solution",
-    "no real solutions",
-    "empty set",
-    "the empty set",
-    "none",
-}
+    "no solution", "no solutions", "no real solution", "no real solutions", "empty set", "the empty set", "none",
+}  # fmt: skip
 UNITS = {name: names[0] for names in (line.split() for line in (
     "m meter meters metre metres", "cm centimeter centimeters centimetre centimetres", "mm millimeter millimeters",
     "km kilometer kilometers kilometre kilometres", "in inch inches", "ft foot feet", "yd yard yards", "mi mile miles",
@@ -166,9 +148,7 @@ ACCENTS = {
     "overline", "vec", "hat", "bar", "tilde", "mathbf", "mathbb", "mathcal", "mathfrak", "boldsymbol", "bm",
     "overrightarrow", "widehat", "underline", "dot", "overarc",
 }  # fmt: skip
-TRIGONOMETRIC = {
-    "sin", "cos", "tan", "cot", "sec", "csc",
-}  # fmt: skip
+TRIGONOMETRIC = {"sin", "cos", "tan", "cot", "sec", "csc"}
 
 
 def is_product(word: str) -> bool:

@@ -133,7 +133,6 @@ def _checked_function(entry_point: Any) -> str:
 
 
 def _lines_of(setup: Any) -> list[str]:
-    """Return the texts of a column with set-up code; none for null."""
     setup = _parsed(setup)
     return [str(each) for each in (setup if isinstance(setup, list | tuple) else [setup]) if each]
 
@@ -168,7 +167,6 @@ def _form(value: Any) -> Kind:
 
 
 def _pairs(value: Any, entry_point: Any) -> Pairs | Calls:
-    """Return the tests of an object with lists, or of a list of objects."""
     rows, of_lists = _rows(value)
     _check_count(len(rows))
     calls = [_is_call(row) for row in rows]

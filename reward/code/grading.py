@@ -166,7 +166,6 @@ def _grade_in_harness(
 def _request(
     programs: list[str], cases: Calls | Checks | PytestFiles, settings: CodeSettings
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Return the files of the harness, and its request but for what differs between its runs."""
     files = {f"{MODULE}.py": programs[0].encode(errors="replace"), HARNESS: _harness()}
     sources = [program.encode(errors="replace").decode() for program in programs]
     request: dict[str, Any] = {
@@ -242,7 +241,6 @@ def _reported(stdout: bytes, word: str, first: int, judged: Callable[[int, str],
 
 
 def _ended(outcome: Outcome) -> CaseResult:
-    """Return the result of a test in which the process ended."""
     state: State = outcome.ended
     errors = _errors(outcome)
     if state == "exited":

@@ -151,7 +151,6 @@ def _presume() -> dict[str, Any]:
 
 
 def _run_program(path: str) -> None:
-    """Run a program that reads standard input, with the presumed names."""
     vars(builtins).update(_presume())
     sys.argv = [path]
     runpy.run_path(path, run_name="__main__")
@@ -173,7 +172,6 @@ def _check(request: dict[str, Any], test: str, module: types.ModuleType) -> Call
 def _call(
     arguments: list[Any], function: str, module: types.ModuleType, returned: list[str]
 ) -> Callable[[], object]:
-    """Return what calls a function and appends the value as JSON."""
 
     def call() -> None:
         value = _function(function, module.__dict__)(*map(_with_int_keys, arguments))

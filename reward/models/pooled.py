@@ -95,7 +95,6 @@ class PooledScorer:
         return found
 
     async def _ask(self, requests: Sequence[Sequence[list[int]]]) -> list[list[Any]]:
-        """Return the outputs for the texts of each request."""
         by_step = isinstance(self._settings, ProcessModelSettings)
         body = {
             "model": self._endpoint.model,

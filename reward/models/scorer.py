@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,28 +36,15 @@ from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
 UNBOUNDED = 1 << 30
 
 
-@dataclass(frozen=True)
-class Model:
-    """A loaded model with its tokenizer."""
-
-    model: Any
-    tokenizer: Any
-    version: str
-    device: torch.device
-    max_tokens: int
-    """Longest text that the model reads."""
-
-
 class Scorer:
-    """A model and how its outputs become scores."""
+    """A loaded model and how its outputs become scores. `max_tokens`: longest text that it reads."""
 
-    def __init__(self, settings: ModelSettings, loaded: Model) -> None:
-        self._settings, self._loaded = settings, loaded
-        self._texts = TextEncoder(settings, loaded.tokenizer)
-
-    @property
-    def version(self) -> str:
-        return self._loaded.version
+    def __init__(
+        self, settings: ModelSettings, model: Any, tokenizer: Any, version: str, max_tokens: int
+    ) -> None:
+        self._settings, self._model, self._tokenizer = settings, model, tokenizer
+        self._max_tokens, self.version = max_tokens, version
+        self._texts = TextEncoder(settings, tokenizer)
 
     def encode(self, prompt: Any, completion: Any) -> Text:
         """Return the tokens of a prompt with its completion. Raises InvalidInput where they cannot be written."""
@@ -72,7 +58,7 @@ class Scorer:
         `ran` is told the texts of each pass. Raises InvalidInput for a score that is not finite; torch's errors.
         """
         found: list[list[float] | None] = [None] * len(texts)
-        fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._loaded.max_tokens]
+        fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._max_tokens]
         with torch.inference_mode():
             for chosen in passes([len(texts[i].ids) for i in fitting], self._settings.max_batch_tokens):
                 indices = [fitting[position] for position in chosen]
@@ -87,13 +73,13 @@ class Scorer:
 
     def _pass(self, texts: Sequence[Text]) -> list[list[float]]:
         longest = max(len(text.ids) for text in texts)
-        ids_NT = torch.full((len(texts), longest), padding_token_id(self._loaded.tokenizer))
+        ids_NT = torch.full((len(texts), longest), padding_token_id(self._tokenizer))
         mask_NT = torch.zeros(len(texts), longest, dtype=torch.int64)
         for row, text in enumerate(texts):
             ids_NT[row, : len(text.ids)] = torch.tensor(text.ids)
             mask_NT[row, : len(text.ids)] = 1
-        device = self._loaded.device
-        logits = self._loaded.model(input_ids=ids_NT.to(device), attention_mask=mask_NT.to(device)).logits
+        device = self._model.device
+        logits = self._model(input_ids=ids_NT.to(device), attention_mask=mask_NT.to(device)).logits
         settings = self._settings
         if not isinstance(settings, ProcessModelSettings):
             return [[score] for score in logits[:, 0].float().tolist()]
@@ -106,8 +92,8 @@ def chances_at_steps(logits_SL: torch.Tensor, settings: ProcessModelSettings) ->
     """Return [S] probabilities of the steps being right, from the outputs at their ends."""
     if logits_SL.shape[-1] == 1:
         chances: list[float] = logits_SL[:, 0].sigmoid().tolist()
-        return chances
-    chances = logits_SL.softmax(-1)[:, settings.positive_label].tolist()
+    else:
+        chances = logits_SL.softmax(-1)[:, settings.positive_label].tolist()
     return chances
 
 
@@ -140,7 +126,7 @@ def load_scorer(settings: ModelSettings) -> Scorer:
     rows = len(model.get_input_embeddings().weight)
     check_vocabulary(tokenizer, rows, f"reward model {settings.path!r}")
     model.requires_grad_(False).eval().config.pad_token_id = padding_token_id(tokenizer)
-    return Scorer(settings, Model(model.to(device), tokenizer, version, device, longest_text(config)))
+    return Scorer(settings, model.to(device), tokenizer, version, longest_text(config))
 
 
 def longest_text(config: Any) -> int:
@@ -173,10 +159,8 @@ def device_of(settings: ModelSettings) -> torch.device:
 def check_kind(settings: ModelSettings, config: Any) -> None:
     """Raises InvalidInput for a model of another kind."""
     by_step = isinstance(settings, ProcessModelSettings)
-    kinds, wanted = (
-        config.architectures or [],
-        "ForTokenClassification" if by_step else "ForSequenceClassification",
-    )
+    kinds = config.architectures or []
+    wanted = "ForTokenClassification" if by_step else "ForSequenceClassification"
     fits = any(kind.endswith(wanted) for kind in kinds)
     named = f"reward model {settings.path!r} holds {', '.join(kinds) or 'no architecture'} with {config.num_labels} outputs"
     if isinstance(settings, ProcessModelSettings):

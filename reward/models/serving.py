@@ -167,7 +167,6 @@ def _raised(request: dict[str, Any], error: Exception) -> dict[str, Any]:
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Limit the address space that the model may add, on Linux."""
     import resource
 
     with contextlib.suppress(OSError, ValueError):

@@ -130,7 +130,8 @@ def probe(name: str, readable: Readable) -> Sandbox | str:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
         sandbox = LOCAL[name](readable)
-        arguments = [str(listener.getsockname()[1]), _file_outside(), str(os.getpid())]
+        outside = f"/proc/{os.getpid()}/environ"  # a file of this process' user that no program may read
+        arguments = [str(listener.getsockname()[1]), outside, str(os.getpid())]
         outcome = sandbox.run(["python", "probe.py", *arguments], {"probe.py": PROBE}, PROBE_LIMITS)
     except (SandboxFailed, InvalidInput, OSError) as error:
         return str(error)
@@ -141,11 +142,6 @@ def probe(name: str, readable: Readable) -> Sandbox | str:
         return sandbox
     text = "; ".join(lines) or outcome.stderr.decode(errors="replace").strip()[-300:]
     return f"the probe {outcome.describe()}: {text}"
-
-
-def _file_outside() -> str:
-    """Return a file of this process' user that no program may read."""
-    return f"/proc/{os.getpid()}/environ"
 
 
 class NoSandbox:

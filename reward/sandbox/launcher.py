@@ -52,7 +52,6 @@ def main() -> None:
 
 
 def _read(text: str) -> dict[str, list[str]]:
-    """Return the values of each name, in order."""
     plan: dict[str, list[str]] = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")

@@ -69,7 +69,6 @@ def build_filter(machine: str, single_process: bool) -> bytes:
 
 
 def _condition(name: str, single_process: bool) -> list[bytes]:
-    """Return the instructions that answer call `name` by its arguments."""
     allow, refuse = _op(RETURN, ALLOW), _error(errno.EPERM)
     match name:
         case "clone3":  # its flags are behind a pointer; the C library falls back to clone

@@ -132,7 +132,6 @@ def _watch(child: PopenChild, pipes: Pipes, limits: Limits, files: Files) -> End
 
 
 def _passed(child: PopenChild, limits: Limits, pids: Sequence[int], used_bytes: int) -> Ending | None:
-    """Return the limit that the program has passed by now."""
     if len(pids) > limits.processes + child.helpers:
         return "processes"
     if sum(map(num_threads, pids)) > limits.threads + child.helpers:

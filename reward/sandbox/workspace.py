@@ -11,7 +11,6 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from paceline.reward.sandbox.launching import unlinked_bytes
 
@@ -41,9 +40,7 @@ class Workspace:
     def __enter__(self) -> Workspace:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:

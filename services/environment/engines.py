@@ -88,14 +88,8 @@ class EngineList:
             for each in addresses
             if each.address
         }
-        self._failed_until_s = {
-            member_id: until_s
-            for member_id, until_s in self._failed_until_s.items()
-            if member_id in self._engines
-        }
-
-    def has(self, member_id: str) -> bool:
-        return member_id in self._engines
+        failed = self._failed_until_s.items()
+        self._failed_until_s = {name: until_s for name, until_s in failed if name in self._engines}
 
     def put_off(self, member_id: str, seconds: float) -> None:
         """Ask others than this worker for a while, because it has just failed or refused."""
@@ -116,7 +110,9 @@ class EngineList:
         if chosen is None:
             chosen = min(able, key=lambda engine: (self._num_sessions[engine.member_id], engine.member_id))
             self.num_moved += before is not None
-            self._assign(session, chosen.member_id)
+            self.end_session(session)
+            self._session_engines[session] = chosen.member_id
+            self._num_sessions[chosen.member_id] += 1
         return chosen
 
     def seconds_until_retry(self, wanted: Wanted) -> float | None:
@@ -130,19 +126,8 @@ class EngineList:
         return max(0.0, min(pauses)) if pauses else None
 
     def end_session(self, session: str) -> None:
-        member_id = self._session_engines.pop(session, None)
-        if member_id is not None:
-            self._leave(member_id)
-
-    def _assign(self, session: str, member_id: str) -> None:
-        self.end_session(session)
-        self._session_engines[session] = member_id
-        self._num_sessions[member_id] += 1
-
-    def _leave(self, member_id: str) -> None:
-        self._num_sessions[member_id] -= 1
-        if not self._num_sessions[member_id]:
-            del self._num_sessions[member_id]
+        if (member_id := self._session_engines.pop(session, None)) is not None:
+            self._num_sessions -= Counter([member_id])  # one without a session is gone from it
 
 
 REFUSED_S = 0.5
@@ -392,7 +377,6 @@ def _read(response: rollout_pb2.GenerateResponse) -> Answer:
 
 
 def _append(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Append a span; one of the same version that follows the last is joined to it."""
     if spans and spans[-1][:2] == span[:2] and spans[-1].end == span.start:
         spans[-1] = spans[-1]._replace(end=span.end)
     else:

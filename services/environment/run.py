@@ -143,7 +143,8 @@ class EnvironmentRun:
         while not self._draining.is_set():
             room = self._max_samples - self.num_samples
             if room < group_size and self._groups:
-                await self._wait_for_room()
+                self._room.clear()
+                await self._room.wait()  # every group ends, and says so
                 continue
             held = pb.Held(group_ids=self._groups)
             request = pb.ExchangeRequest(
@@ -159,10 +160,6 @@ class EnvironmentRun:
             for lease in reply.lease.leases:
                 await self._end_earlier(lease.group_id)
                 self._take(tasks, lease, payloads)
-
-    async def _wait_for_room(self) -> None:
-        self._room.clear()
-        await self._room.wait()  # every group ends, and says so
 
     async def _pause_requests(self, refusal: str) -> None:
         pause_s = self.refused_pause.next_s()
@@ -199,7 +196,6 @@ class EnvironmentRun:
     # One group
 
     async def _work_on(self, lease: pb.Lease, payloads: Sequence[bytes]) -> None:
-        """Run the episodes of a lease, from the lease to the exchange's reply."""
         started_s = time.monotonic()
         wanted = wanted_by(lease, self.spec.async_grpo.max_trajectory_age_steps)
         tokens = LeasedTokens(self.engines, wanted, self.pace.note)

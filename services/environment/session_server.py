@@ -257,7 +257,6 @@ async def _shaped(
 
 
 async def _identity(request: web.Request) -> Json:
-    """Return what tells a repeated request from a new one."""
     try:
         retry_count = int(request.headers.get("x-stainless-retry-count", "0"))
     except ValueError:

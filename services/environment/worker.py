@@ -99,7 +99,7 @@ class EnvironmentWorker:
                 await self.assigned.failed(assignment.run_id, error, self.membership.report)
                 return False
             self._run = run
-            opened.callback(self._drop_run)
+            opened.callback(setattr, self, "_run", None)
             self._set_up_pause.reset()
             await self.assigned.set_up()
             await self._report_ready()
@@ -142,9 +142,6 @@ class EnvironmentWorker:
             yield EnvironmentRun(
                 spec, assignment.run_id, self.membership, engines, run_group, most, setting.counts
             )
-
-    def _drop_run(self) -> None:
-        self._run = None
 
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
         match directive.WhichOneof("directive"):

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from paceline.chat.answer_reader import AnswerPart, TextPart
 from paceline.chat.call_formats import ToolCall
 from paceline.chat.messages import Json
-from paceline.errors import PacelineError
 from paceline.groups import Version, VersionSpan
-from paceline.services.common.serving.json_http import error_answer
 from paceline.services.openai.frames import (
     Choice,
     Delta,
     Echo,
     Event,
+    Frame,
     model_name,
     ranges,
     usage,
@@ -29,11 +28,9 @@ from paceline.services.openai.frames import (
 )
 
 
-class Answer:
-    """The `Frame` of a completion, which `answer_id` names. `decode` turns token ids into text, `at_first` is the version
-    when the request came."""
-
-    ends_with_mark = True
+class Answer(Frame):
+    """A completion, which `answer_id` names. `decode` turns token ids into text, `at_first` is the version when the request
+    came."""
 
     def __init__(
         self,
@@ -106,9 +103,6 @@ class Answer:
         if not self._include_usage:
             return []
         return [Event(self._frame(self._chunk_kind, []) | {"usage": usage(choices)})]
-
-    def fail(self, error: PacelineError) -> list[Event]:
-        return [Event(error_answer(error)[1])]
 
     def _event(self, choice: Json) -> Event:
         return Event(self._frame(self._chunk_kind, [choice]))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from paceline.chat.answer_reader import AnswerPart, calls_of, content_of, reasoning_of
 from paceline.chat.call_formats import ToolCall
 from paceline.chat.messages import Json
 from paceline.errors import PacelineError
 from paceline.groups import IntArray, VersionSpan
+from paceline.services.common.serving.json_http import error_answer
 
 
 @dataclass(frozen=True)
@@ -95,29 +96,35 @@ class Event(NamedTuple):
     name: str = ""
 
 
-class Frame(Protocol):
+class Frame:
     """The shape of one answer."""
 
-    ends_with_mark: bool
+    ends_with_mark = True
     """True when a stream ends with the line `[DONE]`."""
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """Return the answer to a request without `stream`."""
+        raise NotImplementedError
 
     def begin(self, num_choices: int) -> list[Event]:
         """Return the events before the first delta."""
+        return []
 
     def add(self, delta: Delta) -> list[Event]:
         """Return the events of further parts and tokens of one choice."""
+        raise NotImplementedError
 
     def end(self, choice: Choice) -> list[Event]:
         """Return the events of a choice's end."""
+        raise NotImplementedError
 
     def finish(self, choices: Sequence[Choice]) -> list[Event]:
         """Return the events after the end of all choices."""
+        raise NotImplementedError
 
     def fail(self, error: PacelineError) -> list[Event]:
         """Return the events of an error after the stream has begun."""
+        return [Event(error_answer(error)[1])]
 
 
 def usage(choices: Sequence[Choice]) -> Json:

@@ -25,7 +25,16 @@ from paceline.errors import InvalidInput, PacelineError
 from paceline.groups import Version
 from paceline.services.common.serving.json_http import error_answer
 from paceline.services.openai.answers import call_id
-from paceline.services.openai.frames import Choice, Delta, Event, model_name, ranges, usage, version_name
+from paceline.services.openai.frames import (
+    Choice,
+    Delta,
+    Event,
+    Frame,
+    model_name,
+    ranges,
+    usage,
+    version_name,
+)
 from paceline.services.openai.requests import ChatAsk, read_ask
 
 ROLES = ("user", "system", "developer", "assistant")
@@ -70,9 +79,10 @@ class ResponsesAsk(BaseModel):
             value = rest.pop(name, None)
             if value is not None and value not in values:
                 raise Unsupported(f"{name} is not supported here; remove it (it is {value!r:.60})", name)
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         body: Json = {
             **rest,
-            "messages": [*self._instructed(), *self._messages()],
+            "messages": [*system, *self._messages()],
             "tools": [_chat_tool(tool) for tool in self.tools or ()],
             "tool_choice": self.tool_choice,
             "max_tokens": self.max_output_tokens,
@@ -85,9 +95,6 @@ class ResponsesAsk(BaseModel):
             raise Unsupported("input is empty; give a text or at least one item", "input")
         with fields_of_responses():
             return read_ask(ChatAsk, body)
-
-    def _instructed(self) -> list[Json]:
-        return [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
 
     def _messages(self) -> list[Json]:
         if isinstance(self.input, str):
@@ -114,7 +121,8 @@ class ResponsesAsk(BaseModel):
                         messages.append(said := _said())
                     said["tool_calls"].append(_call(item))
                 case "function_call_output":
-                    messages.append(_result(item))
+                    answered = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
+                    messages.append({"role": "tool", **answered})
                     said = None
                 case _:
                     raise Unsupported(
@@ -169,10 +177,6 @@ def _call(item: Json) -> Json:
     return {"id": item.get("call_id"), "type": "function", "function": function}
 
 
-def _result(item: Json) -> Json:
-    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-
-
 def _chat_tool(tool: Json) -> Json:
     if tool.get("type") != "function":
         raise Unsupported(
@@ -190,8 +194,8 @@ def _only(section: Json | None, name: str, key: str, ignored: Sequence[str]) -> 
     return (section or {}).get(key)
 
 
-class ResponseAnswer:
-    """The `Frame` of a response. `decode` turns token ids into text."""
+class ResponseAnswer(Frame):
+    """A response. `decode` turns token ids into text."""
 
     ends_with_mark = False
 

@@ -13,10 +13,8 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from paceline.chat.messages import Json, Unsupported
-from paceline.errors import PacelineError
 from paceline.groups import Version
-from paceline.services.common.serving.json_http import error_answer
-from paceline.services.openai.frames import Choice, Delta, Event, model_name, ranges, usage
+from paceline.services.openai.frames import Choice, Delta, Event, Frame, model_name, ranges, usage
 from paceline.services.openai.requests import Ask, Ids
 
 NOT_IN_ANSWERS = (
@@ -66,10 +64,8 @@ class TokenAsk(Ask):
         return self.logprobs is not None
 
 
-class TokenAnswer:
-    """The `Frame` of an answer in tokens."""
-
-    ends_with_mark = True
+class TokenAnswer(Frame):
+    """An answer in tokens."""
 
     def __init__(self, answer_id: str, ask: TokenAsk, run_id: str, at_first: Version) -> None:
         self._id = ask.request_id or answer_id
@@ -88,9 +84,6 @@ class TokenAnswer:
             more["prompt_token_ids"] = self._ask.token_ids
         return self._frame(entries) | more
 
-    def begin(self, num_choices: int) -> list[Event]:
-        return []
-
     def add(self, delta: Delta) -> list[Event]:
         return [Event(self._frame([self._entry(delta)]))]
 
@@ -101,9 +94,6 @@ class TokenAnswer:
 
     def finish(self, choices: Sequence[Choice]) -> list[Event]:
         return [Event(self._frame([]) | {"usage": usage(choices)})] if self._ask.include_usage else []
-
-    def fail(self, error: PacelineError) -> list[Event]:
-        return [Event(error_answer(error)[1])]
 
     def _entry(self, part: Choice | Delta) -> Json:
         self._newest = max([self._newest, *((span.session, span.step) for span in part.spans)])

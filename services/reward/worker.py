@@ -220,7 +220,6 @@ class RewardWorker:
         arrays: bytes,
         texts: bytes,
     ) -> None:
-        """Score one task, from its text to the exchange's reply."""
         prompt_ids, completions = decode_result(arrays, texts)
         columns = json.loads(task.columns_json)
         state = columns.pop(TRAINER_STATE, None)
@@ -305,7 +304,6 @@ class RewardWorker:
     async def _run_functions(
         self, runner: RewardRunner, inputs: GroupInputs, state: Mapping[str, Any] | None
     ) -> RewardResult:
-        """Run the functions on a task that has a process, and free the process."""
         try:
             result = await runner.score(
                 inputs.prompts, inputs.completions, inputs.completion_ids, inputs.columns, state
@@ -317,7 +315,6 @@ class RewardWorker:
             self._turns.release()
 
     async def _ask_reference(self, prompt_ids: IntArray, completions: Sequence[Completion]) -> bytes:
-        """Return the payload frame of the reference's scores for a task that wants them."""
         assert self._reference is not None, "tasks are asked for by a worker that has set up the run"
         ids = [completion.token_ids for completion in completions]
         return encode_reference(await self._reference.score(prompt_ids, ids))

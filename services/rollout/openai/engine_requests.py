@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from paceline.chat.answer_reader import AnswerReader
-from paceline.chat.call_formats import CallFormat
 from paceline.chat.completion_texts import END_THINK, opens_reasoning, special_tokens
 from paceline.chat.messages import Json, Unsupported
 from paceline.chat.rendering import AnswerFormat, ChatTemplate
@@ -64,11 +63,10 @@ def samplers_of(served: Served, ask: EngineAsk, answer_id: str, pinned: Version 
 
 
 def _prompts(served: Served, ask: EngineAsk) -> tuple[Sequence[IntArray], Callable[[], AnswerReader]]:
-    """Return the prompts of a request, and what makes a reader of an answer to them."""
     match ask:
         case ChatAsk():
-            prepared = prepare(served, ask)
-            return [prepared.prompt_ids], prepared.reader
+            prompt_ids, reader = prepare(served, ask)
+            return [prompt_ids], reader
         case TokenAsk():
             return [encode_text(served, ask.token_ids)], AnswerReader
         case CompletionAsk():
@@ -91,7 +89,7 @@ def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
     return encode_prompt(served.tokenizer, prompt, "never")
 
 
-def prepare(served: Served, ask: ChatAsk) -> PreparedChat:
+def prepare(served: Served, ask: ChatAsk) -> tuple[IntArray, Callable[[], AnswerReader]]:
     """Return a chat made ready, with the run's arguments of the template and its way to write calls.
 
     Raises InvalidInput for a text that no sequence could hold, and as `prepare_chat` does.
@@ -138,33 +136,10 @@ def sampling_params(ask: Ask, default: SamplingParams, limit: int) -> SamplingPa
 NO_CALLS = AnswerFormat("none", False)
 
 
-@dataclass(frozen=True)
-class PreparedChat:
-    """A chat whose answer can be sampled."""
-
-    prompt_ids: IntArray
-    """[P] tokens, opened for the answer."""
-    calls: CallFormat
-    """How calls are read from the answer; `none` where no calls are expected."""
-    reasons: bool
-    """True when reasoning is told from content."""
-    in_reasoning: bool
-    """True when the prompt has opened the reasoning."""
-    begun: str = ""
-    """Beginning of a call, the last tokens of the prompt."""
-    tools: Sequence[Json] = ()
-    max_calls: int | None = None
-
-    def reader(self) -> AnswerReader:
-        reader = AnswerReader(self.calls, self.reasons, self.in_reasoning, self.tools, self.max_calls)
-        reader.push(self.begun)
-        return reader
-
-
 def prepare_chat(
     ask: ChatAsk, template: ChatTemplate, run_kwargs: Mapping[str, Any] = NO_KWARGS, call_format: str = "auto"
-) -> PreparedChat:
-    """Return a request made ready: `run_kwargs` are the run's arguments of the template, which those of the request replace,
+) -> tuple[IntArray, Callable[[], AnswerReader]]:
+    """Return the [P] tokens of a request, opened for the answer, and what makes a reader of an answer: `run_kwargs` are the run's arguments of the template, which those of the request replace,
     `call_format` is how the run's model writes calls (`auto`: as its template does).
 
     Raises Unsupported for what the template does not render, for tools whose calls could not be read, and for a call that
@@ -196,15 +171,14 @@ def prepare_chat(
         text = f"\n{END_THINK}\n\n{begun}" if opens else begun
         ids = encode_continuation(template.tokenizer, prompt_ids, text)
         prompt_ids, opens = np.concatenate([prompt_ids, ids]), False
-    return PreparedChat(
-        prompt_ids,
-        calls,  # type: ignore[arg-type]  # the spec allows no other
-        reasons,
-        opens and reasons,
-        begun,
-        tools,
-        1 if ask.parallel_tool_calls is False else None,
-    )
+
+    def reader() -> AnswerReader:
+        most = 1 if ask.parallel_tool_calls is False else None
+        made = AnswerReader(calls, reasons, opens and reasons, tools, most)  # type: ignore[arg-type]  # the spec allows no other
+        made.push(begun)
+        return made
+
+    return prompt_ids, reader
 
 
 def _begun_call(choice: ToolChoice, tools: Sequence[Json], written: AnswerFormat) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.chat.answer_reader import AnswerPart, AnswerReader, calls_of, content_of, joined
+from paceline.chat.answer_reader import AnswerPart, AnswerReader, begun_chars, calls_of, content_of, joined
 from paceline.chat.completion_texts import completion_text, text_of
 from paceline.errors import NotFound, Unavailable
 from paceline.groups import Completion, IntArray, Version
@@ -81,15 +81,10 @@ class TextStream:
         if found:
             self.stopped = True
             return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((begun_chars(text, stop) for stop in self._stop), default=0)
         if keep:
             text, self._held = text[:-keep], text[-keep:]
         return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Served(Protocol):
@@ -147,7 +142,8 @@ class Sampler:
         )
         completion = await self.served.generate_external(request)
         echo = await self._echo() if self.echo else None
-        self._refuse_other_versions(completion)
+        if self._gone(completion):
+            raise self._other_version()
         ended = completion.finish_reason == "stop"
         # The token that ends a completion is not part of its text, special or not.
         self._take(completion, len(completion.token_ids) - ended)
@@ -229,10 +225,6 @@ class Sampler:
     def _gone(self, completion: Completion) -> bool:
         pinned = self.pinned
         return pinned is not None and any(span[:2] != tuple(pinned) for span in completion.spans)
-
-    def _refuse_other_versions(self, completion: Completion) -> None:
-        if self._gone(completion):
-            raise self._other_version()
 
     def _other_version(self) -> VersionGone:
         return VersionGone(

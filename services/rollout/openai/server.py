@@ -100,8 +100,8 @@ class Endpoint:
         router = self._listener.app.router
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{model:.+}", self._model)
-        router.add_post("/v1/chat/completions", self._chat)
-        router.add_post("/v1/completions", self._complete)
+        router.add_post("/v1/chat/completions", partial(self._complete, ChatAsk, "chatcmpl"))
+        router.add_post("/v1/completions", partial(self._complete, CompletionAsk, "cmpl"))
         router.add_post("/v1/responses", self._respond)
         router.add_post("/inference/v1/generate", self._generate)
         router.add_post("/v1/feedback", self._feedback)
@@ -131,13 +131,7 @@ class Endpoint:
 
     # Completions
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete_as(ChatAsk, "chatcmpl", request)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete_as(CompletionAsk, "cmpl", request)
-
-    async def _complete_as(
+    async def _complete(
         self, kind: type[ChatAsk] | type[CompletionAsk], prefix: str, request: web.Request
     ) -> web.StreamResponse:
         ask = read_ask(kind, await self._listener.body(request))

@@ -137,8 +137,8 @@ def test_tools_are_refused_by_a_template_without_them_and_left_out_when_no_call_
     assert refused.value.field == "tools"
     chat = template(chat_templates.HERMES)
     body = {"model": "", "messages": [USER], "tools": [TOOL], "tool_choice": "none"}
-    prepared = prepare_chat(read_ask(ChatAsk, body), chat)
-    assert chat.tokenizer.decode(prepared.prompt_ids) == text(chat, USER)
+    prompt_ids, _ = prepare_chat(read_ask(ChatAsk, body), chat)
+    assert chat.tokenizer.decode(prompt_ids) == text(chat, USER)
 
 
 @pytest.mark.parametrize(

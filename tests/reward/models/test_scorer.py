@@ -80,7 +80,7 @@ def test_a_text_beyond_the_models_length_has_no_score(tmp_path: Path) -> None:
 def test_a_score_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     save_classifier(tmp_path)
     scorer = load_scorer(ModelSettings(path=str(tmp_path)))
-    scorer._loaded.model.score.weight.data.fill_(float("nan"))
+    scorer._model.score.weight.data.fill_(float("nan"))
     with pytest.raises(InvalidInput, match="not finite"):
         scorer.scores([scorer.encode("1", "2")])
 
