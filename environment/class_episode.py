@@ -48,7 +48,6 @@ class ClassEpisode:
                 pass
             return self._life.finished()
         finally:
-            self._setting.counts.environment_s += self._watch.used_s
             if self._instance is not None:
                 self._instance.close()
 
@@ -292,7 +291,6 @@ async def act(
     calls = [(call.name, call.arguments) for call in parsed.calls]
     with watch.running():
         results, state = await instance.tools(calls, watch.left_s)
-    setting.counts.tool_calls += len(calls)
     setting.counts.tool_errors += sum(1 for result in results if result.get("raised")) + len(parsed.faults)
     messages = [
         {**_observation("tool", result["result"], setting), "name": call.name, "tool_call_id": asked["id"]}

@@ -104,7 +104,7 @@ async def _finish_sample(context: GroupContext, sample: int) -> FinishedSample:
     """Return the finished or abandoned sample. Raises InvalidInput (PromptTooLong), LeaseLost."""
     record = context.lease.journal.get(sample, SampleJournal())
     counts, environment = context.setting.counts, context.setting.environment
-    life = Life(sample, context.journal, counts, record)
+    life = Life(sample, context.journal, record)
     if record.given_up:
         return _failed(EARLIER)
     if record.finished:
@@ -123,22 +123,20 @@ async def _finish_sample(context: GroupContext, sample: int) -> FinishedSample:
             )
             await context.journal.end(sample, life.number, FAILED, str(fault), give_up)
             if give_up:
-                counts.given_up += 1
                 return _failed(str(fault))
-            life = Life(sample, context.journal, counts, SampleJournal(life.number + 1))
+            life = Life(sample, context.journal, SampleJournal(life.number + 1))
             deaths = SampleDeaths()
         except CannotGoOn as fault:
             log.info("%s begins again: %s", _name(life, context), fault)
             await context.journal.end(sample, life.number, RESTARTED, str(fault), False)
             counts.restarted += 1
-            life = Life(sample, context.journal, counts, SampleJournal(life.number + 1))
+            life = Life(sample, context.journal, SampleJournal(life.number + 1))
         except EnvironmentLost as fault:
             log.warning("%s lost its environment: %s", _name(life, context), fault)
             if isinstance(fault, ServiceAway):
                 await asyncio.sleep(pause.next_s())
         else:
             counts.samples += 1
-            counts.truncated += finished.text.ending == "truncated"
             return finished
 
 
@@ -174,7 +172,6 @@ class AgentEpisode:
                 reward, ending, detail = await self._until_over(session, address)
             finally:
                 self._watch.stop()
-                self._context.setting.counts.environment_s += self._watch.used_s
                 await session.close()
         finished = await session.finish(reward, ending, detail)
         self._context.setting.counts.replayed += replays

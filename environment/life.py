@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import xxhash
@@ -27,32 +27,20 @@ class EpisodeCounts:
 
     samples: int = 0
     """Samples that were finished here, given up ones not among them."""
-    turns: int = 0
-    """Turns that were recorded."""
     rows: int = 0
     """Rows of the finished samples."""
     bridge_breaks: int = 0
     """Turns whose conversation could not be extended token by token, so that a new row began."""
-    tool_calls: int = 0
     tool_errors: int = 0
     """Calls of tools that raised, whose names are unknown, or that could not be read."""
-    truncated: int = 0
-    """Finished samples that a limit ended."""
     failures: int = 0
     """Lives that ended by a fault of the environment."""
-    given_up: int = 0
-    """Samples that were given up."""
     replayed: int = 0
     """Lives that went on from their record, by running the recorded calls again."""
     restored: int = 0
     """Lives that went on from the saved state of their environment."""
     restarted: int = 0
     """Lives that could do neither, and whose turns were dropped."""
-    environment_s: float = 0.0
-    """Seconds in which episodes ran user code."""
-
-    def values(self) -> dict[str, float]:
-        return {name: float(value) for name, value in asdict(self).items()}
 
 
 class FinishedSample(NamedTuple):
@@ -67,13 +55,13 @@ class FinishedSample(NamedTuple):
 class Life:
     """One life of a sample."""
 
-    def __init__(self, sample: int, journal: Journal, counts: EpisodeCounts, record: SampleJournal):
+    def __init__(self, sample: int, journal: Journal, record: SampleJournal):
         self.sample, self.number = sample, record.life
         self.turns = list(record.turns)
         self.rows = RowTokens()
         for arrays, _ in self.turns:
             self.rows.add(arrays)
-        self._journal, self._counts = journal, counts
+        self._journal = journal
 
     def seed(self, group_seed: int, turn: int) -> int:
         """Return the seed, of 63 bits, of a turn: the same whenever it is asked for again, another one in each life."""
@@ -84,7 +72,6 @@ class Life:
         """Record a turn. Raises LeaseLost."""
         arrays = turn_arrays(place, turn)
         await self._journal.turn(self.sample, self.number, len(self.turns), arrays, note, last)
-        self._counts.turns += 1
         self.rows.add(arrays)
         self.turns.append((arrays, note))
 

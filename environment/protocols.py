@@ -36,14 +36,8 @@ class TurnParams(NamedTuple):
     @classmethod
     def of(cls, params: common_pb2.SamplingParams) -> TurnParams:
         """Return the parameters of a lease, in which every field is set."""
-        return cls(
-            params.max_new_tokens,
-            params.min_new_tokens,
-            params.temperature,
-            params.top_p,
-            params.top_k,
-            tuple(params.stop_token_ids),
-        )
+        given = {name: getattr(params, name) for name in cls._fields}
+        return cls(**given)._replace(stop_token_ids=tuple(params.stop_token_ids))
 
     def proto(self) -> common_pb2.SamplingParams:
         return common_pb2.SamplingParams(**self._asdict())

@@ -60,8 +60,6 @@ class UserCode:
         self.classes: Mapping[str, ClassFacts] = {}
         """Facts of the classes by name; a single class has the empty name."""
         self._agent_on_loop = True
-        self.num_deaths = 0
-        """Processes that died or were killed because they hung."""
 
     async def __aenter__(self) -> UserCode:
         await self.start()
@@ -305,9 +303,9 @@ async def _call(
     try:
         reply = await slot.process.ask(message, limit_s)
     except ProcessTimeout as error:
-        raise await _timed_out(code, slot, number, what, sum(used_s), limit_s or 0.0, lane) from error
+        raise await _timed_out(slot, number, what, sum(used_s), limit_s or 0.0, lane) from error
     except ProcessDied as died:
-        raise _died(code, slot, what, died, deaths) from died
+        raise _died(slot, what, died, deaths) from died
     except asyncio.CancelledError:
         slot.process.send({"op": "cancel", "call": number})
         code.check(slot)
@@ -317,7 +315,6 @@ async def _call(
         if half is not None:
             half.cancel()
     if reply.get("out_of_memory"):
-        code.num_deaths += 1
         slot.kill()
     if "unavailable" in reply:
         raise ServiceAway(f"{what} {reply['unavailable']}")
@@ -327,14 +324,12 @@ async def _call(
 
 
 async def _timed_out(
-    code: UserCode, slot: Slot, number: int, what: str, used_s: float, limit_s: float, lane: int | None
+    slot: Slot, number: int, what: str, used_s: float, limit_s: float, lane: int | None
 ) -> EnvironmentFailed | EnvironmentLost:
     pid = slot.process.pid
     starved = pid is not None and starved_seconds(pid, used_s, limit_s / 2) is not None
     slot.process.send({"op": "cancel", "call": number})
-    if not await slot.answers():
-        code.num_deaths += 1
-    elif lane is not None:
+    if await slot.answers() and lane is not None:
         slot.retired = True
         slot.hung.add(lane)
     if starved:
@@ -343,11 +338,10 @@ async def _timed_out(
 
 
 def _died(
-    code: UserCode, slot: Slot, what: str, died: ProcessDied, deaths: SampleDeaths
+    slot: Slot, what: str, died: ProcessDied, deaths: SampleDeaths
 ) -> EnvironmentFailed | EnvironmentLost:
     if slot.killed:
         return EnvironmentLost(f"the process was killed for another episode's call while {what} ran")
-    code.num_deaths += 1
     deaths.count += 1
     alone = slot.num_calls == 1  # this call; it is taken off behind
     if deaths.count >= MAX_DEATHS or (alone and not died.by_signal):

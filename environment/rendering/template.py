@@ -73,13 +73,12 @@ class TemplateRendering(Rendering):
             return None
         if not closed.startswith(opened[:begin]):
             return None
-        end = self._end(closed, begin, turn)
-        if end is None or not after.startswith(closed[: end.position]):
+        position, written = self._end(closed, begin, turn)
+        if position < 0 or not after.startswith(closed[:position]):
             return None
-        ids: list[int] = self.tokenizer(end.text + after[end.position :], add_special_tokens=False)[
-            "input_ids"
-        ]
-        if end.text:
+        text = written + after[position:]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if written:
             if not ids or ids[0] != int(turn.token_ids[-1]):
                 return None
             ids = ids[1:]
@@ -132,22 +131,13 @@ class TemplateRendering(Rendering):
                 self._openings[key] = opening
         return len(opened) - len(opening)
 
-    def _end(self, closed: str, begin: int, turn: SampledTurn) -> _End | None:
-        """Return where the answer ends in `closed`, which the template wrote from `begin` on."""
+    def _end(self, closed: str, begin: int, turn: SampledTurn) -> tuple[int, str]:
+        """Return where the answer ends in `closed`, which the template wrote from `begin` on, -1 for nowhere; and the text of the token
+        that ended the turn, which the template has written too, empty where the bridge writes the end."""
         last = int(turn.token_ids[-1])
         if turn.finish_reason == "stop" and last in self.tokenizer.all_special_ids:
             mark = str(self.tokenizer.convert_ids_to_tokens(last))
             position = closed.rfind(mark, begin)
-            return None if position < 0 else _End(position + len(mark), mark)
+            return (position if position < 0 else position + len(mark)), mark
         mark = self.tokenizer.eos_token or ""
-        position = closed.rfind(mark, begin) if mark else -1
-        return None if position < 0 else _End(position, "")
-
-
-@dataclass(frozen=True)
-class _End:
-    """Where an answer ends in a rendering."""
-
-    position: int
-    text: str
-    """Text of the token that ended the turn, which the template has written too; empty where the bridge writes the end."""
+        return (closed.rfind(mark, begin) if mark else -1), ""

@@ -116,16 +116,8 @@ class SessionServer:
         opened, body = self._session(request), await self._listener.body(request)
         ask = read_ask(ChatAsk, body)
         answer = await self._answer(opened, await self._chat_request(request, ask, body["messages"]))
-        frame = Answer(
-            f"chatcmpl-{uuid.uuid4().hex}",
-            chat=True,
-            run_id=self._run_id,
-            at_first=_newest(answer),
-            logprobs=ask.wants_logprobs,
-            token_ids=bool(ask.return_token_ids),
-            include_usage=ask.include_usage,
-            decode=self._tokenizer.decode,
-        )
+        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+        frame = Answer(answer_id, ask, self._run_id, _newest(answer), self._tokenizer.decode)
         return await _shaped(request, frame, answer, stream=bool(ask.stream))
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:

@@ -8,7 +8,6 @@ where the text that reward functions read is not its content alone: with reasoni
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from paceline.chat.answer_reader import AnswerPart, TextPart
@@ -26,35 +25,25 @@ from paceline.services.openai.frames import (
     usage,
     version_name,
 )
+from paceline.services.openai.requests import ChatAsk, CompletionAsk
 
 
 class Answer(Frame):
-    """A completion, which `answer_id` names. `decode` turns token ids into text, `at_first` is the version when the request
-    came."""
+    """A completion. `decode` turns token ids into text."""
 
     def __init__(
         self,
         answer_id: str,
-        *,
-        chat: bool,
+        ask: ChatAsk | CompletionAsk,
         run_id: str,
         at_first: Version,
-        logprobs: bool,
-        token_ids: bool,
-        top_logprobs: bool = False,
-        include_usage: bool,
         decode: Callable[[list[int]], str],
     ) -> None:
-        self._id = answer_id
-        self._chat = chat
-        self._run_id = run_id
-        self._at_first = at_first
-        self._logprobs = logprobs
-        self._token_ids = token_ids
-        self._top_logprobs = top_logprobs
-        self._include_usage = include_usage
-        self._decode = decode
-        self._created_s = int(time.time())
+        super().__init__(answer_id, run_id, at_first)
+        self._chat = isinstance(ask, ChatAsk)
+        self._logprobs, self._token_ids = ask.wants_logprobs, bool(ask.return_token_ids)
+        self._top_logprobs = isinstance(ask, CompletionAsk) and ask.logprobs == 1
+        self._include_usage, self._decode = ask.include_usage, decode
         self._versions: set[tuple[int, int]] = set()
 
     def whole(self, choices: Sequence[Choice]) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from paceline.chat.answer_reader import AnswerPart, calls_of, content_of, reason
 from paceline.chat.call_formats import ToolCall
 from paceline.chat.messages import Json
 from paceline.errors import PacelineError
-from paceline.groups import IntArray, VersionSpan
+from paceline.groups import IntArray, Version, VersionSpan
 from paceline.services.common.serving.json_http import error_answer
 
 
@@ -101,6 +102,11 @@ class Frame:
 
     ends_with_mark = True
     """True when a stream ends with the line `[DONE]`."""
+
+    def __init__(self, answer_id: str, run_id: str, at_first: Version) -> None:
+        """`at_first` is the version when the request came."""
+        self._id, self._run_id, self._at_first = answer_id, run_id, at_first
+        self._created_s = int(time.time())
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """Return the answer to a request without `stream`."""

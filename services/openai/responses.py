@@ -10,7 +10,6 @@ numbers; those of an item come in the order added, deltas, done. The last event 
 from __future__ import annotations
 
 import contextlib
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
@@ -207,12 +206,8 @@ class ResponseAnswer(Frame):
         at_first: Version,
         decode: Callable[[list[int]], str],
     ) -> None:
-        self._id = answer_id
-        self._ask = ask
-        self._run_id = run_id
-        self._at_first = at_first
-        self._decode = decode
-        self._created_s = int(time.time())
+        super().__init__(answer_id, run_id, at_first)
+        self._ask, self._decode = ask, decode
         self._sequence = 0
         self._items: list[Json] = []
         """Items whose events are sent."""

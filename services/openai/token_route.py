@@ -6,7 +6,6 @@ The request is `{model, token_ids, sampling_params}`; each token of the answer h
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -68,11 +67,9 @@ class TokenAnswer(Frame):
     """An answer in tokens."""
 
     def __init__(self, answer_id: str, ask: TokenAsk, run_id: str, at_first: Version) -> None:
-        self._id = ask.request_id or answer_id
+        super().__init__(ask.request_id or answer_id, run_id, at_first)
         self._ask = ask
-        self._run_id = run_id
         self._newest: tuple[int, int] = (at_first.session, at_first.step)
-        self._created_s = int(time.time())
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         entries = [

@@ -257,15 +257,7 @@ class RewardWorker:
                     extra = {name: inputs.all_values(values) for name, values in result.extra.items()}
                     score.extra_json = extra_json(extra)
         score.score_s = time.monotonic() - started_s
-        reply, _ = await self.membership.request(
-            pb.ExchangeRequest(run_id=run_id, score=score), [] if score.error else frames
-        )
-        if reply.status == pb.REPLY_STATUS_INVALID:
-            log.error("the score of group %d was refused: %s", task.group_id, reply.message)
-            refused = pb.ScoreResult(
-                group_id=task.group_id, attempt=task.attempt, digest=task.digest, error=reply.message
-            )
-            await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=refused))
+        await self._submit(run_id, score, [] if score.error else frames)
         self._scored += 1
         self._progress.note(
             lambda sums, s: (
@@ -276,6 +268,16 @@ class RewardWorker:
             scored=not score.error,
             work_s=score.score_s,
         )
+
+    async def _submit(self, run_id: str, score: pb.ScoreResult, frames: list[bytes]) -> None:
+        """Submit a score; where the exchange refuses it, submit why."""
+        reply, _ = await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=score), frames)
+        if reply.status == pb.REPLY_STATUS_INVALID:
+            log.error("the score of group %d was refused: %s", score.group_id, reply.message)
+            refused = pb.ScoreResult(
+                group_id=score.group_id, attempt=score.attempt, digest=score.digest, error=reply.message
+            )
+            await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=refused))
 
     async def _turn_comes(self) -> bool:
         """Wait for a free process; return False when the worker has to stop before. After True the caller has to give

@@ -136,17 +136,8 @@ class Endpoint:
     ) -> web.StreamResponse:
         ask = read_ask(kind, await self._listener.body(request))
         served, answer_id = self._served(), f"{prefix}-{uuid.uuid4().hex}"
-        answer = Answer(
-            answer_id,
-            chat=kind is ChatAsk,
-            run_id=served.run_id,
-            at_first=_version(served),
-            logprobs=ask.wants_logprobs,
-            top_logprobs=isinstance(ask, CompletionAsk) and ask.logprobs == 1,
-            token_ids=bool(ask.return_token_ids),
-            include_usage=ask.include_usage,
-            decode=partial(text_of, served.tokenizer),
-        )
+        decode = partial(text_of, served.tokenizer)
+        answer = Answer(answer_id, ask, served.run_id, _version(served), decode)
         return await self._answer(request, served, ask, answer_id, answer)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
