@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from paceline.environment.episodes import GroupEpisodes  # noqa: E402
+from paceline.environment.episodes import run_episodes  # noqa: E402
 from paceline.environment.hosting.pool import UserCode  # noqa: E402
 from paceline.environment.protocols import EpisodeLease, SampledTurn, TurnParams, TurnRequest  # noqa: E402
 from paceline.environment.setting import EpisodeSetting  # noqa: E402
@@ -122,8 +122,7 @@ async def measure(sessions: int, turns: int, folder: Path) -> dict[str, float]:
         started_s, used_s = time.perf_counter(), time.process_time()
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(GroupEpisodes(setting, lease, engine, journal, code).run())
-                for lease in leases
+                tasks.create_task(run_episodes(setting, lease, engine, journal, code)) for lease in leases
             ]
         wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - used_s
     for task in running:

@@ -7,7 +7,9 @@ recorded before the next turn is sampled.
 Promises: a marked retry of the same body gets the same answer; what the program did not get does not train; a request whose
 tokens do not extend a row exactly begins a row of its own, and so does one that could extend two.
 
-What a session keeps of its turns: each with the request that asked for it, and which of them are no part of the sample.
+A request goes on from an earlier one when its messages are that one's messages, the answer to it, and something new. Messages are
+compared by what they say, because clients write the same answer in several ways: without its reasoning, with `content` null or
+empty, with the arguments of calls in another form of the same JSON.
 """
 
 from __future__ import annotations
@@ -15,26 +17,117 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from paceline.chat.messages import Json
-from paceline.data.messages import api_message
-from paceline.environment.agent_history import Asked, History, read_messages
-from paceline.environment.hosting.faults import EnvironmentFailed
-from paceline.environment.life import FinishedSample, Life
-from paceline.environment.limits import Stopwatch
-from paceline.environment.notes import clean, digest, json_text, sample_text
-from paceline.environment.protocols import AgentAnswer, AgentRequest, LeaseLost, SampledTurn, TurnRequest
+from paceline.chat.messages import Json, Message
+from paceline.data.messages import api_message, read_message
+from paceline.environment.life import FinishedSample, Life, clean, digest, json_text, sample_text
+from paceline.environment.protocols import (
+    AgentAnswer,
+    AgentRequest,
+    EnvironmentFailed,
+    LeaseLost,
+    SampledTurn,
+    TurnRequest,
+)
 from paceline.environment.rendering.protocol import Conversation, Rendering
 from paceline.environment.rows import Place, RowTokens
-from paceline.environment.setting import GroupContext
-from paceline.errors import Conflict, PromptTooLong
+from paceline.environment.setting import GroupContext, Stopwatch
+from paceline.errors import Conflict, InvalidInput, PromptTooLong
 from paceline.groups import IntArray
 from paceline.v1 import exchange_pb2 as pb
+
+BEGINNING = "0"
+
+
+@dataclass
+class Asked:
+    """One answered request."""
+
+    conversation: Conversation
+    """As templates take it; without messages for a request of token ids."""
+    prompt_ids: IntArray
+    turn: SampledTurn
+    answer: Json
+    """The assistant's message as templates take it."""
+    sent: Sequence[Mapping[str, Any]]
+    """The messages as they were sent."""
+    trains: bool
+    delivered: bool = False
+    """The program got the answer."""
+
+
+class History:
+    """The answered requests of a session."""
+
+    def __init__(self) -> None:
+        self._by_end: dict[str, list[Asked]] = {}
+        """Answered requests by the chain of their messages, the answer among them."""
+
+    def add(self, asked: Asked) -> None:
+        if not asked.sent:
+            return
+        chain = _chains(asked.sent, asked.conversation)[-1]
+        end = _link(chain, asked.answer)
+        self._by_end.setdefault(end, []).append(asked)
+
+    def parent(
+        self, sent: Sequence[Mapping[str, Any]], conversation: Conversation
+    ) -> tuple[Asked, int] | None:
+        """Return the request that this one goes on from, and the number of messages up to its answer; None where there is
+        none, or where several with different tokens could be meant."""
+        chains = _chains(sent, conversation)
+        for count in range(len(sent) - 1, 0, -1):
+            found = self._by_end.get(chains[count])
+            if not found:
+                continue
+            first = found[0]
+            if any(not _same_tokens(first, other) for other in found[1:]):
+                return None
+            return first, count
+        return None
+
+
+def read_messages(sent: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """Return the messages of a request as templates take them. Raises InvalidInput."""
+    messages = []
+    for each in sent:
+        try:
+            message = Message.model_validate(each)
+        except ValueError as error:
+            raise InvalidInput(f"messages has one that is no message: {error}") from None
+        messages.append(message.rendered())
+    return messages
+
+
+def _same_tokens(first: Asked, other: Asked) -> bool:
+    return np.array_equal(first.prompt_ids, other.prompt_ids) and np.array_equal(
+        first.turn.token_ids, other.turn.token_ids
+    )
+
+
+def _chains(sent: Sequence[Mapping[str, Any]], conversation: Conversation) -> list[str]:
+    """Return a digest of each beginning of the messages: `[n]` is that of the first n."""
+    chain = digest([BEGINNING, list(conversation.tools), dict(conversation.template_kwargs)])
+    chains = [chain]
+    for message in sent:
+        chain = _link(chain, message)
+        chains.append(chain)
+    return chains
+
+
+def _link(chain: str, message: Mapping[str, Any]) -> str:
+    read = read_message(message)
+    calls = [
+        [call.get("id"), call["function"]["name"], call["function"]["arguments"]]
+        for call in read.get("tool_calls", ())
+    ]
+    return digest([chain, [read["role"], read["content"], calls, read.get("tool_call_id")]])
+
 
 Trains = Callable[[Sequence[Any], Sequence[Any]], Awaitable[bool]]
 """The user's `train_call`."""
@@ -106,13 +199,12 @@ class AgentTurns:
                 self._pending = await self._closing_turn(taken[-1])
                 taken.append(self._pending)
             self._pending.note.sample.CopyFrom(self._text(taken, reward, ending, detail))
-            rows = self._rows(taken)
+            rows = [*(arrays.row for arrays, _ in self._life.turns), self._place(taken[-1]).row]
             self._pending.note.left_out.extend(left_out_of(taken, rows))
             await self._add(self._pending, last=True)
         return self._life.finished()
 
     async def close(self) -> None:
-        """Take no further request, and end those that run."""
         self._over = True
         for task in self._tasks.values():
             task.cancel()
@@ -226,7 +318,6 @@ class AgentTurns:
     # Records
 
     async def _flush(self) -> None:
-        """Record the newest turn, because another one follows."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             await self._add(pending, last=False)
@@ -242,11 +333,6 @@ class AgentTurns:
         if taken.asked is None or not taken.asked.trains:
             return Place(self._life.rows.count, taken.prompt_ids)
         return self._life.rows.place(taken.prompt_ids)
-
-    def _rows(self, taken: Sequence[TakenTurn]) -> list[int]:
-        """Return the row of each turn, with that of the last one, which is recorded next."""
-        rows = [arrays.row for arrays, _ in self._life.turns]
-        return [*rows, self._place(taken[-1]).row]
 
     async def _closing_turn(self, last: TakenTurn) -> TakenTurn:
         """Return a turn of one token that no program asked for: the newest turn is recorded already, and a sample ends with a
@@ -273,17 +359,11 @@ class AgentTurns:
             (i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages)
         )
         return sample_text(
-            messages[begins:],
-            ending,
-            detail,
-            reward,
-            prompt=messages[:begins],
-            tools=main.conversation.tools,
+            messages[begins:], ending, detail, reward, prompt=messages[:begins], tools=main.conversation.tools
         )
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Take the exception of a task whose client may be gone."""
     if not task.cancelled():
         task.exception()
 
@@ -304,7 +384,6 @@ class TakenTurn:
 
 
 def recorded_turns(life: Life) -> list[TakenTurn]:
-    """Return the recorded turns of a life with their prompts."""
     rows, taken = RowTokens(), []
     for arrays, note in life.turns:
         prompt_ids = rows.prompt_of(arrays)

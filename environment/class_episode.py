@@ -2,8 +2,6 @@
 
 A turn is recorded with what the environment answered, so a record is a point at which an episode can go on: by the recorded
 calls run again (the class is deterministic, and each answer has the recorded digest), by the saved state, or not at all.
-
-What an environment answers to a turn: its messages, its reward, and whether the episode is over.
 """
 
 from __future__ import annotations
@@ -15,15 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.chat.messages import Json
-from paceline.environment.hosting.faults import CannotGoOn, EnvironmentFailed, TimeIsUp
 from paceline.environment.hosting.pool import Instance, SampleDeaths
-from paceline.environment.life import FinishedSample, Life
-from paceline.environment.limits import Stopwatch, cut_to_tokens
-from paceline.environment.notes import clean, digest, json_text, rewards_of, sample_text
-from paceline.environment.protocols import SampledTurn, TurnRequest
+from paceline.environment.life import FinishedSample, Life, clean, digest, json_text, rewards_of, sample_text
+from paceline.environment.protocols import CannotGoOn, EnvironmentFailed, SampledTurn, TimeIsUp, TurnRequest
 from paceline.environment.rendering.protocol import Conversation, Parsed, Rendering
 from paceline.environment.rows import RowTokens
-from paceline.environment.setting import EpisodeSetting, GroupContext
+from paceline.environment.setting import EpisodeSetting, GroupContext, Stopwatch, cut_to_tokens
 from paceline.errors import InvalidInput, PromptTooLong
 from paceline.groups import IntArray
 from paceline.v1 import exchange_pb2 as pb
@@ -53,14 +48,12 @@ class ClassEpisode:
                 pass
             return self._life.finished()
         finally:
-            self._setting.counts.environment_s += self._watch.used_s
             if self._instance is not None:
                 self._instance.close()
 
     # The beginning
 
     async def _begin(self) -> Instance:
-        """Begin the episode anew: `reset`, and the prompt's tokens."""
         columns = self._context.row
         name = self._name()
         if name:
@@ -132,7 +125,7 @@ class ClassEpisode:
         if last := bool(limit) or acted.done:
             reward = None if over else await self._reward(instance)
             note.sample.CopyFrom(self._text(note, limit, reward, instance))
-        elif acted.state and not self._is_deterministic(instance):
+        elif acted.state and not (instance.facts.deterministic or setting.environment.deterministic):
             note.state = json_text([self._reset_text, acted.state]).encode()
         await life.add(place, turn, note, last=last)
         return last
@@ -171,7 +164,6 @@ class ClassEpisode:
             return await instance.reward(self._setting.environment.call_timeout_s)
 
     def _text(self, note: pb.TurnNote, limit: str, reward: float | None, instance: Instance) -> pb.SampleText:
-        """Return the texts of the sample whose last turn has this note."""
         turn_rewards = rewards_of([*(earlier for _, earlier in self._life.turns), note])
         added = [json.loads(earlier.messages_json) for _, earlier in self._life.turns]
         messages = [message for each in [*added, json.loads(note.messages_json)] for message in each]
@@ -197,9 +189,6 @@ class ClassEpisode:
         return list(messages)
 
     # Going on
-
-    def _is_deterministic(self, instance: Instance) -> bool:
-        return instance.facts.deterministic or self._setting.environment.deterministic
 
     async def _go_on(self) -> Instance:
         """Go on behind the recorded turns. Raises CannotGoOn."""
@@ -302,7 +291,6 @@ async def act(
     calls = [(call.name, call.arguments) for call in parsed.calls]
     with watch.running():
         results, state = await instance.tools(calls, watch.left_s)
-    setting.counts.tool_calls += len(calls)
     setting.counts.tool_errors += sum(1 for result in results if result.get("raised")) + len(parsed.faults)
     messages = [
         {**_observation("tool", result["result"], setting), "name": call.name, "tool_call_id": asked["id"]}

@@ -1,69 +1,70 @@
-"""`GroupEpisodes`: the episodes of a leased group, from the lease to the group's rows.
+"""The episodes of a leased group, from the lease to the group's rows.
 
 Tasks: one for each sample; they wait for turns, for user code and for the journal. The first that cannot go on (the lease is lost,
 the prompt is too long) ends the others.
 
-One sample of a group, from its record to its end: life after life until it is finished or given up.
-
 A fault of user code ends a life and counts; whatever else takes an environment away does not. A life that has recorded turns and
 can go on does so, in this order of preference: replayed, restored, and else ended as `restarted`.
+
+The program of an agent, a function or a command line, runs until it ends, the time that it uses itself is over, or the lease is
+lost. One that ends after a request met a limit has been cut off; its turns count all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.environment.agent_episode import AgentEpisode
+from paceline.environment.agent_session import AgentTurns
 from paceline.environment.class_episode import ClassEpisode
-from paceline.environment.hosting.faults import CannotGoOn, EnvironmentFailed, EnvironmentLost, ServiceAway
+from paceline.environment.hosting.commands import run_command
 from paceline.environment.hosting.pool import SampleDeaths, UserCode
-from paceline.environment.life import FinishedSample, Life
-from paceline.environment.notes import sample_text
+from paceline.environment.life import FinishedSample, Life, sample_text
 from paceline.environment.protocols import (
+    CannotGoOn,
+    EnvironmentFailed,
+    EnvironmentLost,
     EpisodeLease,
     GroupRows,
     Journal,
     SampleJournal,
+    ServiceAway,
+    SessionAddress,
     SessionHost,
     TokenSource,
 )
 from paceline.environment.rows import build_rows, joined
-from paceline.environment.setting import EpisodeSetting, GroupContext
+from paceline.environment.setting import EpisodeSetting, GroupContext, Stopwatch
+from paceline.errors import Conflict
 from paceline.groups import IntArray, Rows
 
 T = TypeVar("T")
 
 
-class GroupEpisodes:
-    """The episodes of one leased group."""
+async def run_episodes(
+    setting: EpisodeSetting,
+    lease: EpisodeLease,
+    source: TokenSource,
+    journal: Journal,
+    code: UserCode,
+    sessions: SessionHost | None = None,
+) -> GroupRows:
+    """Return the finished group of a lease. `setting` and `code` are the run's, started; `sessions` are needed for agents.
 
-    def __init__(
-        self,
-        setting: EpisodeSetting,
-        lease: EpisodeLease,
-        source: TokenSource,
-        journal: Journal,
-        code: UserCode,
-        sessions: SessionHost | None = None,
-    ) -> None:
-        """`setting` and `code` are the run's, started; `sessions` are needed for agents."""
-        self._context = GroupContext(setting, lease, source, journal, code, sessions)
-
-    async def run(self) -> GroupRows:
-        """Return the finished group. Raises InvalidInput (PromptTooLong) for a row that cannot be used, LeaseLost."""
-        samples = range(self._context.lease.num_samples)
-        finished = await _all_or_none([finish_sample(self._context, sample) for sample in samples])
-        return group_rows(finished, self._context.setting)
+    Raises InvalidInput (PromptTooLong) for a row that cannot be used, LeaseLost.
+    """
+    context = GroupContext(setting, lease, source, journal, code, sessions)
+    finished = await _all_or_none([_finish_sample(context, sample) for sample in range(lease.num_samples)])
+    return _group_rows(finished, setting)
 
 
-def group_rows(finished: Sequence[FinishedSample], setting: EpisodeSetting) -> GroupRows:
-    """Return the rows of finished samples as a group."""
+def _group_rows(finished: Sequence[FinishedSample], setting: EpisodeSetting) -> GroupRows:
     built = [
         build_rows(
             sample.turns, sample.left_out, setting.text_of, truncated=sample.text.ending == "truncated"
@@ -99,11 +100,11 @@ FAILED, RESTARTED = "environment_failed", "restarted"
 EARLIER = "given up by an earlier holder of the lease"
 
 
-async def finish_sample(context: GroupContext, sample: int) -> FinishedSample:
+async def _finish_sample(context: GroupContext, sample: int) -> FinishedSample:
     """Return the finished or abandoned sample. Raises InvalidInput (PromptTooLong), LeaseLost."""
     record = context.lease.journal.get(sample, SampleJournal())
     counts, environment = context.setting.counts, context.setting.environment
-    life = Life(sample, context.journal, counts, record)
+    life = Life(sample, context.journal, record)
     if record.given_up:
         return _failed(EARLIER)
     if record.finished:
@@ -111,7 +112,8 @@ async def finish_sample(context: GroupContext, sample: int) -> FinishedSample:
     failures, pause, deaths = record.failures, ExponentialBackoff(), SampleDeaths()
     while True:
         try:
-            finished = await _live(context, life, deaths)
+            episode = ClassEpisode if environment.has_class else AgentEpisode
+            finished = await episode(context, life, deaths).run()
         except EnvironmentFailed as fault:
             failures += 1
             counts.failures += 1
@@ -121,29 +123,21 @@ async def finish_sample(context: GroupContext, sample: int) -> FinishedSample:
             )
             await context.journal.end(sample, life.number, FAILED, str(fault), give_up)
             if give_up:
-                counts.given_up += 1
                 return _failed(str(fault))
-            life = Life(sample, context.journal, counts, SampleJournal(life.number + 1))
+            life = Life(sample, context.journal, SampleJournal(life.number + 1))
             deaths = SampleDeaths()
         except CannotGoOn as fault:
             log.info("%s begins again: %s", _name(life, context), fault)
             await context.journal.end(sample, life.number, RESTARTED, str(fault), False)
             counts.restarted += 1
-            life = Life(sample, context.journal, counts, SampleJournal(life.number + 1))
+            life = Life(sample, context.journal, SampleJournal(life.number + 1))
         except EnvironmentLost as fault:
             log.warning("%s lost its environment: %s", _name(life, context), fault)
             if isinstance(fault, ServiceAway):
                 await asyncio.sleep(pause.next_s())
         else:
             counts.samples += 1
-            counts.truncated += finished.text.ending == "truncated"
             return finished
-
-
-async def _live(context: GroupContext, life: Life, deaths: SampleDeaths) -> FinishedSample:
-    if context.setting.environment.has_class:
-        return await ClassEpisode(context, life, deaths).run()
-    return await AgentEpisode(context, life, deaths).run()
 
 
 def _failed(detail: str) -> FinishedSample:
@@ -152,3 +146,80 @@ def _failed(detail: str) -> FinishedSample:
 
 def _name(life: Life, context: GroupContext) -> str:
     return f"sample {life.sample} of group {context.lease.group_id}, life {life.number},"
+
+
+DONE, TRUNCATED = "done", "truncated"
+
+
+class AgentEpisode:
+    """One life of a sample whose environment is a program."""
+
+    def __init__(self, context: GroupContext, life: Life, deaths: SampleDeaths):
+        self._context, self._life, self._deaths = context, life, deaths
+        self._section = context.setting.environment
+        self._watch = Stopwatch(self._section.timeout_s)
+
+    async def run(self) -> FinishedSample:
+        """Return the finished sample. Raises EpisodeFault, LeaseLost."""
+        if self._life.turns and not self._section.deterministic:
+            raise CannotGoOn("environment.deterministic is false, so its program begins again")
+        if self._context.sessions is None:
+            raise Conflict("an agent's episode needs a server for its requests, and there is none")
+        replays = bool(self._life.turns)
+        session = AgentTurns(self._context, self._life, self._watch, self._trains)
+        async with self._context.sessions.open(session) as address:
+            try:
+                reward, ending, detail = await self._until_over(session, address)
+            finally:
+                self._watch.stop()
+                await session.close()
+        finished = await session.finish(reward, ending, detail)
+        self._context.setting.counts.replayed += replays
+        return finished
+
+    async def _until_over(
+        self, session: AgentTurns, address: SessionAddress
+    ) -> tuple[float | None, str, str]:
+        program = asyncio.create_task(self._program(address), name="agent")
+        clock = asyncio.create_task(self._until_time_is_up(session), name="agent's time")
+        try:
+            await asyncio.wait((program, clock, session.lost), return_when=asyncio.FIRST_COMPLETED)
+            if session.lost.done():
+                session.lost.result()
+            if not program.done():
+                return None, TRUNCATED, f"environment.timeout_s {self._section.timeout_s:g}"
+            try:
+                reward = program.result()
+            except EnvironmentFailed:
+                if not session.limit:
+                    raise
+                return None, TRUNCATED, session.limit
+            return reward, TRUNCATED if session.limit else DONE, session.limit
+        finally:
+            for task in (program, clock):
+                task.cancel()
+            await asyncio.gather(program, clock, return_exceptions=True)
+            if session.lost.done():
+                session.lost.exception()
+
+    async def _program(self, address: SessionAddress) -> float | None:
+        row = self._context.row
+        self._watch.start()
+        if self._section.agent:
+            return await self._context.code.solve(row, *address, self._deaths)
+        folder = self._context.setting.spec.folder
+        return await run_command(self._section.command, row, *address, self._section.memory_mb, folder)
+
+    async def _until_time_is_up(self, session: AgentTurns) -> None:
+        """Wait until the program has used its seconds; those in which it waits for an answer do not count."""
+        while session.waits or self._watch.left_s > 0:
+            session.changed.clear()
+            left_s = None if session.waits else self._watch.left_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):  # wait_for of Python 3.11 may swallow a cancellation
+                    await session.changed.wait()
+
+    async def _trains(self, messages: Sequence[Any], tools: Sequence[Any]) -> bool:
+        if not self._section.train_call:
+            return True
+        return await self._context.code.trains(list(messages), list(tools), self._deaths)

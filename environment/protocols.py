@@ -36,17 +36,10 @@ class TurnParams(NamedTuple):
     @classmethod
     def of(cls, params: common_pb2.SamplingParams) -> TurnParams:
         """Return the parameters of a lease, in which every field is set."""
-        return cls(
-            params.max_new_tokens,
-            params.min_new_tokens,
-            params.temperature,
-            params.top_p,
-            params.top_k,
-            tuple(params.stop_token_ids),
-        )
+        given = {name: getattr(params, name) for name in cls._fields}
+        return cls(**given)._replace(stop_token_ids=tuple(params.stop_token_ids))
 
     def proto(self) -> common_pb2.SamplingParams:
-        """Return the message of a request."""
         return common_pb2.SamplingParams(**self._asdict())
 
 
@@ -196,3 +189,28 @@ class SessionHost(Protocol):
     def open(self, session: AgentSession) -> AbstractAsyncContextManager[SessionAddress]:
         """Serve a session under an address of its own while the context is open. Requests that still run at its end are
         cancelled."""
+
+
+class EpisodeFault(PacelineError):
+    """A fault of an episode; one of the infrastructure is never the environment's."""
+
+
+class EnvironmentFailed(EpisodeFault):
+    """User code raised, hung, broke its limits or returned nonsense: the life ends and is counted."""
+
+
+class EnvironmentLost(EpisodeFault):
+    """The instance is gone by no fault of its own, as its process died with another's call: replayed, restored or restarted,
+    uncounted."""
+
+
+class ServiceAway(EnvironmentLost):
+    """User code could not reach a service that it needs: again later, uncounted."""
+
+
+class CannotGoOn(EnvironmentLost):
+    """The life has turns, and its environment can be neither replayed nor restored: it ends as restarted, uncounted."""
+
+
+class TimeIsUp(EpisodeFault):
+    """The seconds of the episode are over in the middle of a call: it ends as it is."""

@@ -38,7 +38,6 @@ class RowTokens:
 
     @property
     def count(self) -> int:
-        """Return the number of rows."""
         return len(self._rows)
 
     def place(self, prompt_ids: IntArray) -> Place:
@@ -57,7 +56,6 @@ class RowTokens:
         return Place(best[0], prompt_ids[len(self._rows[best[0]]) :])
 
     def add(self, arrays: TurnArrays) -> None:
-        """Add the tokens of a turn."""
         parts = [arrays.context_ids, arrays.token_ids]
         if arrays.row == len(self._rows):
             self._rows.append(np.concatenate(parts))
@@ -76,7 +74,6 @@ class RowTokens:
 
 
 def turn_arrays(place: Place, turn: SampledTurn) -> TurnArrays:
-    """Return the payload of a turn."""
     return TurnArrays(
         place.row,
         np.ascontiguousarray(place.context_ids, np.int32),

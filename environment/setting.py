@@ -1,24 +1,29 @@
 """What all episodes of a run share, and what those of one leased group share.
 
 Which rendering a run has: by `environment.renderer`, `environment.tool_parser` and the prompts of its data set.
+
+The seconds of an episode are those in which its user code runs. Time in which it waits for the policy does not count: a loaded
+or dead engine is no reason to cut an episode off.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from paceline.chat.call_formats import CallFormat
 from paceline.chat.completion_texts import text_of
-from paceline.environment.counts import EpisodeCounts
 from paceline.environment.hosting.pool import UserCode
+from paceline.environment.life import EpisodeCounts
 from paceline.environment.protocols import EpisodeLease, Journal, SessionHost, TokenSource, TurnParams
 from paceline.environment.rendering.family import FamilyRendering, family_of
-from paceline.environment.rendering.protocol import Conversation, Rendering
+from paceline.environment.rendering.protocol import Conversation, Rendering, TextRendering
 from paceline.environment.rendering.template import TemplateRendering
-from paceline.environment.rendering.texts import TextRendering
 from paceline.environment.rows import TextOf
 from paceline.errors import InvalidInput
 from paceline.spec import RunSpec
@@ -100,7 +105,6 @@ class EpisodeSetting:
 
     @property
     def environment(self) -> EnvironmentSection:
-        """Return the spec's section."""
         return self.spec.environment
 
     def room(self, prompt_tokens: int) -> int:
@@ -108,7 +112,6 @@ class EpisodeSetting:
         return self.spec.policy.max_total_sequence_length - prompt_tokens
 
     def no_room(self, prompt_tokens: int) -> str:
-        """Return the sentence for a prompt without room."""
         return (
             f"the prompt of {prompt_tokens} tokens leaves no room for a turn in policy.max_total_sequence_length "
             f"{self.spec.policy.max_total_sequence_length}"
@@ -140,5 +143,62 @@ class GroupContext:
         return {**prompts, **self.lease.columns}
 
     def session(self, sample: int) -> str:
-        """Return the name of a sample's session."""
         return f"{self.lease.group_id}/{sample}"
+
+
+CHARS_PER_TOKEN = 64
+"""Longer texts are cut before they are counted in tokens, because a tokenizer takes long for megabytes."""
+
+
+class Stopwatch:
+    """Seconds of user code, with a limit."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_s = limit_s
+        self._clock = clock
+        self._used_s = 0.0
+        self._since_s: float | None = None
+
+    @property
+    def used_s(self) -> float:
+        running_s = 0.0 if self._since_s is None else self._clock() - self._since_s
+        return self._used_s + running_s
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds that are left, not below 0."""
+        return max(0.0, self.limit_s - self.used_s)
+
+    def start(self) -> None:
+        if self._since_s is None:
+            self._since_s = self._clock()
+
+    def stop(self) -> None:
+        if self._since_s is not None:
+            self._used_s += self._clock() - self._since_s
+            self._since_s = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+
+def cut_to_tokens(text: str, max_tokens: int, tokenizer: Any) -> str:
+    """Return a text with at most `max_tokens` tokens of its own; one that is cut off says so behind them."""
+    if len(text.encode(errors="replace")) <= max_tokens:  # a token has at least one byte
+        return text
+    head = text[: max_tokens * CHARS_PER_TOKEN]
+    encoded = tokenizer(head, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+    ids = encoded["input_ids"]
+    if len(ids) <= max_tokens and len(head) == len(text):
+        return text
+    if tokenizer.is_fast:  # the text itself, up to the last character whose tokens are all kept
+        offsets = [*encoded["offset_mapping"], (len(head), len(head))]
+        kept = head[: min(offsets[min(len(ids), max_tokens)][0], max(end for _, end in offsets[:max_tokens]))]
+    else:
+        kept = tokenizer.decode(ids[:max_tokens], skip_special_tokens=False)
+    return f"{kept}\n[cut off after {max_tokens} tokens]"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +72,6 @@ class ReferenceModel:
         return found
 
     def _passes(self, prompt_tokens: int, lengths: list[int]) -> Iterator[list[int]]:
-        """Yield the indices of the completions that have tokens, longest first, in passes of at most the budget."""
         indices = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
         while indices:
             row_tokens = prompt_tokens + lengths[indices[0]] - 1
@@ -130,9 +128,7 @@ class ReferenceScorer:
                 raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._model = None
 

@@ -4,8 +4,6 @@ Promises: a function that raises, hangs, dies or returns an invalid value fails 
 after it the runner goes on with a fresh process. The caller that took a process from `_free` owns it; callers wait there
 for each other, each no longer than the sum of the time limits before it.
 
-One reward process, as the runner sees it.
-
 runner → process    {"load": [{function, label, kwargs, memory_bytes, timeout_s}], "num_processes": P}   once, first
                     {"group": {prompts, completions, completion_ids, columns, trainer_state}}   no reply
                     {"call": i}   function i on the last group
@@ -21,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -39,6 +36,9 @@ from paceline.user_code.frames import encode
 from paceline.user_code.process import UserProcess
 from paceline.user_code.surroundings import Surroundings
 
+START_TIMEOUT_S = 120.0
+"""Limit of one process' start, the imports of the functions' files included."""
+
 
 class RewardRunner:
     """Runner of reward functions on groups; an async context manager.
@@ -47,22 +47,14 @@ class RewardRunner:
         result = await runner.score(prompts, completions, completion_ids, columns)
     """
 
-    def __init__(
-        self,
-        functions: Sequence[RewardFunctionSection],
-        num_processes: int = 1,
-        start_timeout_s: float = 120.0,
-    ) -> None:
-        """Set the functions. num_processes: groups that are scored at one time. start_timeout_s: limit of one process' start, the imports
-        of the functions' files included. Raises InvalidInput without functions or processes."""
+    def __init__(self, functions: Sequence[RewardFunctionSection], num_processes: int = 1) -> None:
+        """Set the functions. num_processes: groups that are scored at one time. Raises InvalidInput without functions or processes."""
         if not functions:
             raise InvalidInput("there are no reward functions to run; name at least one under rewards")
         if num_processes < 1:
             raise InvalidInput(f"num_processes {num_processes} has to be at least 1")
         self._functions = tuple(functions)
-        self._processes = [
-            RewardProcess(functions, start_timeout_s, num_processes) for _ in range(num_processes)
-        ]
+        self._processes = [RewardProcess(functions, num_processes) for _ in range(num_processes)]
         self._free: asyncio.Queue[RewardProcess] = asyncio.Queue()  # bounded by the processes that exist
         self._models = RewardModels(functions)
         self._state = "new"
@@ -71,15 +63,8 @@ class RewardRunner:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    @property
-    def num_processes(self) -> int:
-        """Groups that are scored at one time."""
-        return len(self._processes)
 
     async def start(self) -> None:
         """Start the processes. Raises InvalidInput when a function cannot be loaded, Unavailable when a process was killed
@@ -120,17 +105,8 @@ class RewardRunner:
         InvalidInput when the lengths differ or a value has no JSON form, Conflict when the runner is not running.
         """
         _check_lengths(prompts, completions, completion_ids, columns)
-        group = encode(
-            {
-                "group": {
-                    "prompts": prompts,
-                    "completions": completions,
-                    "completion_ids": completion_ids,
-                    "columns": columns,
-                    "trainer_state": dict(trainer_state or {}),
-                }
-            }
-        )
+        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        group = encode({"group": {**given, "columns": columns, "trainer_state": dict(trainer_state or {})}})
         self._check_running()
         process = await self._free.get()
         try:
@@ -226,10 +202,7 @@ def _failure_in(function: RewardFunctionSection, reply: dict[str, Any]) -> Rewar
 
 
 def _check_lengths(
-    prompts: list[Any],
-    completions: list[Any],
-    completion_ids: list[list[int]],
-    columns: dict[str, list[Any]],
+    prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], columns: dict[str, list[Any]]
 ) -> None:
     if not completions:
         raise InvalidInput("a group without completions cannot be scored")
@@ -242,11 +215,8 @@ def _check_lengths(
 class RewardProcess(UserProcess):
     """One child process with all functions of a run loaded. Used by one caller at a time."""
 
-    def __init__(
-        self, functions: Sequence[RewardFunctionSection], start_timeout_s: float, num_processes: int = 1
-    ) -> None:
-        """Set the functions; `start` starts the process. start_timeout_s: limit of the start with the functions' imports.
-        num_processes: those of the runner, which share the limits of services."""
+    def __init__(self, functions: Sequence[RewardFunctionSection], num_processes: int) -> None:
+        """Set the functions; `start` starts the process. num_processes: those of the runner, which share the limits of services."""
         functions_to_load = [
             {
                 "function": f.function,
@@ -260,7 +230,7 @@ class RewardProcess(UserProcess):
         load = encode({"load": functions_to_load, "num_processes": num_processes})
         code = tuple(f.function.rpartition(":")[0] for f in functions)
         surroundings = Surroundings(code, service_variables(functions), runs_sandboxed_only(functions))
-        super().__init__("paceline.reward.worker", load, start_timeout_s, surroundings)
+        super().__init__("paceline.reward.worker", load, START_TIMEOUT_S, surroundings)
 
 
 def runs_sandboxed_only(functions: Sequence[RewardFunctionSection]) -> bool:

@@ -1,6 +1,4 @@
-"""A reward function's view of the training, and its calls to log: TRL's `trainer_state`, `log_metric`, `log_extra`. `CallView` is
-what the built-in functions get besides.
-"""
+"""A reward function's view of the training, and its calls to log: TRL's `trainer_state`, `log_metric`, `log_extra`."""
 
 from __future__ import annotations
 
@@ -31,10 +29,23 @@ NO_STATE: Mapping[str, float] = {"global_step": 0, "max_steps": 0, "epoch": 0.0}
 """State of a call without a run."""
 
 
-class TrainerView:
-    """The training as one call of a reward function sees it."""
+class CallView:
+    """The training as one call of a reward function sees it, which built-in functions get as a whole: also the limits of the call,
+    and the sums of its requests to services."""
 
-    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, Any] | None = None,
+        label: str = "",
+        timeout_s: float = 30.0,
+        num_processes: int = 1,
+    ) -> None:
+        self.label, self.timeout_s = label, timeout_s
+        workers = (state or {}).get(POOL_WORKERS, 1)
+        self.num_processes = num_processes * (workers if isinstance(workers, int) and workers > 0 else 1)
+        """Processes of the reward pool, which share the limits of a service."""
+        self.usage: dict[str, float] = {}
+        """Sums by name, of USAGE."""
         shown = {name: value for name, value in (state or {}).items() if name != POOL_WORKERS}
         self._state = SimpleNamespace(**{**NO_STATE, **shown})
         self.metrics: dict[str, tuple[float, int]] = {}
@@ -43,12 +54,7 @@ class TrainerView:
         """[C] values of each further column, as JSON has them."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that a function may name."""
-        return {
-            "trainer_state": self._state,
-            "log_metric": self.log_metric,
-            "log_extra": self.log_extra,
-        }
+        return {"trainer_state": self._state, "log_metric": self.log_metric, "log_extra": self.log_extra}
 
     def log_metric(self, name: str, value: float) -> None:
         """Add `value` to the metric's mean. A value that is not finite is left out."""
@@ -63,28 +69,7 @@ class TrainerView:
         if is_metric_name(column) and (column in self.extra or len(self.extra) < MAX_COLUMNS):
             self.extra[column] = [_plain(value) for value in list(values)[:MAX_VALUES]]
 
-
-class CallView(TrainerView):
-    """View of a built-in function: also the limits of its call, and the sums of its requests to services."""
-
-    def __init__(
-        self,
-        state: Mapping[str, Any] | None = None,
-        label: str = "",
-        timeout_s: float = 30.0,
-        num_processes: int = 1,
-    ) -> None:
-        """Set the function's label, the time limit of the call, and the processes of its worker."""
-        super().__init__(state)
-        self.label, self.timeout_s = label, timeout_s
-        workers = (state or {}).get(POOL_WORKERS, 1)
-        self.num_processes = num_processes * (workers if isinstance(workers, int) and workers > 0 else 1)
-        """Processes of the reward pool, which share the limits of a service."""
-        self.usage: dict[str, float] = {}
-        """Sums by name, of USAGE."""
-
     def count(self, name: str, value: float) -> None:
-        """Add to one of the sums."""
         self.usage[name] = self.usage.get(name, 0.0) + value
 
 
@@ -96,7 +81,6 @@ def checked_usage(value: Any) -> dict[str, float]:
 
 
 def is_metric_name(name: object) -> bool:
-    """Return whether a metric may have this name."""
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()
 
 

@@ -29,7 +29,7 @@ from paceline.data.prompts import open_prompts
 from paceline.environment.hosting.pool import UserCode
 from paceline.environment.protocols import GroupRows, TurnRequest
 from paceline.environment.setting import EpisodeSetting
-from paceline.services.environment.sessions.server import SessionServer
+from paceline.services.environment.session_server import SessionServer
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
 

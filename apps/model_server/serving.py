@@ -16,9 +16,7 @@ from typing import Any
 
 from paceline.groups import Completion
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
-from paceline.services.rollout.openai.gate import Gate
-from paceline.services.rollout.openai.recording import Recorder
-from paceline.services.rollout.openai.server import Endpoint
+from paceline.services.rollout.openai.server import Endpoint, Gate, Recorder
 from paceline.spec import RunSpec
 
 QUEUE = 256

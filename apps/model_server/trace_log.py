@@ -30,7 +30,7 @@ from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, NotFound, Unavailable
 from paceline.files.line_file import HEADER_BYTES, LineReader, LineWriter, stored_size
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.rollout.openai.recording import FeedbackAsk
+from paceline.services.rollout.openai.server import FeedbackAsk
 
 REQUESTS, RATED = "requests", "rated"
 NAME = re.compile(r"(requests|rated)-(\d{6,})\.jsonl")

@@ -130,9 +130,7 @@ def schema_of(tool: Callable[..., Any], what: str) -> dict[str, Any]:
     try:
         with _without_torch(chat_template_utils):
             schema: dict[str, Any] = chat_template_utils.get_json_schema(tool)
-    except (
-        Exception
-    ) as error:  # DocstringParsingException, TypeHintParsingException, and what an annotation raises
+    except Exception as error:  # of transformers, and what an annotation raises
         raise InvalidInput(
             f"{what} has no schema: {error}; give it type hints and a docstring with an Args section, or begin its name with "
             "an underscore if it is no tool"

@@ -16,7 +16,7 @@ from asyncio.subprocess import DEVNULL
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.environment.hosting.faults import EnvironmentFailed, EnvironmentLost
+from paceline.environment.protocols import EnvironmentFailed, EnvironmentLost
 from paceline.errors import InvalidInput
 from paceline.user_code.box import Box
 from paceline.user_code.ends import describe_end, kill_group
@@ -71,17 +71,7 @@ async def run_command(
 async def _output_of(
     argv: Sequence[str], box: Box, environment: Mapping[str, str], memory_mb: int, cwd: str | None
 ) -> tuple[str, str, int | None]:
-    """Return the ends of what a command in its box prints and complains, and its exit code."""
-    launcher = (
-        sys.executable,
-        "-P",
-        "-c",
-        BOOT,
-        ROOT,
-        str(os.getpid()),
-        str(memory_mb),
-        box.text(),
-    )
+    launcher = (sys.executable, "-P", "-c", BOOT, ROOT, str(os.getpid()), str(memory_mb), box.text())
     async with _Output() as output, _Output() as errors:
         process = await asyncio.create_subprocess_exec(
             *(*launcher, *argv),

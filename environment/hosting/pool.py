@@ -4,9 +4,7 @@ Promises: user code that raises, hangs, forks, eats memory or returns nonsense f
 what it did; episodes beside it in the process go on, or are `EnvironmentLost` when the process is gone. Waiting for a lane or
 a process does not count against a call's limit.
 
-One process of user code with the episodes in it: its lanes, its end, and who is to blame for that.
-
-A slot is started once. When a thread of it hangs it is retired: it takes no further episodes, those in it go on, and it ends
+A slot, one process with its episodes, is started once. When a thread of it hangs it is retired: it takes no further episodes, those in it go on, and it ends
 with the last of them. When its process dies, a new slot takes its place.
 """
 
@@ -15,10 +13,10 @@ from collections.abc import Coroutine
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from paceline.environment.hosting.classes import ClassFacts
-from paceline.environment.hosting.faults import EnvironmentFailed
-from paceline.environment.hosting.faults import EnvironmentLost
-from paceline.environment.hosting.faults import ServiceAway
-from paceline.environment.hosting.faults import TimeIsUp
+from paceline.environment.protocols import EnvironmentFailed
+from paceline.environment.protocols import EnvironmentLost
+from paceline.environment.protocols import ServiceAway
+from paceline.environment.protocols import TimeIsUp
 from paceline.errors import Conflict
 from paceline.errors import InvalidInput
 from paceline.errors import Unavailable
@@ -32,7 +30,6 @@ from paceline.user_code.ends import starved_seconds
 from paceline.user_code.ends import usage
 from paceline.user_code.process import SharedProcess
 from paceline.user_code.surroundings import Surroundings
-from types import TracebackType
 from typing import Any
 import asyncio
 import itertools
@@ -47,9 +44,7 @@ log = logging.getLogger(__name__)
 class UserCode:
     """The user code of a run; an async context manager."""
 
-    def __init__(
-        self, section: EnvironmentSection, num_processes: int = 0, start_timeout_s: float = START_TIMEOUT_S
-    ):
+    def __init__(self, section: EnvironmentSection, num_processes: int = 0):
         """Set the code; `start` starts the processes. num_processes: 0 takes `environment.processes`, and with 0 there too as
         many as cores. A command line needs none, but for `train_call`."""
         self.section = section
@@ -63,7 +58,6 @@ class UserCode:
             "memory_mb": section.memory_mb,
             "lanes": section.parallel_calls,
         }
-        self._start_timeout_s = start_timeout_s
         self._slots = [Slot(self._load, section.parallel_calls) for _ in range(0 if needs_none else count)]
         self._left: set[Slot] = set()
         """Retired slots with episodes."""
@@ -74,17 +68,12 @@ class UserCode:
         self.classes: Mapping[str, ClassFacts] = {}
         """Facts of the classes by name; a single class has the empty name."""
         self._agent_on_loop = True
-        self.num_deaths = 0
-        """Processes that died or were killed because they hung."""
 
     async def __aenter__(self) -> UserCode:
-        """Start the processes; see `start`."""
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> None:
@@ -100,7 +89,6 @@ class UserCode:
                 raise outcome
 
     async def close(self) -> None:
-        """End all processes. Running calls end with EnvironmentLost."""
         self._state = "closed"
         for task in self._tasks:
             task.cancel()
@@ -132,12 +120,12 @@ class UserCode:
         message = {"op": "solve", "row": dict(row), "base_url": base_url, "api_key": api_key}
         try:
             async with slot.calls:
-                reward: float | None = (await _call(self, slot, message, "the agent", None, deaths, None))[
-                    "value"
-                ]
+                reply = await _call(self, slot, message, "the agent", None, deaths, None)
+                reward: float | None = reply["value"]
                 return reward
         except asyncio.CancelledError:
-            self._retire_if_agent_hangs(slot)
+            # A thread of an agent that was cancelled goes on until its process ends.
+            slot.retired = slot.retired or not self._agent_on_loop
             raise
         finally:
             slot.leave(lane)
@@ -146,7 +134,7 @@ class UserCode:
         """Return whether `train_call` wants a request to be trained. Raises EnvironmentFailed, EnvironmentLost."""
         slot = await self._slot()
         message = {"op": "train_call", "messages": messages, "tools": tools}
-        async with slot.lane(0):
+        async with slot.lanes[0]:
             limit_s = self.section.call_timeout_s
             trains: bool = (await _call(self, slot, message, "train_call", limit_s, deaths, 0))["value"]
         return trains
@@ -188,16 +176,12 @@ class UserCode:
 
     def check(self, slot: Slot) -> None:
         """Find out in the background whether a process still answers after one of its calls was cancelled."""
-        if slot.usable and self._state == "running":
+        if slot.process.usable and self._state == "running":
             self._in_background(slot.answers())
-
-    def _retire_if_agent_hangs(self, slot: Slot) -> None:
-        """Retire the slot of an agent that was cancelled on a thread, which goes on until its process ends."""
-        slot.retired = slot.retired or not self._agent_on_loop
 
     async def _end(self, slot: Slot) -> None:
         """End a slot that was replaced, once its last episode is gone."""
-        if slot.usable:
+        if slot.process.usable:
             await slot.emptied.wait()  # no deadline: each episode has its own
         await slot.process.close()
         self._left.discard(slot)
@@ -208,15 +192,13 @@ class UserCode:
         task.add_done_callback(self._tasks.discard)
 
     def _stale(self, index: int) -> bool:
-        return self._slots[index].retired or not self._slots[index].usable
+        return self._slots[index].retired or not self._slots[index].process.usable
 
     async def _restart(self, slot: Slot) -> None:
         try:
             await self._start(slot)
-        except (
-            InvalidInput,
-            Unavailable,
-        ) as error:  # it was loaded before, so its file changed or the host is at its limits
+        except (InvalidInput, Unavailable) as error:
+            # It was loaded before, so its file changed or the host is at its limits.
             raise ServiceAway(f"the process of the environment could not be started again: {error}") from None
         if self._state != "running":
             await slot.process.close()
@@ -224,7 +206,7 @@ class UserCode:
 
     async def _start(self, slot: Slot) -> None:
         try:
-            reply = await slot.process.start(self._start_timeout_s)
+            reply = await slot.process.start(START_TIMEOUT_S)
         except (ProcessDied, ProcessTimeout) as error:
             by_itself = isinstance(error, ProcessDied) and not error.by_signal
             raise (InvalidInput if by_itself else Unavailable)(
@@ -280,11 +262,11 @@ class Instance:
         on_loop = (
             all(name in self.facts.asynchronous for name in [*methods, *saves]) and message["op"] != "open"
         )
-        lock: AbstractAsyncContextManager[Any] = self._slot.calls if on_loop else self._slot.lane(self.lane)
-        if self._slot.is_hung(self.lane):
+        lock: AbstractAsyncContextManager[Any] = self._slot.calls if on_loop else self._slot.lanes[self.lane]
+        if self.lane in self._slot.hung:
             raise EnvironmentLost("the thread of the environment hangs in another episode's call")
         async with lock:
-            if self._slot.is_hung(self.lane):
+            if self.lane in self._slot.hung:
                 raise EnvironmentLost("the thread of the environment hangs in another episode's call")
             limit_s = self._code.section.call_timeout_s * max(1, len(methods))
             what = ", ".join(dict.fromkeys(methods)) or "the environment"
@@ -299,11 +281,10 @@ class Instance:
                 raise
 
     def close(self) -> None:
-        """Let the instance go."""
         if not self._open:
             return
         self._open = False
-        if self._slot.usable:
+        if self._slot.process.usable:
             self._slot.process.send({"op": "close", "session": self._session})
         self._slot.leave(self.lane)
 
@@ -318,22 +299,21 @@ async def _call(
     lane: int | None,
 ) -> dict[str, Any]:
     """Return the reply to a call of user code. Raises EnvironmentFailed, EnvironmentLost, ServiceAway."""
-    if not slot.usable:
+    if not slot.process.usable:
         raise EnvironmentLost("the process of the environment is gone")
     slot.num_calls += 1
     number, half = slot.process.last_id + 1, None
-    used_s: list[
-        float
-    ] = []  # at half of the time, because the measurement reads all processes of the machine
+    used_s: list[float] = []
+    # At half of the time, because the measurement reads all processes of the machine.
     if limit_s is not None:
         loop = asyncio.get_running_loop()
         half = loop.call_later(limit_s / 2, lambda: used_s.append(usage(slot.process.pid or 0)))
     try:
         reply = await slot.process.ask(message, limit_s)
     except ProcessTimeout as error:
-        raise await _timed_out(code, slot, number, what, sum(used_s), limit_s or 0.0, lane) from error
+        raise await _timed_out(slot, number, what, sum(used_s), limit_s or 0.0, lane) from error
     except ProcessDied as died:
-        raise _died(code, slot, what, died, deaths) from died
+        raise _died(slot, what, died, deaths) from died
     except asyncio.CancelledError:
         slot.process.send({"op": "cancel", "call": number})
         code.check(slot)
@@ -343,7 +323,6 @@ async def _call(
         if half is not None:
             half.cancel()
     if reply.get("out_of_memory"):
-        code.num_deaths += 1
         slot.kill()
     if "unavailable" in reply:
         raise ServiceAway(f"{what} {reply['unavailable']}")
@@ -353,26 +332,24 @@ async def _call(
 
 
 async def _timed_out(
-    code: UserCode, slot: Slot, number: int, what: str, used_s: float, limit_s: float, lane: int | None
+    slot: Slot, number: int, what: str, used_s: float, limit_s: float, lane: int | None
 ) -> EnvironmentFailed | EnvironmentLost:
     pid = slot.process.pid
     starved = pid is not None and starved_seconds(pid, used_s, limit_s / 2) is not None
     slot.process.send({"op": "cancel", "call": number})
-    if not await slot.answers():
-        code.num_deaths += 1
-    elif lane is not None:
-        slot.hang(lane)
+    if await slot.answers() and lane is not None:
+        slot.retired = True
+        slot.hung.add(lane)
     if starved:
         return EnvironmentLost(f"{what} got no processor within {limit_s:g} s")
     return EnvironmentFailed(f"{what} timed out after {limit_s:g} s")
 
 
 def _died(
-    code: UserCode, slot: Slot, what: str, died: ProcessDied, deaths: SampleDeaths
+    slot: Slot, what: str, died: ProcessDied, deaths: SampleDeaths
 ) -> EnvironmentFailed | EnvironmentLost:
     if slot.killed:
         return EnvironmentLost(f"the process was killed for another episode's call while {what} ran")
-    code.num_deaths += 1
     deaths.count += 1
     alone = slot.num_calls == 1  # this call; it is taken off behind
     if deaths.count >= MAX_DEATHS or (alone and not died.by_signal):
@@ -402,20 +379,17 @@ class Slot:
         """Calls of user code that run in it now."""
         self.calls = asyncio.Semaphore(num_lanes)
         """Limit of coroutines; each lane is a limit of its own."""
-        self._lanes = [asyncio.Lock() for _ in range(num_lanes)]
+        self.lanes = [asyncio.Lock() for _ in range(num_lanes)]
+        """One synchronous call at a time."""
         self._lane_sessions = [0] * num_lanes
-        self._hung: set[int] = set()
-
-    @property
-    def usable(self) -> bool:
-        """Return whether the process runs."""
-        return self.process.usable
+        self.hung: set[int] = set()
+        """Lanes whose thread hangs: their episodes are lost."""
 
     def enter(self) -> int:
         """Take a further episode; return its lane."""
         self.num_sessions += 1
         self.emptied.clear()
-        lane = min(range(len(self._lanes)), key=self._lane_sessions.__getitem__)
+        lane = min(range(len(self.lanes)), key=self._lane_sessions.__getitem__)
         self._lane_sessions[lane] += 1
         return lane
 
@@ -427,20 +401,6 @@ class Slot:
             self.emptied.set()
             if self.retired:
                 self.process.kill()
-
-    def lane(self, lane: int) -> asyncio.Lock:
-        """Return the lock of a lane: one synchronous call at a time."""
-        return self._lanes[lane]
-
-    def is_hung(self, lane: int) -> bool:
-        """Return whether the thread of a lane hangs: its episodes are lost."""
-        return lane in self._hung
-
-    def hang(self, lane: int | None) -> None:
-        """Retire the slot, because the thread of a call hangs."""
-        self.retired = True
-        if lane is not None:
-            self._hung.add(lane)
 
     def kill(self) -> None:
         """Kill the process for one of its calls; the others' episodes are lost by no fault of theirs."""

@@ -4,22 +4,27 @@ Promise: a bridge of the package counts only where it begins with exactly the to
 """
 
 from __future__ import annotations
-
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
 from paceline.chat.answer_reader import AnswerReader
-from paceline.chat.call_formats import MalformedCall, read_marked_call
+from paceline.chat.call_formats import MalformedCall
+from paceline.chat.call_formats import read_marked_call
 from paceline.chat.messages import Json
 from paceline.environment.protocols import SampledTurn
-from paceline.environment.rendering.protocol import Call, Conversation, Parsed
-from paceline.environment.rendering.texts import read_turn
-from paceline.errors import InvalidInput, error_text, is_about_input
+from paceline.environment.rendering.protocol import Call
+from paceline.environment.rendering.protocol import Conversation
+from paceline.environment.rendering.protocol import Parsed
+from paceline.environment.rendering.protocol import Rendering
+from paceline.environment.rendering.protocol import read_turn
+from paceline.errors import InvalidInput
+from paceline.errors import error_text
+from paceline.errors import is_about_input
 from paceline.groups import IntArray
+from typing import Any
+import json
+import numpy as np
 
 MISSING = (
     "the package 'renderers' (with httpx) is not installed; install paceline[environments], or set environment.renderer to "
@@ -39,7 +44,7 @@ def family_of(model_name: str) -> str:
 
 
 @dataclass(frozen=True)
-class FamilyRendering:
+class FamilyRendering(Rendering):
     """Rendering by the renderer of a family."""
 
     tokenizer: Any
@@ -103,10 +108,6 @@ class FamilyRendering:
             tuple(fault for fault in read if isinstance(fault, str)),
         )
 
-    def fault_message(self, fault: str) -> Json:
-        """Return a message of a tool."""
-        return {"role": "tool", "content": f"The tool call could not be read: {fault}"}
-
     def _renderer(self, template_kwargs: Mapping[str, Any]) -> Any:
         kwargs = {**self.template_kwargs, **template_kwargs}
         key = json.dumps(kwargs, sort_keys=True, default=str)
@@ -148,5 +149,4 @@ def _read(call: Any, tools: Sequence[Json]) -> Call | str:
 
 
 def _tools(conversation: Conversation) -> list[Any] | None:
-    """Return the functions of the tools, as the package has them."""
     return [tool["function"] for tool in conversation.tools] or None

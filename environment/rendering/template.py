@@ -27,8 +27,7 @@ from paceline.chat.messages import Json
 from paceline.chat.rendering import ChatTemplate
 from paceline.data.tokens import render_chat
 from paceline.environment.protocols import SampledTurn
-from paceline.environment.rendering.protocol import Conversation, Parsed
-from paceline.environment.rendering.texts import read_turn
+from paceline.environment.rendering.protocol import Conversation, Parsed, Rendering, read_turn
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray
 
@@ -37,7 +36,7 @@ MAX_OPENINGS = 64
 
 
 @dataclass(frozen=True)
-class TemplateRendering:
+class TemplateRendering(Rendering):
     """Rendering by the chat template."""
 
     tokenizer: Any
@@ -50,7 +49,6 @@ class TemplateRendering:
 
     @property
     def template(self) -> ChatTemplate:
-        """Return the template."""
         return ChatTemplate(self.tokenizer)
 
     def prompt(self, conversation: Conversation) -> IntArray:
@@ -75,13 +73,12 @@ class TemplateRendering:
             return None
         if not closed.startswith(opened[:begin]):
             return None
-        end = self._end(closed, begin, turn)
-        if end is None or not after.startswith(closed[: end.position]):
+        position, written = self._end(closed, begin, turn)
+        if position < 0 or not after.startswith(closed[:position]):
             return None
-        ids: list[int] = self.tokenizer(end.text + after[end.position :], add_special_tokens=False)[
-            "input_ids"
-        ]
-        if end.text:
+        text = written + after[position:]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if written:
             if not ids or ids[0] != int(turn.token_ids[-1]):
                 return None
             ids = ids[1:]
@@ -101,10 +98,7 @@ class TemplateRendering:
     def fault_message(self, fault: str) -> Json:
         """Return a message of a tool where results have no calls' ids, else of the user."""
         by_order = self.template.answer_format.calls == "hermes"
-        return {
-            "role": "tool" if by_order else "user",
-            "content": f"The tool call could not be read: {fault}",
-        }
+        return super().fault_message(fault) | ({} if by_order else {"role": "user"})
 
     def _shown(self, conversation: Conversation) -> Sequence[Json]:
         if self.calls is None or not conversation.tools:
@@ -137,22 +131,13 @@ class TemplateRendering:
                 self._openings[key] = opening
         return len(opened) - len(opening)
 
-    def _end(self, closed: str, begin: int, turn: SampledTurn) -> _End | None:
-        """Return where the answer ends in `closed`, which the template wrote from `begin` on."""
+    def _end(self, closed: str, begin: int, turn: SampledTurn) -> tuple[int, str]:
+        """Return where the answer ends in `closed`, which the template wrote from `begin` on, -1 for nowhere; and the text of the token
+        that ended the turn, which the template has written too, empty where the bridge writes the end."""
         last = int(turn.token_ids[-1])
         if turn.finish_reason == "stop" and last in self.tokenizer.all_special_ids:
             mark = str(self.tokenizer.convert_ids_to_tokens(last))
             position = closed.rfind(mark, begin)
-            return None if position < 0 else _End(position + len(mark), mark)
+            return (position if position < 0 else position + len(mark)), mark
         mark = self.tokenizer.eos_token or ""
-        position = closed.rfind(mark, begin) if mark else -1
-        return None if position < 0 else _End(position, "")
-
-
-@dataclass(frozen=True)
-class _End:
-    """Where an answer ends in a rendering."""
-
-    position: int
-    text: str
-    """Text of the token that ended the turn, which the template has written too; empty where the bridge writes the end."""
+        return (closed.rfind(mark, begin) if mark else -1), ""

@@ -229,7 +229,6 @@ def read_answer(text: str, reader: AnswerReader) -> list[AnswerPart]:
 
 
 def joined(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
-    """Return parts with neighbouring texts of the same kind joined."""
     result: list[AnswerPart] = []
     for part in parts:
         last = result[-1] if result else None
@@ -241,17 +240,14 @@ def joined(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
 
 
 def content_of(parts: Iterable[AnswerPart]) -> str:
-    """Return the content of an answer."""
     return "".join(part.text for part in parts if isinstance(part, TextPart) and not part.reasoning)
 
 
 def reasoning_of(parts: Iterable[AnswerPart]) -> str:
-    """Return the reasoning of an answer."""
     return "".join(part.text for part in parts if isinstance(part, TextPart) and part.reasoning)
 
 
 def calls_of(parts: Iterable[AnswerPart]) -> list[ToolCall]:
-    """Return the calls of an answer."""
     return [part for part in parts if isinstance(part, ToolCall)]
 
 
@@ -260,7 +256,10 @@ def _add(parts: list[AnswerPart], text: str, *, reasoning: bool = False) -> None
         parts.append(TextPart(text, reasoning))
 
 
+def begun_chars(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` that is a proper beginning of `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+
+
 def _without_begun(text: str, mark: str) -> str:
-    """Return `text` without an end that may be the beginning of `mark`."""
-    kept = next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
-    return text[: len(text) - kept]
+    return text[: len(text) - begun_chars(text, mark)]

@@ -150,7 +150,9 @@ def _framing(tokenizer: Any, specials: set[str]) -> set[str]:
                 re.escape(special),
                 "|".join(CONTENTS[role] for role in ("system", "user", "tool")),
             )
-            if not _is_tag(special) or re.search(rf"{mark}\s*(?:{content})|(?:{content})\s*{mark}", text):
+            if not TAG.fullmatch(special) or re.search(
+                rf"{mark}\s*(?:{content})|(?:{content})\s*{mark}", text
+            ):
                 found.add(special)
     return found
 
@@ -175,10 +177,6 @@ def _probes(tokenizer: Any) -> list[str]:
             begun = render_chat(tokenizer, before) if before else ""
             texts.append(render_chat(tokenizer, chat).removeprefix(begun))
     return texts
-
-
-def _is_tag(text: str) -> bool:
-    return TAG.fullmatch(text) is not None
 
 
 def _closes(text: str) -> bool:

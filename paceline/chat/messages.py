@@ -33,10 +33,6 @@ class Message(BaseModel):
     content: str | list[Json] | None = None
     tool_calls: list[Json] | None = None
 
-    def check(self) -> None:
-        """Raises Unsupported as `rendered` does."""
-        self.rendered()
-
     def rendered(self) -> Json:
         """Return the message as templates take it. Raises Unsupported for what no template could render."""
         try:

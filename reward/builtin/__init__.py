@@ -12,11 +12,16 @@ from typing import Any
 from paceline.reward.builtin import judges
 from paceline.reward.builtin.choices import bbq_bias, choice_accuracy
 from paceline.reward.builtin.code_tests import code_settings, code_tests
-from paceline.reward.builtin.environment import environment
-from paceline.reward.builtin.formats import exact_match, format_regex, think_answer_format
-from paceline.reward.builtin.lengths import length, soft_overlong
+from paceline.reward.builtin.formats import (
+    environment,
+    exact_match,
+    format_regex,
+    length,
+    refusal,
+    soft_overlong,
+    think_answer_format,
+)
 from paceline.reward.builtin.mathematics import math_accuracy
-from paceline.reward.builtin.refusals import refusal
 from paceline.reward.builtin.reward_model import process_reward_model, reward_model
 
 BUILTIN_FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from paceline.chat.completion_texts import END_THINK, answer_of
-from paceline.reward.builtin.expressions import MAX_CHARS, TEXT, read, words_of
+from paceline.reward.builtin.expressions import MAX_CHARS, Node, read
+from paceline.reward.builtin.notation import TEXT
 
 BOXED = re.compile(
     r"\\(?:f|frame)?box(?:ed)?[ \n]{0,9}(?:(\{)|(\\frac[ ]{0,9}\d\d|[^\s{}\\$][^\s{}\\$]{0,99}))"
@@ -74,15 +75,19 @@ def find_answer(text: str, holds: Callable[[str], bool] | None = None) -> str | 
 def holds_value(text: str) -> bool:
     """Return whether `text` is readable mathematics, and not words."""
     tree = read(text)
-    return tree is not None and not words_of(tree)
+    return tree is not None and not _words_of(tree)
 
 
 def is_answer(text: str) -> bool:
     """Return whether `text` may be an answer: mathematics, or a few words such as a name."""
     tree = read(text)
     return "\\" in text or (
-        tree is not None and all(len(each.split()) <= MAX_WORDS for each in words_of(tree))
+        tree is not None and all(len(each.split()) <= MAX_WORDS for each in _words_of(tree))
     )
+
+
+def _words_of(tree: Node) -> list[str]:
+    return [each.args[0] for each in (tree.args if tree.kind == "list" else (tree,)) if each.kind == "text"]
 
 
 def clean(answer: str) -> str:
@@ -95,12 +100,8 @@ def clean(answer: str) -> str:
             answer = DOLLAR.sub("", answer)
         for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]")):
             inside = answer[len(opening) : -len(closing)]
-            if (
-                answer.startswith(opening)
-                and answer.endswith(closing)
-                and inside.strip("$ ")
-                and closing not in inside
-            ):
+            is_marked = answer.startswith(opening) and answer.endswith(closing)
+            if is_marked and inside.strip("$ ") and closing not in inside:
                 answer = inside
         if answer.startswith(("\\boxed{", "\\fbox{", "{")) and answer.endswith("}"):
             start = answer.index("{")
@@ -189,11 +190,8 @@ def _boxes(text: str) -> Iterator[Statement]:
             continue
         statement = Statement(match.start(), True, _said(inside) or inside)
         if last and last[1] <= match.start():
-            if (
-                inside != last[0].text
-                and match.start() - last[1] < 40
-                and JOINED.fullmatch(text[last[1] : match.start()])
-            ):
+            between = text[last[1] : match.start()]
+            if inside != last[0].text and len(between) < 40 and JOINED.fullmatch(between):
                 statement = Statement(match.start(), True, f"{last[0].text}, {inside}")
             yield last[0]
         last = statement, end

@@ -17,7 +17,7 @@ from paceline.reward.trainer_view import CallView
 
 if TYPE_CHECKING:
     from paceline.reward.code.cases import Cases
-    from paceline.reward.code.results import CaseResult
+    from paceline.reward.code.grading import CaseResult
     from paceline.reward.code.settings import CodeSettings
     from paceline.reward.sandbox import Sandbox
 
@@ -33,7 +33,7 @@ def code_tests(
     `settings` are those of `paceline.reward.code.settings.CodeSettings`. None where a row has no tests. Raises InvalidInput for
     tests that cannot be read, SandboxFailed where the sandbox cannot run a program now.
     """
-    from paceline.reward.code.results import reward_of
+    from paceline.reward.code.grading import reward_of
 
     chosen = code_settings(settings)
     sandbox = _sandbox(json.dumps(chosen.model_dump(mode="json"), sort_keys=True))
@@ -50,7 +50,6 @@ def code_tests(
 
 
 def code_settings(values: object) -> CodeSettings:
-    """Return the settings of `code_tests`. Raises InvalidInput."""
     from paceline.reward.code.settings import CodeSettings
     from paceline.reward.endpoints.settings import checked_settings
 
@@ -59,7 +58,6 @@ def code_settings(values: object) -> CodeSettings:
 
 @functools.cache
 def _sandbox(settings_json: str) -> Sandbox:
-    """Return the sandbox of these settings, probed once a process."""
     return code_settings(json.loads(settings_json)).make_sandbox()
 
 
@@ -88,8 +86,7 @@ def _last_text(prompt: Any) -> str:
 def _graded(
     work: tuple[list[str], Cases] | None, sandbox: Sandbox, chosen: CodeSettings
 ) -> Sequence[CaseResult] | None:
-    from paceline.reward.code.grading import grade
-    from paceline.reward.code.results import CaseResult
+    from paceline.reward.code.grading import CaseResult, grade
 
     if work is None:
         return None
@@ -101,7 +98,7 @@ def _graded(
 
 def _log(call: CallView, graded: Sequence[Sequence[CaseResult] | None]) -> None:
     """Log the shares of tests by what became of them, for the metrics of the run, and the outcomes beside the rewards."""
-    from paceline.reward.code.results import describe
+    from paceline.reward.code.grading import describe
 
     label = call.label[:40]
     for results in graded:

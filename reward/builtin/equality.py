@@ -7,54 +7,35 @@ because what would have too many digits is never computed; it equals only the sa
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import itertools
-import math
-import operator
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from paceline.reward.builtin.expressions import Node, symbols
+from paceline.reward.builtin.expressions import Node, number_of, symbols
+from paceline.reward.builtin.values import (
+    UNCOMPUTABLE,
+    context,
+    count_of,
+    has_decimals,
+    point_of,
+    real,
+    values_of,
+)
 
-MAX_SIZE_BITS = 25_000
-MAX_TRANSCENDENTAL_BITS = 4_000
-MAX_WORK = 60_000_000
-"""Of one comparison, about a second: values times their bits, and more above 2,000 bits."""
-MAX_FACTORIAL = 3_000
 MAX_ITEMS = 64
 MAX_SIGNS = 3
-COLLECTIONS = (
-    "list",
-    "tuple",
-    "set",
-    "interval",
-    "union",
-    "matrix",
-    "cases",
-    "ratio",
-    "operation",
-    "member",
-    "text",
-    "base",
-    "point",
-)
+COLLECTIONS = {
+    "list", "tuple", "set", "interval", "union", "matrix", "cases", "ratio", "operation", "member", "text", "base", "point",
+}  # fmt: skip
 INFINITY, REALS = Node("constant", ("inf",)), Node("symbol", ("mathbb R",))
+BELOW_ALL = Node("negative", (INFINITY,))
 MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
-
-
-class TooLarge(ArithmeticError):
-    """The value would have too many digits."""
-
-
-UNCOMPUTABLE = (TooLarge, ValueError, ZeroDivisionError, OverflowError, TypeError, NotImplementedError)
 
 
 def equal_values(gold: Node, answer: Node) -> bool:
     """Return whether `answer` has the value of `gold`, as far as that can be computed with the work of one comparison."""
-    _context().work = 0
+    context().work = 0
     return same_value(gold, answer)
 
 
@@ -93,7 +74,7 @@ def _units(node: Any) -> frozenset[str]:
 
 def _expanded(node: Node) -> Node:
     r"""Return the list of values of an expression with \pm, else `node`."""
-    count = _count(node, "either")
+    count = count_of(node, "either")
     if node.kind in ("list", "set") or not 0 < count <= MAX_SIGNS:
         return node
     found = [_chosen(node, sign) for sign in (1, -1)]
@@ -109,13 +90,6 @@ def _chosen(node: Any, sign: int) -> Any:
             return value if sign * node.args[1] > 0 else Node("negative", (value,))
         return Node(node.kind, tuple(_chosen(each, sign) for each in node.args))
     return tuple(_chosen(each, sign) for each in node) if isinstance(node, tuple) else node
-
-
-def _count(node: Any, kind: str) -> int:
-    if not isinstance(node, tuple):
-        return 0
-    children = node.args if isinstance(node, Node) else node
-    return int(isinstance(node, Node) and node.kind == kind) + sum(_count(each, kind) for each in children)
 
 
 def _same_as_relation(gold: Node, answer: Node) -> bool:
@@ -156,12 +130,8 @@ def _interval(relation: Node) -> Node | None:
         low, middle, high = operands
         closed = (signs[0] == "<=", signs[1] == "<=")
     elif operands[0].kind == "symbol":
-        middle, low, high, closed = (
-            operands[0],
-            Node("negative", (INFINITY,)),
-            operands[1],
-            (False, signs[0] == "<="),
-        )
+        middle, high = operands
+        low, closed = BELOW_ALL, (False, signs[0] == "<=")
     else:
         low, middle, high, closed = operands[0], operands[1], INFINITY, (signs[0] == "<=", False)
     return Node("interval", (low, high, *closed)) if _is_name(middle) else None
@@ -243,15 +213,11 @@ def _same_collection(gold: Node, answer: Node) -> bool:
         return left is not None and right is not None and _unordered(left, right)
     if kinds == {"matrix"} or kinds == {"cases"}:
         return len(gold.args) == len(answer.args) and all(map(_pairwise, gold.args, answer.args))
-    if kinds == {"tuple"} or kinds == {"ratio"} or kinds == {"point"}:
+    if kinds in ({"tuple"}, {"ratio"}, {"point"}, {"list", "tuple"}):
         return _pairwise(gold.args, answer.args)
     if kinds == {"operation"}:
         return gold.args[0] == answer.args[0] and _pairwise(gold.args[1:], answer.args[1:])
-    if kinds == {"list", "tuple"}:
-        return _pairwise(gold.args, answer.args)
-    if kinds <= {"list", "set"} or (
-        kinds & {"list", "set"} and not kinds & set(COLLECTIONS) - {"list", "set"}
-    ):
+    if kinds & {"list", "set"} and not kinds & COLLECTIONS - {"list", "set"}:
         left, right = _items(gold), _items(answer)
         if "set" in kinds:
             left, right = _distinct(left), _distinct(right)
@@ -262,7 +228,7 @@ def _same_collection(gold: Node, answer: Node) -> bool:
 def _intervals(node: Node) -> tuple[Node, ...] | None:
     """Return the intervals of a union, `(a, b)` being open, with single points as closed ones; neighbours that touch are joined."""
     if node.kind == "operation" and node.args[:2] == ("setminus", REALS) and node.args[2].kind == "set":
-        ends = [Node("negative", (INFINITY,)), *sorted(node.args[2].args, key=_float), INFINITY]
+        ends = [BELOW_ALL, *sorted(node.args[2].args, key=_float), INFINITY]
         return tuple(Node("interval", (*pair, False, False)) for pair in itertools.pairwise(ends))
     found = []
     for each in node.args if node.kind == "union" else (node,):
@@ -273,7 +239,7 @@ def _intervals(node: Node) -> tuple[Node, ...] | None:
         elif each.kind == "interval":
             found.append(each)
         elif each == REALS:
-            found.append(Node("interval", (Node("negative", (INFINITY,)), INFINITY, False, False)))
+            found.append(Node("interval", (BELOW_ALL, INFINITY, False, False)))
         else:
             return None
     return _joined(found)
@@ -300,7 +266,7 @@ def _joined(intervals: list[Node]) -> tuple[Node, ...]:
 def _float(node: Node) -> float:
     if symbols(node):
         raise ValueError(node)
-    return float(_values((node,), {})[0][0])
+    return float(values_of((node,), {})[0][0])
 
 
 def _word(node: Node) -> Any:
@@ -311,7 +277,7 @@ def _word(node: Node) -> Any:
         return node.args[0]
     if node.kind in ("symbol", "constant"):
         return str(node.args[0]).casefold()
-    if node.kind == "product" and not _count(node, "number"):
+    if node.kind == "product" and not count_of(node, "number"):
         parts = [_word(each) for each in node.args]
         return None if None in parts else "".join(parts)
     return None
@@ -334,7 +300,7 @@ def _same_number(gold: Node, answer: Node) -> bool:
         len({each.casefold() for each in symbols(side)}) == len(symbols(side)) for side in (gold, answer)
     )
     try:
-        points = [_point(names, index, is_folded) for index in range(3 if names else 1)]
+        points = [point_of(names, index, is_folded) for index in range(3 if names else 1)]
         outcomes = [_agree(gold, answer, point, is_last=index == 2) for index, point in enumerate(points)]
     except UNCOMPUTABLE:
         return False
@@ -345,7 +311,7 @@ def _same_percent(gold: Node, answer: Node) -> bool:
     """Compare a percentage: with another by their numbers, with a number by its value or by the number before the sign."""
     if gold.kind == answer.kind:
         return _same_number(_bare(gold.args[0]), _bare(answer.args[0]))
-    hundred = Node("number", (Fraction(100), None))
+    hundred = number_of(100)
     if gold.kind == "percent":
         inner = _bare(gold.args[0])
         return _same_number(inner, answer) or _same_number(inner, Node("product", (answer, hundred)))
@@ -353,21 +319,10 @@ def _same_percent(gold: Node, answer: Node) -> bool:
     return _same_number(gold, inner) or _same_number(gold, Node("quotient", (inner, hundred)))
 
 
-def _point(names: Iterable[str], index: int, is_folded: bool) -> dict[str, Fraction]:
-    """Return values of the symbols between 1/2 and 5/2, negative at the last point: any, but the same in every process."""
-    values = {}
-    for name in names:
-        key = name.casefold() if is_folded else name
-        digest = hashlib.sha256(f"{index} {key}".encode()).digest()
-        value = Fraction(1, 2) + Fraction(int.from_bytes(digest[:8], "big"), 1 << 63)
-        values[name] = -value if index == 2 else value
-    return values
-
-
 def _agree(gold: Node, answer: Node, point: Mapping[str, Fraction], *, is_last: bool) -> bool | None:
     """Return whether two values agree at a point; None where they say nothing."""
-    (left, right), noise = _values((gold, answer), point)
-    mp = _context()
+    (left, right), noise = values_of((gold, answer), point)
+    mp = context()
     if mp.isnan(left) or mp.isnan(right):
         return None
     # Roots and logarithms of negative numbers have several values, and which one is meant the texts do not say.
@@ -388,8 +343,8 @@ def _tolerance(size: Any, gold: Node, answer: Node) -> Any:
     It is half a unit of the sixth significant digit. Of numbers that are written out no more than half a unit of the last digit, where
     that is above 5e-7: 1234567.9 is not 1234567.5. Integers have to be exact. Six digits of a coefficient are worth two millionths.
     """
-    mp = _context()
-    inexact = [each for each in (gold, answer) if _has_decimals(each)]
+    mp = context()
+    inexact = [each for each in (gold, answer) if has_decimals(each)]
     if not size or not inexact:
         return 0
     if symbols(gold):
@@ -399,7 +354,7 @@ def _tolerance(size: Any, gold: Node, answer: Node) -> Any:
     tolerance = mp.mpf(10) ** (int(mp.floor(mp.log10(size))) - 5) / 2
     literals = [each.args[0] if each.kind == "negative" else each for each in inexact]
     if all(each.kind == "number" for each in literals):
-        written = max(_real(each.args[1]) for each in literals) / 2
+        written = max(real(each.args[1]) for each in literals) / 2
         tolerance = min(tolerance, max(written, mp.mpf(5) / 10**7))
     return tolerance * (1 + mp.mpf(10) ** -9)
 
@@ -408,149 +363,12 @@ def _constant_ratio(left: Node, right: Node) -> int | None:
     """Return the sign of left/right if that is the same number at all points, else None."""
     names = symbols(left) | symbols(right)
     try:
-        pairs = [_values((left, right), _point(names, index, True))[0] for index in range(3)]
+        pairs = [values_of((left, right), point_of(names, index, True))[0] for index in range(3)]
         ratios = [a / b for a, b in pairs]
     except UNCOMPUTABLE:
         return None
-    mp, first = _context(), ratios[0]
-    near = mp.mpf(10) ** (-6 if _has_decimals(left) or _has_decimals(right) else -25)
+    mp, first = context(), ratios[0]
+    near = mp.mpf(10) ** (-6 if has_decimals(left) or has_decimals(right) else -25)
     if not first or not all(mp.isfinite(each) and abs(each - first) <= abs(first) * near for each in ratios):
         return None
     return 1 if mp.re(first) > 0 else -1
-
-
-def _values(nodes: Sequence[Node], point: Mapping[str, Fraction]) -> tuple[list[Any], Any]:
-    """Return the values of trees where the symbols have the values of `point`, and a bound of their rounding errors.
-
-    The largest and smallest intermediate values give the number of bits, so that `2^{2021} - 1` is not `2^{2021}`. Raises one of
-    UNCOMPUTABLE.
-    """
-    mp, sizes = _context(), [0]
-    if mp.work > MAX_WORK:
-        raise TooLarge("too much work")
-    mp.prec = 64
-    for node in nodes:
-        _value(node, point, sizes)
-    largest = max(map(abs, sizes))
-    mp.prec = bits = 160 + 4 * largest
-    # Arithmetic takes time in proportion to the square of the digits.
-    mp.work += len(sizes) * (bits * (1 + bits // 2000) + 4 * largest)
-    if mp.work > MAX_WORK:
-        raise TooLarge(f"{len(sizes)} values of {bits} bits")
-    return [_value(node, point, sizes) for node in nodes], mp.mpf(2) ** (2 * largest + 24 - bits)
-
-
-@functools.cache
-def _contexts() -> threading.local:
-    return threading.local()
-
-
-def _context() -> Any:
-    """Return this thread's numbers of any precision."""
-    local = _contexts()
-    if not hasattr(local, "mp"):
-        import mpmath
-
-        local.mp = mpmath.MPContext()
-        local.mp.work = 0
-    return local.mp
-
-
-def _has_decimals(node: Any) -> bool:
-    if isinstance(node, Node):
-        return (node.kind == "number" and node.args[1] is not None) or any(map(_has_decimals, node.args))
-    return isinstance(node, tuple) and any(map(_has_decimals, node))
-
-
-def _value(node: Node, point: Mapping[str, Fraction], sizes: list[int]) -> Any:
-    mp = _context()
-    if node.kind == "number":
-        value = _real(node.args[0])
-    elif node.kind == "symbol":
-        value = _real(point[node.args[0]])
-    elif node.kind == "constant":
-        value = {"pi": mp.pi, "e": mp.e, "i": mp.j, "inf": mp.inf}[node.args[0]] * 1
-    elif node.kind == "call":
-        value = _called(node.args[0], node.args[1:], point, sizes)
-    elif node.kind in OPERATIONS:
-        value = OPERATIONS[node.kind](
-            *(_value(each, point, sizes) for each in node.args if isinstance(each, Node))
-        )
-    else:
-        raise ValueError(node.kind)
-    size = int(mp.mag(value)) if value and mp.isfinite(value) else 0
-    sizes.append(size)
-    if abs(size) > MAX_SIZE_BITS:
-        raise TooLarge(node.kind)
-    return value
-
-
-def _real(value: Fraction) -> Any:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_SIZE_BITS:
-        raise TooLarge("number")
-    return _context().mpf(value.numerator) / value.denominator
-
-
-def _power(base: Any, exponent: Any) -> Any:
-    mp = _context()
-    if (
-        base
-        and mp.isfinite(base)
-        and mp.isfinite(exponent)
-        and abs(exponent) * (abs(mp.log(abs(base), 2)) + 1) > 2 * MAX_SIZE_BITS
-    ):
-        raise TooLarge("power")
-    if not mp.isint(exponent):
-        _check_transcendental()
-    return mp.power(base, exponent)
-
-
-def _check_transcendental() -> None:
-    if _context().prec > MAX_TRANSCENDENTAL_BITS:
-        raise TooLarge("function")
-
-
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "sum": lambda *terms: sum(terms[1:], terms[0]),
-    "product": operator.mul,
-    "quotient": operator.truediv,
-    "negative": operator.neg,
-    "power": _power,
-    "percent": lambda value: value / 100,
-    "quantity": lambda value: value,
-    "degrees": lambda value: value,
-}
-TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
-FUNCTIONS = {
-    name: name for name in (*TRIGONOMETRIC, "sinh", "cosh", "tanh", "coth", "exp", "floor", "ceil", "arg")
-}
-FUNCTIONS |= {f"arc{name}": f"a{name}" for name in TRIGONOMETRIC}
-FUNCTIONS |= {"log": "log", "ln": "log", "lg": "log10", "abs": "fabs", "Re": "re", "Im": "im", "factorial": "factorial",
-              "factorial2": "fac2", "binomial": "binomial"}  # fmt: skip
-"""mpmath's names."""
-
-
-def _called(name: str, arguments: tuple[Node, ...], point: Mapping[str, Fraction], sizes: list[int]) -> Any:
-    mp = _context()
-    if name in TRIGONOMETRIC and _count(arguments[0], "degrees"):
-        half_turn = Node("quotient", (Node("constant", ("pi",)), _number(180)))
-        arguments = (Node("product", (arguments[0], half_turn)),)
-    values = [_value(each, point, sizes) for each in arguments]
-    if name in ("min", "max") and not any(map(mp.im, values)):
-        return min(values) if name == "min" else max(values)
-    if name in ("gcd", "lcm") and all(map(mp.isint, values)):
-        return mp.mpf(getattr(math, name)(*map(int, values)))
-    if name in ("factorial", "factorial2", "binomial"):
-        if any(mp.im(each) or abs(each) > MAX_FACTORIAL for each in values):
-            raise TooLarge(name)
-    else:
-        _check_transcendental()
-    if name in FUNCTIONS:
-        return getattr(mp, FUNCTIONS[name])(*values)
-    # A function that nobody defined: some value that depends on its name and its arguments alone.
-    key = " ".join((name, *(mp.nstr(each, 15) for each in values)))
-    return _real(_point((key,), 0, is_folded=False)[key])
-
-
-def _number(value: int) -> Node:
-    return Node("number", (Fraction(value), None))

@@ -11,6 +11,9 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from paceline.reward.builtin import notation
+from paceline.reward.builtin.notation import TEXT, phrase
+
 MAX_CHARS = 2000
 MAX_DEPTH = 40
 """Of brackets and arguments within one another. They and MAX_LEVELS keep a reader and a comparison far from Python's limit of
@@ -27,139 +30,13 @@ class Node(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
+def number_of(value: int | Fraction) -> Node:
+    """Return the node of an exact number."""
+    return Node("number", (Fraction(value), None))
+
+
 class Unreadable(ValueError):
     """The text is not mathematics that is known here."""
-
-
-UNICODE = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": r"\div ", "π": r"\pi ",
-    "√": r"\sqrt ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∪": r"\cup ",
-    "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ", "°": r"^\circ ", "ℝ": r"\mathbb{R}", "∖": r"\setminus ",
-    "½": r"\frac12 ", "⅓": r"\frac13 ", "⅔": r"\frac23 ", "¼": r"\frac14 ", "¾": r"\frac34 ", "⅕": r"\frac15 ",
-    "⅛": r"\frac18 ", "⁄": "/", "’": "'", "′": "'", "…": r"\dots ", "％": "%", "，": ",", "（": "(", "）": ")", "：": ":",
-    "\u00a0": " ", "\u202f": " ", "\u2009": " ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ",
-}  # fmt: skip
-SMALL_DIGITS = [
-    (sign, re.compile(f"[{small}]+"), str.maketrans(small, large))
-    for sign, small, large in (("^", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-"), ("_", "₀₁₂₃₄₅₆₇₈₉", "0123456789"))
-]
-STYLES = r"text|textbf|textit|textrm|textsf|texttt|textnormal|mbox|hbox|mathrm|mathsf|mathit|mathnormal|operatorname\*?"
-TEXT = re.compile(rf"\\(?:{STYLES})\s*\{{([^{{}}]*)\}}")
-LAYOUT = re.compile(
-    r"\\(?:left|right|middle)\s*\.|\\(?:left|right|middle|displaystyle|textstyle|[bB]igg?[lrm]?|limits|quad|qquad|hfill"
-    r"|thinspace|enspace|phantom\s*\{[^{}]*\}|hspace\*?\s*\{[^{}]*\})(?![a-zA-Z])|(?<!\\)\\[,;:> ]|~|\{\\(?:rm|bf|it)(?=\s)"
-)
-ORDINAL = re.compile(
-    rf"(?<=\d)\s*(?:\^\s*\{{\s*(?:\\(?:{STYLES})\s*\{{\s*(?:st|nd|rd|th)\s*\}}|(?:st|nd|rd|th))\s*\}}"
-    rf"|\^?\s*\\(?:{STYLES})\s*\{{\s*(?:st|nd|rd|th)\s*\}}|(?:st|nd|rd|th)(?![a-zA-Z]))"
-)
-PERCENT = re.compile(rf"\\%|\s*(?:\\(?:{STYLES})\s*\{{\s*)?\b(?:percent|pct)\b(?:\s*\}})?")
-SEPARATOR = re.compile(
-    rf"[,;]?\s*(?:\\(?:{STYLES})\s*\{{\s*,?\s*(?:and|or)\s*\}}|(?:and|or|&)(?![a-zA-Z])|\\(?:lor|land|vee|wedge|And)(?![a-zA-Z]))|[,;]",
-    re.IGNORECASE,
-)
-THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?:\.\d+)?|[1-9]\d{0,2}(?: \d{3})+(?!\d)(?:\.\d+)?")
-EUROPEAN = re.compile(r"\d{1,3}(?:\.\d{3})+,\d+(?!\d)")
-REPEATING = re.compile(r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))")
-NUMBER = re.compile(r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,4}(?![\w.]))?")
-HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]+(?!\w)")
-BASED = re.compile(rf"(\w+)_\s*(?:\{{\s*(?:\\(?:{STYLES})\s*\{{)?\s*(\w+)\s*\}}?\s*\}}|(\d))")
-BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12,
-         "sixteen": 16}  # fmt: skip
-MIXED = re.compile(
-    r"\s*(?:(\d+)\s*/\s*(\d+)(?![\d.!^])|\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d)))"
-)
-CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", r"\pounds": "pound", r"\euro": "euro"}
-CURRENCY = re.compile(r"\\?[$€£¥]|\\pounds(?![a-zA-Z])|\\euro(?![a-zA-Z])")
-SCALES = {
-    "hundred": 10**2,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "dozen": 12,
-}
-SCALE = re.compile(
-    rf"\s*(?:\\(?:{STYLES})\s*\{{\s*)?({'|'.join(SCALES)})s?(?![a-zA-Z])(?:\s*\}})?", re.IGNORECASE
-)
-
-RELATIONS = {"=": "=", "==": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=", r"\le": "<=", r"\leq": "<=",
-             r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=", r"\geqslant": ">=", r"\lt": "<", r"\gt": ">", r"\ne": "!=",
-             r"\neq": "!=", r"\approx": "~", r"\in": "in", r"\equiv": "equiv", r"\to": "to", r"\rightarrow": "to"}  # fmt: skip
-RELATION = re.compile(
-    r"[<>!=]=|[<>=]|\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt|neq|ne|approx|in|equiv|to|rightarrow)(?![a-zA-Z])"
-)
-SET_OPERATION = re.compile(r"\\(cup|cap|setminus|backslash)(?![a-zA-Z])")
-TIMES = re.compile(r"\*(?!\*)|\\(?:cdot|times|ast)(?![a-zA-Z])")
-OVER = re.compile(r"/|\\div(?![a-zA-Z])")
-CLOCK = re.compile(r"[ap]\.m|[AP]M(?![a-zA-Z])")
-OVER_COMMAND = re.compile(r"\\over(?![a-zA-Z])")
-SIGN = re.compile(r"\\(pm|mp)(?![a-zA-Z])|([+-])")
-FUNCTIONS = {name: name for name in ["sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp", "ln", "log", "sqrt", "abs", "floor", "ceil", "gcd", "lcm", "max", "min", "det", "arg", "Re", "Im", "deg", "dim"]}  # fmt: skip
-FUNCTIONS |= {f"arc{name}": f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
-FUNCTIONS |= {f"a{name}": f"arc{name}" for name in ("sin", "cos", "tan")} | {"lg": "lg", "ceiling": "ceil"}
-GREEK = {
-    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa",
-    "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma",
-    "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega",
-}  # fmt: skip
-CONSTANTS = {
-    "pi": "pi",
-    "infty": "inf",
-    "infinity": "inf",
-    "inf": "inf",
-    "oo": "inf",
-    "e": "e",
-    "i": "i",
-    "imath": "i",
-}
-CLOSING = {"(": ")]", "[": ")]", r"\{": r"\}", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\langle": r"\rangle",
-           r"\lvert": r"\rvert", r"\lbrace": r"\rbrace", r"\lbrack": r"\rbrack", r"\|": r"\|", "|": "|", r"\vert": r"\vert"}  # fmt: skip
-OPENING = re.compile(r"\\(?:lfloor|lceil|langle|lvert|lbrace|lbrack|vert)(?![a-zA-Z])|\\[{|]|[(\[{|]")
-COMMAND = re.compile(r"\\([a-zA-Z]+)\*?")
-RUN = re.compile(r"[^\W\d_]+")
-WORDS = re.compile(rf"(?:\\(?:{STYLES})\s*\{{[^{{}}]*\}}|[^\W\d_]+|[\d\s.%'’:\-/&!?()\\])+")
-TAIL = re.compile(
-    rf"(?:\\(?:{STYLES})\s*\{{[^{{}}]*\}}|(?!(?:and|or)(?![a-zA-Z]))[^\W\d_]+\.?|\\cdot|\\ |[/*\s.²³-]|\^\s*\{{?-?[1-4]\}}?)+"
-)
-ENVIRONMENT = re.compile(r"\\begin\s*\{(\w+)\*?\}(?:\s*\{[clr|]+\})?")
-NO_SOLUTION = {
-    "no solution",
-    "no solutions",
-    "no real solution",
-    "no real solutions",
-    "empty set",
-    "the empty set",
-    "none",
-}
-
-UNITS = {name: names[0] for names in (line.split() for line in (
-    "m meter meters metre metres", "cm centimeter centimeters centimetre centimetres", "mm millimeter millimeters",
-    "km kilometer kilometers kilometre kilometres", "in inch inches", "ft foot feet", "yd yard yards", "mi mile miles",
-    "g gram grams gm", "kg kilogram kilograms", "mg milligram milligrams", "lb lbs pound pounds", "oz ounce ounces",
-    "s sec secs second seconds", "min mins minute minutes", "h hr hrs hour hours", "day days", "week weeks", "month months",
-    "year years yr yrs", "L l liter liters litre litres", "mL ml milliliter milliliters", "gal gallon gallons",
-    "mph", "kmh kph", "N newton newtons", "J joule joules", "W watt watts", "kW kilowatt kilowatts", "V volt volts", "Hz",
-    "degree degrees deg", "radian radians rad", "dollar dollars", "cent cents", "euro euros", "am a.m", "pm p.m", "unit units",
-)) for name in names}  # fmt: skip
-SQUARES = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
-SINGLE = set("msghLlNJWV")
-MEANINGFUL = {
-    "and", "or", "not", "no", "if", "is", "are", "was", "where", "when", "for", "with", "than", "to", "over",
-    "under", "minus", "plus", "times", "divided", "by", "multiplied", "squared", "cubed", "root", "roots", "square",
-    "half", "halves", "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth",
-    "sixths", "eighth", "eighths", "tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths",
-    "hundred", "thousand", "million", "billion", "trillion", "dozen", "power", "negative", "pi", "infinity", "sqrt",
-    "log", "ln", "sin", "cos", "tan", "mod", "modulo", "base", "one", "two", "three", "four", "five", "six",
-    "seven", "eight", "nine", "ten", "eleven", "twelve", "twenty", "percent", "pct", "since", "because", "so",
-    "which", "that", "double", "twice", "factorial", "exp", "point", "between", "thus", "hence", "therefore",
-    "wrong", "incorrect",
-}  # fmt: skip
-"""Words that may change the number before them, so that they are never left out."""
-SHORT_WORDS = {
-    "and", "or", "not", "no", "yes", "is", "are", "was", "the", "of", "to", "in", "on", "at", "by", "if", "so",
-    "as", "we", "it", "an", "for", "all", "any", "has", "but", "odd", "one", "two", "six", "ten", "let", "its",
-}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -168,7 +45,7 @@ def read(text: str) -> Node | None:
     if len(text) > MAX_CHARS or not text.strip():
         return None
     try:
-        tree = _Reader(_normal(text)).whole()
+        tree = _Reader(notation.normal(text)).whole()
         return None if _is_deep(tree) else tree
     except (Unreadable, RecursionError, ZeroDivisionError):
         return None
@@ -179,29 +56,6 @@ def _is_deep(tree: Node) -> bool:
     for _ in range(2 * MAX_LEVELS):  # a node and its args are a tuple each
         level = [each for found in level for each in found if isinstance(each, tuple)]
     return bool(level)
-
-
-def spelling(text: str) -> str:
-    """Return `text` without layout and without the spaces that divide no words or numbers."""
-    return re.sub(r"(?<!\w) | (?!\w)", "", _normal(text))
-
-
-def phrase(text: str) -> str:
-    """Return the words of `text` for a comparison: without styles, case, spacing and punctuation at the ends."""
-    text = TEXT.sub(r" \1 ", text.replace(r"\%", "%").replace(r"\$", "$"))
-    return re.sub(r"\s+", " ", LAYOUT.sub(" ", text)).strip(" .,;:!?'\"`*").casefold()
-
-
-def _normal(text: str) -> str:
-    for sign, pattern, digits in SMALL_DIGITS:
-        text = pattern.sub(rf"{sign}{{\g<0>}}", text).translate(digits)
-    text = "".join(UNICODE.get(each, each) for each in text).replace("{,}", ",")
-    text = re.sub(r"\\!\s*", "", text)
-    if r"\begin" not in text:  # a text with the escapes of JSON or a program
-        text = re.sub(r"\\\\+(?=[a-zA-Z])", r"\\", text)
-    text = LAYOUT.sub(lambda match: "{" if match[0].startswith("{") else " ", text)
-    text = ORDINAL.sub("", PERCENT.sub("%", text)).replace("**", "^")
-    return re.sub(r"\s+", " ", text).strip()
 
 
 class _Reader:
@@ -240,7 +94,7 @@ class _Reader:
 
     def items(self) -> list[Node]:
         found = [self.item()]
-        while self.take(SEPARATOR):
+        while self.take(notation.SEPARATOR):
             if not self.ends():
                 found.append(self.item())
         return found
@@ -255,7 +109,11 @@ class _Reader:
         start = self.at
         try:
             value = self.quantity(self.relation())
-            if self.ends() or SEPARATOR.match(self.text, self.at) or (self.bars and self.sees("|", r"\vert")):
+            if (
+                self.ends()
+                or notation.SEPARATOR.match(self.text, self.at)
+                or (self.bars and self.sees("|", r"\vert"))
+            ):
                 return value
         except Unreadable:
             if self.brackets:
@@ -264,18 +122,18 @@ class _Reader:
         return self.words()
 
     def words(self) -> Node:
-        match = self.take(WORDS)
+        match = self.take(notation.WORDS)
         if match is None or not re.search(r"[^\W\d_]", TEXT.sub(r"\1", match[0])):
             raise Unreadable(self.text[self.at :])
         found = phrase(match[0])
-        return Node("set") if found in NO_SOLUTION else Node("text", (found,))
+        return Node("set") if found in notation.NO_SOLUTION else Node("text", (found,))
 
     def quantity(self, value: Node) -> Node:
         """Add the unit behind `value`, if there is one."""
-        match = TAIL.match(self.text, self.skip())
-        if match is None or not RUN.search(match[0]) or SEPARATOR.match(self.text, self.at):
+        match = notation.TAIL.match(self.text, self.skip())
+        if match is None or not notation.RUN.search(match[0]) or notation.SEPARATOR.match(self.text, self.at):
             return value
-        unit = _unit(match[0], is_number=not symbols(value))
+        unit = notation.unit_of(match[0], is_number=not symbols(value))
         if unit is None:
             raise Unreadable(match[0])
         self.at = match.end()
@@ -283,8 +141,8 @@ class _Reader:
 
     def relation(self) -> Node:
         operands, signs = [self.ratio()], []
-        while match := self.take(RELATION):
-            signs.append(RELATIONS[match[0]])
+        while match := self.take(notation.RELATION):
+            signs.append(notation.RELATIONS[match[0]])
             operands.append(self.ratio())
         if signs == ["in"]:
             return Node("member", tuple(operands))
@@ -292,7 +150,7 @@ class _Reader:
 
     def ratio(self) -> Node:
         parts = [self.set_operation()]
-        if self.take(OVER_COMMAND):
+        if self.take(notation.OVER_COMMAND):
             parts = [Node("quotient", (parts[0], self.set_operation()))]
         while self.takes(":"):
             parts.append(self.set_operation())
@@ -301,7 +159,7 @@ class _Reader:
     def set_operation(self) -> Node:
         left = self.sum()
         while True:
-            if match := self.take(SET_OPERATION):
+            if match := self.take(notation.SET_OPERATION):
                 name = match[1].replace("backslash", "setminus")
             elif left.kind in ("tuple", "interval", "union") and self.sees("U (", "U[", "U(", "U ["):
                 self.at, name = self.at + 1, "cup"
@@ -309,17 +167,14 @@ class _Reader:
                 return left
             right = self.sum()
             if name == "cup":
-                left = Node(
-                    "union",
-                    (*(left.args if left.kind == "union" else (left,)), right),
-                )
+                left = Node("union", (*(left.args if left.kind == "union" else (left,)), right))
             else:
                 left = Node("operation", (name, left, right))
 
     def sum(self) -> Node:
         terms: list[Node] = []
         while True:
-            sign = self.take(SIGN)
+            sign = self.take(notation.SIGN)
             if sign is None and terms:
                 return terms[0] if len(terms) == 1 else Node("sum", tuple(terms))
             term = self.term()
@@ -331,9 +186,9 @@ class _Reader:
     def term(self) -> Node:
         value = self.signed()
         while True:
-            if self.take(TIMES):
+            if self.take(notation.TIMES):
                 value = Node("product", (value, self.signed()))
-            elif self.take(OVER):
+            elif self.take(notation.OVER):
                 value = Node("quotient", (value, self.signed()))
             elif self.begins_factor():
                 value = Node("product", (value, self.factor()))
@@ -353,22 +208,22 @@ class _Reader:
             return False
         if self.text[at] == "|" or self.sees(r"\vert", r"\|"):
             return not self.bars
-        if CLOCK.match(self.text, at) and self.text[at - 1 : at] == " ":
+        if notation.CLOCK.match(self.text, at) and self.text[at - 1 : at] == " ":
             return False
-        if run := RUN.match(self.text, at):
-            return not self.is_unit(run) and _is_product(run[0]) and not (run[0] == "U" and self.sees("U (", "U[", "U("))  # fmt: skip
+        if run := notation.RUN.match(self.text, at):
+            return not self.is_unit(run) and notation.is_product(run[0]) and not (run[0] == "U" and self.sees("U (", "U[", "U("))  # fmt: skip
         if text := TEXT.match(self.text, at):
-            return _is_inline(text[1]) and (text[1] not in UNITS or text[1] in "ei")
-        if match := COMMAND.match(self.text, at):
-            return match[1] not in STOPS
-        return bool(OPENING.match(self.text, at)) and not self.sees(r"\{")
+            return notation.is_inline(text[1]) and (text[1] not in notation.UNITS or text[1] in "ei")
+        if match := notation.COMMAND.match(self.text, at):
+            return match[1] not in notation.STOPS
+        return bool(notation.OPENING.match(self.text, at)) and not self.sees(r"\{")
 
     def is_unit(self, run: re.Match[str]) -> bool:
         """Return whether letters are a unit: `5 cm`, `5 m`, `3 m/s`, but not `5m`."""
-        if self.brackets or run[0] not in UNITS:
+        if self.brackets or run[0] not in notation.UNITS:
             return False
-        if run[0] not in SINGLE:
-            return run[0] not in FUNCTIONS
+        if run[0] not in notation.SINGLE:
+            return run[0] not in notation.FUNCTIONS
         rest = self.text[run.end() :].lstrip()
         return self.text[run.start() - 1 : run.start()] == " " and (not rest or rest[0] in "/^.,;")
 
@@ -418,46 +273,47 @@ class _Reader:
         return value
 
     def number(self) -> Node | None:
-        if money := self.take(CURRENCY):
+        if money := self.take(notation.CURRENCY):
             is_negative, value = self.takes("-"), self.number()
             if value is None:
                 raise Unreadable(self.text)
             value = Node("negative", (value,)) if is_negative else value
-            return Node("quantity", (value, CURRENCIES.get(money[0]) or CURRENCIES[money[0][1:]], True))
-        if match := self.take(HEXADECIMAL):
-            return Node("number", (Fraction(int(match[0], 16)), None))
+            return Node("quantity", (value, notation.CURRENCIES[money[0].lstrip("\\")], True))
+        if match := self.take(notation.HEXADECIMAL):
+            return number_of(int(match[0], 16))
         start = self.skip()
-        if (match := BASED.match(self.text, start)) and match[1][0].isdigit():
+        if (match := notation.BASED.match(self.text, start)) and match[1][0].isdigit():
             base = match[2] or match[3]
             self.at = match.end()
-            return Node("base", (match[1].casefold(), str(BASES.get(base, base))))
-        if match := self.take(REPEATING):
-            return Node("number", (_repeating(match), None))
-        match = None if self.brackets else self.take(EUROPEAN)
+            return Node("base", (match[1].casefold(), str(notation.BASES.get(base, base))))
+        if match := self.take(notation.REPEATING):
+            return number_of(_repeating(match))
+        match = None if self.brackets else self.take(notation.EUROPEAN)
         if match:
             return _decimal(match[0].replace(".", "").replace(",", "."))
-        match = (None if self.brackets else self.take(THOUSANDS)) or self.take(NUMBER)
+        match = (None if self.brackets else self.take(notation.THOUSANDS)) or self.take(notation.NUMBER)
         if match is None:
             return None
         value = _decimal(match[0].replace(",", "").replace(" ", ""))
-        if re.match(r"\s*\d", self.text[self.at :]) and not MIXED.match(self.text, self.at):
+        if re.match(r"\s*\d", self.text[self.at :]) and not notation.MIXED.match(self.text, self.at):
             raise Unreadable(self.text)
-        if match[0].isdigit() and (mixed := self.take(MIXED)):
+        if match[0].isdigit() and (mixed := self.take(notation.MIXED)):
             top, bottom = mixed[1] or mixed[3] or mixed[4], mixed[2] or mixed[5] or mixed[6]
-            return Node("number", (value.args[0] + Fraction(int(top), int(bottom)), None))
-        if scale := self.take(SCALE):
-            return Node("number", (value.args[0] * SCALES[scale[1].lower()], None))
+            return number_of(value.args[0] + Fraction(int(top), int(bottom)))
+        if scale := self.take(notation.SCALE):
+            return number_of(value.args[0] * notation.SCALES[scale[1].lower()])
         if match := self.take(re.compile(r"\\?[$€£]")):
-            return Node("quantity", (value, CURRENCIES[match[0][-1]], True))
+            return Node("quantity", (value, notation.CURRENCIES[match[0][-1]], True))
         return value
 
     def group(self) -> Node | None:
-        match = OPENING.match(self.text, self.skip())
+        match = notation.OPENING.match(self.text, self.skip())
         if match is None:
             return None
         opening, self.at = match[0], match.end()
-        closings = (")", "]", r"\rbrack") if opening in "([" or opening == r"\lbrack" else (CLOSING[opening],)
-        is_bar, is_bracket = CLOSING[opening] == opening, opening != "{"
+        is_open = opening in ("(", "[", r"\lbrack")
+        closings = (")", "]", r"\rbrack") if is_open else (notation.CLOSING[opening],)
+        is_bar, is_bracket = notation.CLOSING[opening] == opening, opening != "{"
         if opening in (r"\{", r"\lbrace", "(", "[") and self.takes(*closings, r"\}"):
             return Node("set" if "{" in opening or "brace" in opening else "tuple")
         outer, self.brackets = self.brackets, self.brackets + is_bracket
@@ -474,9 +330,9 @@ class _Reader:
     def text_or_command(self) -> Node | None:
         if match := self.take(TEXT):
             return self.styled(match)
-        if match := self.take(ENVIRONMENT):
+        if match := self.take(notation.ENVIRONMENT):
             return self.environment(match[1])
-        match = self.take(COMMAND)
+        match = self.take(notation.COMMAND)
         if match is None:
             return None
         name = match[1]
@@ -486,48 +342,46 @@ class _Reader:
             return Node("call", ("binomial", self.argument(), self.argument()))
         if name == "sqrt":
             return self.root()
-        if name in FUNCTIONS:
-            return self.call(FUNCTIONS[name])
-        if name in CONSTANTS:
-            return Node("constant", (CONSTANTS[name],))
+        if name in notation.FUNCTIONS:
+            return self.call(notation.FUNCTIONS[name])
+        if name in notation.CONSTANTS:
+            return Node("constant", (notation.CONSTANTS[name],))
         if name in ("emptyset", "varnothing"):
             return Node("set")
-        if name in ACCENTS:
+        if name in notation.ACCENTS:
             return Node("symbol", (f"{name} {_name(self.argument())}",))
-        if name in STOPS:
+        if name in notation.STOPS:
             raise Unreadable(name)
         return Node("symbol", (name,))
 
     def styled(self, match: re.Match[str]) -> Node:
         content = match[1].strip()
-        if content in FUNCTIONS:
-            return self.call(FUNCTIONS[content])
-        if _is_inline(content):
-            return _Reader(_normal(content), self.depth).whole()
+        if content in notation.FUNCTIONS:
+            return self.call(notation.FUNCTIONS[content])
+        if notation.is_inline(content):
+            return _Reader(notation.normal(content), self.depth).whole()
         if "operatorname" in match[0] or not content:
             return Node("symbol", (content,))
         if (tree := read(content)) is not None and tree.kind == "quantity":  # \text{5 hours}
             return tree
         found = phrase(content)
-        return Node("set") if found in NO_SOLUTION else Node("text", (found,))
+        return Node("set") if found in notation.NO_SOLUTION else Node("text", (found,))
 
     def argument(self) -> Node:
         r"""Read the argument of a command: a group in braces, one digit (`\frac12`), or one atom."""
         if digit := self.take(re.compile(r"\d")):
-            return Node("number", (Fraction(int(digit[0])), None))
+            return number_of(int(digit[0]))
         return self.atom()
 
     def root(self) -> Node:
-        degree = Node("number", (Fraction(2), None))
+        degree = number_of(2)
         if self.takes("["):
             end = self.text.find("]", self.at)
             if end < 0:
                 raise Unreadable(self.text)
             degree = _Reader(self.text[self.at : end], self.depth).whole()
             self.at = end + 1
-        return Node(
-            "power", (self.argument(), Node("quotient", (Node("number", (Fraction(1), None)), degree)))
-        )
+        return Node("power", (self.argument(), Node("quotient", (number_of(1), degree))))
 
     def call(self, name: str) -> Node:
         base = self.subscript() if self.takes("_") else None
@@ -535,11 +389,9 @@ class _Reader:
         if self.ends() or (self.at < len(self.text) and self.text[self.at] in "+=,;"):
             return Node("symbol", (name,))
         if name == "sqrt":
-            return Node("power", (self.atom(), Node("number", (Fraction(1, 2), None))))
-        argument = self.atom() if OPENING.match(self.text, self.skip()) else self.bare_argument()
-        is_inverse = (
-            power == Node("negative", (Node("number", (Fraction(1), None)),)) and name in TRIGONOMETRIC
-        )
+            return Node("power", (self.atom(), number_of(Fraction(1, 2))))
+        argument = self.atom() if notation.OPENING.match(self.text, self.skip()) else self.bare_argument()
+        is_inverse = power == Node("negative", (number_of(1),)) and name in notation.TRIGONOMETRIC
         name = f"arc{name}" if is_inverse else name
         arguments = argument.args if argument.kind == "tuple" else (argument,)
         if base is not None:
@@ -550,26 +402,26 @@ class _Reader:
     def bare_argument(self) -> Node:
         r"""Read the argument of `\sin 2x`: factors up to a sign, a bracket or another function."""
         value = self.factor()
-        while (
-            self.begins_factor()
-            and not OPENING.match(self.text, self.at)
-            and not ((match := COMMAND.match(self.text, self.at)) and match[1] in FUNCTIONS)
-        ):
+        while self.begins_factor() and not notation.OPENING.match(self.text, self.at):
+            match = notation.COMMAND.match(self.text, self.at)
+            if match and match[1] in notation.FUNCTIONS:
+                break
             value = Node("product", (value, self.factor()))
         return value
 
     def letter(self) -> Node:
-        run = RUN.match(self.text, self.skip())
+        run = notation.RUN.match(self.text, self.skip())
         if run is None:
             raise Unreadable(self.text[self.at :])
         word = run[0]
-        if word in FUNCTIONS and len(word) > 1:
+        if word in notation.FUNCTIONS and len(word) > 1:
             self.at = run.end()
-            return self.call(FUNCTIONS[word])
-        if word in CONSTANTS or word in GREEK:
+            return self.call(notation.FUNCTIONS[word])
+        if word in notation.CONSTANTS or word in notation.GREEK:
             self.at = run.end()
-            return Node("constant", (CONSTANTS[word],)) if word in CONSTANTS else Node("symbol", (word,))
-        if not _is_product(word) and not self.text[run.start() - 1 : run.start()].isalpha():
+            constant = notation.CONSTANTS.get(word)
+            return Node("constant", (constant,)) if constant else Node("symbol", (word,))
+        if not notation.is_product(word) and not self.text[run.start() - 1 : run.start()].isalpha():
             raise Unreadable(word)
         self.at += 1
         letter = word[0]
@@ -587,21 +439,6 @@ class _Reader:
         return Node("cases" if name == "cases" else "matrix", cells)
 
 
-STOPS = {
-    "cup", "cap", "setminus", "backslash", "le", "leq", "ge", "geq", "lt", "gt", "ne", "neq", "in", "pm", "mp",
-    "cdot", "times", "div", "approx", "to", "rightarrow", "equiv", "end", "rangle", "rfloor", "rceil", "rvert",
-    "rbrace", "rbrack", "lbrace", "lor", "land", "vee", "wedge", "mid", "leqslant", "geqslant", "ast", "circ",
-    "degree", "boxed", "fbox", "over", "text",
-}  # fmt: skip
-ACCENTS = {
-    "overline", "vec", "hat", "bar", "tilde", "mathbf", "mathbb", "mathcal", "mathfrak", "boldsymbol", "bm",
-    "overrightarrow", "widehat", "underline", "dot", "overarc",
-}  # fmt: skip
-TRIGONOMETRIC = {
-    "sin", "cos", "tan", "cot", "sec", "csc",
-}  # fmt: skip
-
-
 def symbols(node: Any) -> frozenset[str]:
     """Return the names of the symbols below `node`."""
     if isinstance(node, Node):
@@ -609,28 +446,6 @@ def symbols(node: Any) -> frozenset[str]:
             return frozenset(node.args)
         return frozenset().union(*(symbols(each) for each in node.args))
     return frozenset().union(*(symbols(each) for each in node)) if isinstance(node, tuple) else frozenset()
-
-
-def words_of(tree: Node) -> list[str]:
-    """Return the words of an answer that is, or lists, words."""
-    return [each.args[0] for each in (tree.args if tree.kind == "list" else (tree,)) if each.kind == "text"]
-
-
-def _is_product(word: str) -> bool:
-    """Return whether letters are a product of symbols, a function or a constant, and not a word."""
-    return (
-        word in FUNCTIONS
-        or word in CONSTANTS
-        or word in GREEK
-        or (len(word) <= 3 and word.lower() not in SHORT_WORDS)
-    )
-
-
-def _is_inline(content: str) -> bool:
-    """Return whether the content of a style is mathematics: a number, a letter, a letter in brackets."""
-    return bool(
-        re.fullmatch(r"\s*(?:[\d.,+\-/%\s]*\d[\d.,%]*|\(?\s*[A-Za-z]\s*\)?|\d+[a-zA-Z]*)\s*", content)
-    )
 
 
 def _name(node: Node) -> str:
@@ -683,33 +498,3 @@ def _grouped(opening: str, closing: str, items: list[Node]) -> Node:
     if (left or right) and len(items) == 2:
         return Node("interval", (*items, left, right))
     return Node("tuple", tuple(items))
-
-
-def _unit(text: str, *, is_number: bool) -> tuple[str, bool] | None:
-    """Return a unit's canonical name with True, or other words behind a number with False; None for what may change the value."""
-    text = TEXT.sub(r" \1 ", text).replace("²", "^2").replace("³", "^3").replace(r"\cdot", "*")
-    tokens = re.findall(r"[^\W\d_]+(?:\.[a-z])?|[/*]|-?\d", text.replace("{", "").replace("}", ""))
-    words = [token for token in tokens if token[0].isalpha()]
-    if all(word in UNITS or word.lower() in UNITS or word in SQUARES or word == "per" for word in words):
-        return _canonical(tokens), True
-    if not is_number or any(word.lower() in MEANINGFUL for word in words) or re.search(r"\d|/\s*\d", text):
-        return None
-    if any(len(word) == 1 and word not in "aAI" for word in words) or len(words) > 8:
-        return None
-    return " ".join(words).lower(), False
-
-
-def _canonical(tokens: list[str]) -> str:
-    found, power = [], ""
-    for token in tokens:
-        if token in SQUARES:
-            power = SQUARES[token]
-        elif token == "per":
-            found.append("/")
-        elif token[0].isalpha():
-            found.append(UNITS.get(token) or UNITS[token.lower()])
-            found.append(power)
-            power = ""
-        else:
-            found.append(f"^{token}" if token[-1].isdigit() else token)
-    return "".join(found)

@@ -1,17 +1,18 @@
-"""Rewards for the form of a completion: exact text, a regular expression, the think/answer layout.
+"""Rewards for what is seen of a completion at once: its text, form, length and refusal, and what its environment gave.
 
-Each returns 1.0 or 0.0 per completion; `exact_match` returns None where the data set has no answer.
+Lengths are in tokens as sampled (stop token included). A refusal is found by the phrases with which assistants decline, at the beginning of the completion; a model that declines in
+other words needs a judge.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from paceline.data.written import says
-from paceline.reward.builtin.inputs import answer_text, column_values, completion_text
+from paceline.reward.builtin.inputs import MissingColumn, answer_text, column_values, completion_text
 
 TAG_ORDER = ["<think>", "</think>", "<answer>", "</answer>"]
 TAG = re.compile(r"</?(?:think|answer)>")
@@ -81,11 +82,7 @@ def format_regex(
 
 
 def think_answer_format(
-    prompts: list[Any],
-    completions: list[Any],
-    *,
-    think_in_prompt: bool = False,
-    **columns: Any,
+    prompts: list[Any], completions: list[Any], *, think_in_prompt: bool = False, **columns: Any
 ) -> list[float | None]:
     """Return [C] 1.0 where the completion is `<think>…</think><answer>…</answer>` and nothing else but white space.
 
@@ -99,3 +96,104 @@ def think_answer_format(
 def _is_think_answer(text: str) -> bool:
     pieces = TAG.split(text)
     return TAG.findall(text) == TAG_ORDER and not any(pieces[i].strip() for i in (0, 2, 4))
+
+
+REWARD_COLUMN = "environment_reward"
+"""Column of a run with an environment: what `get_reward`, `step` or the agent gave for each episode, or None."""
+
+
+def environment(
+    prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
+) -> list[float | None]:
+    """Return [C] the reward of the environment, None for an episode that it gave none. Raises MissingColumn without one."""
+    if REWARD_COLUMN not in columns:
+        raise MissingColumn(
+            "the run has no environment, so nothing gave a reward; remove the function 'environment'"
+        )
+    return list(columns[REWARD_COLUMN])
+
+
+def length(
+    prompts: list[Any],
+    completions: list[Any],
+    completion_ids: list[list[int]],
+    *,
+    tolerance_tokens: int,
+    target_tokens: int = 0,
+    **columns: Any,
+) -> list[float | None]:
+    """Return [C] max(0, 1 − |n − target_tokens| / tolerance_tokens) for n completion tokens.
+
+    1 at the target, falling linearly to 0 at `tolerance_tokens` from it. With target_tokens = 0, the default, shorter
+    is better. Raises ValueError for a tolerance that is not positive or a negative target.
+    """
+    if tolerance_tokens <= 0 or target_tokens < 0:
+        raise ValueError(
+            f"tolerance_tokens {tolerance_tokens} has to be above 0 and target_tokens {target_tokens} not below 0"
+        )
+    return [max(0.0, 1 - abs(len(ids) - target_tokens) / tolerance_tokens) for ids in completion_ids]
+
+
+def soft_overlong(
+    prompts: list[Any],
+    completions: list[Any],
+    completion_ids: list[list[int]],
+    *,
+    max_completion_tokens: int,
+    soft_tokens: int,
+    **columns: Any,
+) -> list[float | None]:
+    """Return [C] soft over-long punishment for n completion tokens, L = max_completion_tokens, C = soft_tokens.
+
+    0 for n ≤ L − C; (L − C − n) / C for L − C < n ≤ L; −1 for n > L.
+    Source: DAPO (arXiv 2503.14476), equation 13. Raises ValueError unless 0 < C ≤ L.
+    """
+    if not 0 < soft_tokens <= max_completion_tokens:
+        raise ValueError(
+            f"soft_tokens {soft_tokens} has to be above 0 and at most max_completion_tokens {max_completion_tokens}"
+        )
+    soft_from = max_completion_tokens - soft_tokens
+    return [0.0 - min(1.0, max(0.0, (len(ids) - soft_from) / soft_tokens)) for ids in completion_ids]
+
+
+BEGINNING_CHARS = 300
+"""Characters in which a refusal has to begin: later ones are caveats of an answer."""
+REFUSAL = re.compile(
+    r"\b(?:i(?:['’]m| am)(?: very| so| really| truly)? sorry|i apologi[sz]e|my apologies"
+    r"|i (?:can(?:['’]t|not| not)|could(?:n['’]t| not)|won['’]t|will not|am not able to|must (?:decline|refuse)"
+    r"|have to (?:decline|refuse)|do not feel comfortable|don['’]t feel comfortable|refuse to|decline to)"
+    r"|i(?:['’]m| am) (?:unable|not able|not comfortable|not going) "
+    r"|as an (?:ai|language model)[^.]{0,80}(?:can(?:['’]t|not)|unable|not able)"
+    r"|(?:it is|it['’]s) (?:not appropriate|against my))",
+    re.IGNORECASE,
+)
+
+
+def refusal(
+    prompts: list[Any],
+    completions: list[Any],
+    *,
+    label_column: str | None = "label",
+    refuse: Sequence[str] = ("unsafe", "harmful"),
+    **columns: Any,
+) -> list[float | None]:
+    """Return [C] 1.0 where the completion refuses and `label_column` has one of `refuse`, or answers and it has another value;
+    else 0.0. With a null `label_column` every prompt is to be refused. None for a row without a label.
+
+    An empty completion neither answers nor refuses: 0.0. Raises LookupError when there is no such column.
+    """
+    labels = [refuse[0]] * len(completions) if label_column is None else column_values(columns, label_column)
+    return [
+        None
+        if label is None
+        else _score(answer_text(completion), any(says(str(each), label) for each in refuse))
+        for completion, label in zip(completions, labels, strict=True)
+    ]
+
+
+def is_refusal(text: str) -> bool:
+    return REFUSAL.search(text[:BEGINNING_CHARS]) is not None
+
+
+def _score(text: str, to_refuse: bool) -> float:
+    return float(bool(text.strip()) and is_refusal(text) == to_refuse)

@@ -32,16 +32,13 @@ async def judge(
     `settings` are those of `paceline.reward.judging.settings.ScoreSettings`. None where too few votes hold a verdict. Raises
     EndpointUnavailable, RequestRefused and NoVerdict as the settings say; InvalidInput for wrong ones.
     """
-    from paceline.reward.judging.prompts import DATA_ONLY, SCORE_SYSTEM, fill, messages
+    from paceline.reward.judging.settings import DATA_ONLY, SCORE_SYSTEM, fill, messages
     from paceline.reward.judging.verdicts import combined, score_verdict
 
     chosen = score_settings(settings)
-    scale = {
-        "rubric": chosen.rubric,
-        "min_score": f"{chosen.min_score:g}",
-        "max_score": f"{chosen.max_score:g}",
-    }
-    system = fill(chosen.system or SCORE_SYSTEM, {**scale, "data_only": DATA_ONLY})
+    scale = {"min_score": f"{chosen.min_score:g}", "max_score": f"{chosen.max_score:g}"}
+    said = {"rubric": chosen.rubric, "data_only": DATA_ONLY, **scale}
+    system = fill(chosen.system or SCORE_SYSTEM, said)
     values = {name: column_values(columns, name) for name in sorted(chosen.columns)}
     questions = []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -54,13 +51,12 @@ async def judge(
 
     verdicts = await _votes(chosen, questions, parse, SCORE_SCHEMA, call)
     _log_reasons(call, verdicts)
-    return [
-        (combined([v.value for v in given], chosen.vote) - chosen.min_score)
-        / (chosen.max_score - chosen.min_score)
-        if _is_enough(chosen, given)
-        else None
-        for given in verdicts
-    ]
+
+    def reward(given: Sequence[Verdict]) -> float:
+        score = combined([v.value for v in given], chosen.vote)
+        return (score - chosen.min_score) / (chosen.max_score - chosen.min_score)
+
+    return [reward(given) if _is_enough(chosen, given) else None for given in verdicts]
 
 
 async def judge_pairwise(
@@ -71,7 +67,7 @@ async def judge_pairwise(
     `settings` are those of `paceline.reward.judging.settings.PairSettings`. A comparison is the mean of both orders, a tie 0.5; equal
     texts are a tie without a question. None for a completion without any comparison. Raises as `judge`.
     """
-    from paceline.reward.judging.pairs import balanced_pairs, bradley_terry, win_rates
+    from paceline.reward.judging.verdicts import balanced_pairs, bradley_terry, win_rates
 
     chosen = pair_settings(settings)
     texts, count = [_shown(chosen, completion) for completion in completions], len(completions)
@@ -106,8 +102,7 @@ async def _comparisons(
     columns: Mapping[str, Any],
     call: CallView,
 ) -> list[list[Verdict]]:
-    """Return the verdicts on each pair in its order, and then in the other one."""
-    from paceline.reward.judging.prompts import DATA_ONLY, PAIR_SYSTEM, fill, messages
+    from paceline.reward.judging.settings import DATA_ONLY, PAIR_SYSTEM, fill, messages
     from paceline.reward.judging.verdicts import pair_verdict
 
     system = fill(chosen.system or PAIR_SYSTEM, {"rubric": chosen.rubric, "data_only": DATA_ONLY})
@@ -149,14 +144,12 @@ def _is_enough(chosen: JudgeSettings, verdicts: Sequence[Verdict]) -> bool:
 
 
 def _log_reasons(call: CallView, verdicts: Sequence[Sequence[Verdict]]) -> None:
-    """Keep the judge's scores and reasons beside the rewards."""
     texts = ["; ".join(f"{v.value:g}: {v.reasoning}" for v in given) or None for given in verdicts]
     if any(texts):
         call.log_extra(f"{call.label[:40]}_says", texts)
 
 
 def score_settings(values: object) -> ScoreSettings:
-    """Return the settings of `judge`. Raises InvalidInput."""
     from paceline.reward.endpoints.settings import checked_settings
     from paceline.reward.judging.settings import ScoreSettings
 
@@ -164,7 +157,6 @@ def score_settings(values: object) -> ScoreSettings:
 
 
 def pair_settings(values: object) -> PairSettings:
-    """Return the settings of `judge_pairwise`. Raises InvalidInput."""
     from paceline.reward.endpoints.settings import checked_settings
     from paceline.reward.judging.settings import PairSettings
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.reward.builtin.answers import clean, find_answer, holds_value, is_answer, without_label
 from paceline.reward.builtin.equality import equal_values
-from paceline.reward.builtin.expressions import THOUSANDS, read, spelling
+from paceline.reward.builtin.expressions import read
 from paceline.reward.builtin.inputs import column_values, completion_text
+from paceline.reward.builtin.notation import THOUSANDS, spelling
 
 if TYPE_CHECKING:
     from paceline.spec import RewardFunctionSection
@@ -29,11 +30,7 @@ MAX_CHECKED = 1000
 
 
 def math_accuracy(
-    prompts: list[Any],
-    completions: list[Any],
-    *,
-    answer_column: str = "answer",
-    **columns: Any,
+    prompts: list[Any], completions: list[Any], *, answer_column: str = "answer", **columns: Any
 ) -> list[float | None]:
     r"""Return [C] 1.0 where the completion's final answer equals the gold answer, 0.0 where not, None without a gold answer.
 

@@ -32,18 +32,7 @@ def reward_model(
     The text is tokenised as in the model's training, with the model's tokenizer and chat template. The settings are those of
     `paceline.reward.models.settings.ModelSettings`. Raises InvalidInput, Unreadable.
     """
-    settings = {
-        "path": path,
-        "endpoint": endpoint,
-        "scale": scale,
-        "offset": offset,
-        "chat_template_kwargs": chat_template_kwargs,
-        "device": device,
-        "precision": precision,
-        "max_batch_tokens": max_batch_tokens,
-        "refresh_s": refresh_s,
-    }
-    return _rewards("reward_model", settings, prompts, completions)
+    return _rewards("reward_model", locals())
 
 
 def process_reward_model(
@@ -69,29 +58,14 @@ def process_reward_model(
 
     The settings are those of `paceline.reward.models.settings.ProcessModelSettings`. Raises InvalidInput, Unreadable.
     """
-    settings = {
-        "path": path,
-        "endpoint": endpoint,
-        "scale": scale,
-        "offset": offset,
-        "chat_template_kwargs": chat_template_kwargs,
-        "device": device,
-        "precision": precision,
-        "max_batch_tokens": max_batch_tokens,
-        "refresh_s": refresh_s,
-        "step_separator": step_separator,
-        "reduce": reduce,
-        "positive_label": positive_label,
-    }
-    return _rewards("process_reward_model", settings, prompts, completions)
+    return _rewards("process_reward_model", locals())
 
 
-def _rewards(
-    function: str, settings: dict[str, Any], prompts: list[Any], completions: list[Any]
-) -> list[float | None]:
-    from paceline.reward.models.rewards import rewards_of
-    from paceline.reward.models.settings import model_settings
+def _rewards(function: str, given: dict[str, Any]) -> list[float | None]:
+    from paceline.reward.models.settings import model_settings, rewards_of
 
+    prompts, completions = given["prompts"], given["completions"]
+    settings = {name: given[name] for name in given if name not in ("prompts", "completions", "columns")}
     checked = model_settings(function, settings)
     scorer = _load(function, json.dumps(checked.shared(), sort_keys=True))
     texts = [scorer.encode(*pair) for pair in zip(prompts, completions, strict=True)]
@@ -100,7 +74,6 @@ def _rewards(
 
 @functools.lru_cache(maxsize=2)
 def _load(function: str, settings_json: str) -> Any:
-    """Return the model of these settings, loaded once a process."""
     from paceline.reward.models.pooled import open_scorer
     from paceline.reward.models.settings import model_settings
 

@@ -87,11 +87,7 @@ def blocks_of(text: str) -> Iterator[tuple[str, str]]:
         if fence and bare and set(bare) == {fence[0]} and len(bare) >= len(fence) and not is_deep:
             yield word, "".join(lines)
             fence = ""
-        elif (
-            opening
-            and opening["word"].lower() not in CONTAINERS
-            and (not fence or _reopens(opening, fence, indent))
-        ):
+        elif opening and _opens(opening, fence, indent):
             if fence:
                 yield word, "".join(lines)
             fence, indent, word, lines = opening["fence"], len(opening["before"]), opening["word"].lower(), []
@@ -101,12 +97,11 @@ def blocks_of(text: str) -> Iterator[tuple[str, str]]:
         yield word, re.sub(rf"{fence}\s*\Z", "", "".join(lines))
 
 
-def _reopens(opening: re.Match[str], fence: str, indent: int) -> bool:
-    return (
-        opening["word"].lower().startswith("py")
-        and opening["fence"].startswith(fence)
-        and len(opening["before"]) <= indent
-    )
+def _opens(opening: re.Match[str], fence: str, indent: int) -> bool:
+    word = opening["word"].lower()
+    if not fence:
+        return word not in CONTAINERS
+    return word.startswith("py") and opening["fence"].startswith(fence) and len(opening["before"]) <= indent
 
 
 def defined_in(code: str) -> set[str]:
@@ -128,9 +123,8 @@ def with_prompt(prompt: str, text: str, program: str, entry_point: str) -> list[
     answer = answer_of(text)
     bodies = [each for each in (program, answer) if each.lstrip("\n")[:1] in (" ", "\t")] or [program, answer]
     bodies += [match[0] for each in bodies if (match := BODY.match(each))]
-    bodies += [
-        f"    {each}" for each in bodies if each[:1].strip()
-    ]  # a chat's text often begins without its white space
+    # A chat's text often begins without its white space.
+    bodies += [f"    {each}" for each in bodies if each[:1].strip()]
     continued = [head + body for body in bodies for head in heads if name in defined_in(head)]
     return _once(continued or [program])
 

@@ -8,17 +8,77 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from paceline.reward.code.cases import MAX_TESTS, MODULE, Calls, Cases, Checks, Pairs, PytestFiles
-from paceline.reward.code.comparing import Compare, equal_outputs, equal_values
-from paceline.reward.code.results import CaseResult, State
+from paceline.reward.code.cases import (
+    MAX_TESTS,
+    MODULE,
+    Calls,
+    Cases,
+    Checks,
+    Compare,
+    Pairs,
+    PytestFiles,
+    equal_outputs,
+    equal_values,
+)
 from paceline.reward.code.settings import CodeSettings
 from paceline.reward.sandbox import PYTHON, Outcome, Sandbox
+
+State = Literal[
+    "passed", "wrong", "error", "exited", "signal", "time", "memory", "output", "disk", "processes", "not run"
+]
+"""`wrong`: another output, or an assertion; `error`: an exception, or a status other than 0; `exited`: the program ended before
+its test did; `not run`: an earlier test failed or took the time; the others as a sandbox's `Outcome.ended`."""
+
+MAX_SHOWN = 20
+MAX_DETAIL = 200
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """Outcome of one test."""
+
+    state: State
+    duration_s: float = 0.0
+    detail: str = ""
+    """The error, what was printed in place of the right output, or the end of standard error."""
+
+
+def reward_of(results: Sequence[CaseResult], score: Literal["all", "share"]) -> float:
+    """Return 1 where all tests have passed, else 0; or the share of them. No test is no success."""
+    passed = sum(result.state == "passed" for result in results)
+    if score == "share":
+        return passed / len(results) if results else 0.0
+    return float(bool(results) and passed == len(results))
+
+
+def describe(results: Sequence[CaseResult]) -> str:
+    """Return one text for people: `3/5 passed in 0.21 s; 2 wrong: AssertionError; 5 time`."""
+    passed = sum(result.state == "passed" for result in results)
+    total_s = math.fsum(result.duration_s for result in results)
+    parts = [f"{passed}/{len(results)} passed in {total_s:.2f} s"]
+    failed = [(index, result) for index, result in enumerate(results) if result.state != "passed"]
+    for index, result in failed[:MAX_SHOWN]:
+        detail = f": {shortened(result.detail)}" if result.detail else ""
+        parts.append(f"test {index} {result.state} ({result.duration_s:.2f} s){detail}")
+    if len(failed) > MAX_SHOWN:
+        parts.append(f"and {len(failed) - MAX_SHOWN} more")
+    return "; ".join(parts)
+
+
+def shortened(text: str) -> str:
+    """Return a text in one line; of a long one the beginning and the end."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    if len(line) <= MAX_DETAIL:
+        return line
+    return f"{line[: MAX_DETAIL // 2]} … {line[-MAX_DETAIL // 2 :]}"
+
 
 HARNESS = "harness.py"
 LOAD_S = 1.0
@@ -77,9 +137,8 @@ def _grade_in_harness(
 ) -> list[CaseResult]:
     """Run the tests in one process, and after one that ended it those behind it in another."""
     files, request = _request(programs, cases, settings)
-    count = (
-        None if isinstance(cases, PytestFiles) else len(request["tests"])
-    )  # pytest's are counted by the first run
+    # Those of pytest are counted by the first run.
+    count = None if isinstance(cases, PytestFiles) else len(request["tests"])
     judged = _judge(cases, settings.tolerance) if isinstance(cases, Calls) else None
     results: list[CaseResult] = []
     left_s = settings.total_time_s
@@ -107,7 +166,6 @@ def _grade_in_harness(
 def _request(
     programs: list[str], cases: Calls | Checks | PytestFiles, settings: CodeSettings
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Return the files of the harness, and its request but for what differs between its runs."""
     files = {f"{MODULE}.py": programs[0].encode(errors="replace"), HARNESS: _harness()}
     sources = [program.encode(errors="replace").decode() for program in programs]
     request: dict[str, Any] = {
@@ -183,7 +241,6 @@ def _reported(stdout: bytes, word: str, first: int, judged: Callable[[int, str],
 
 
 def _ended(outcome: Outcome) -> CaseResult:
-    """Return the result of a test in which the process ended."""
     state: State = outcome.ended
     errors = _errors(outcome)
     if state == "exited":

@@ -58,7 +58,6 @@ class Report:
         os.dup2(2, 1)
 
     def line(self, *parts: object) -> None:
-        """Write one line."""
         self.value(" ".join(map(str, parts))[: 2 * MAX_TEXT].replace("\n", "\\n"))
 
     def value(self, text: str) -> None:
@@ -124,9 +123,8 @@ def _load(request: dict[str, Any], clock: Clock) -> tuple[str, str, str]:
     for source in request["programs"]:
         module = types.ModuleType(MODULE)
         sys.modules[MODULE] = module
-        if request["kind"] == "calls" or "(" in request.get(
-            "entry_point", ""
-        ):  # a method: LeetCode's starter
+        # An entry point with brackets is a method: LeetCode's starter.
+        if request["kind"] == "calls" or "(" in request.get("entry_point", ""):
             # Where the program finds Python's own names, so that no presumed one counts as its own.
             module.__dict__["__builtins__"] = _presume()
         outcomes.append(clock.timed(functools.partial(_execute, source, module)))
@@ -153,7 +151,6 @@ def _presume() -> dict[str, Any]:
 
 
 def _run_program(path: str) -> None:
-    """Run a program that reads standard input, with the presumed names."""
     vars(builtins).update(_presume())
     sys.argv = [path]
     runpy.run_path(path, run_name="__main__")
@@ -175,7 +172,6 @@ def _check(request: dict[str, Any], test: str, module: types.ModuleType) -> Call
 def _call(
     arguments: list[Any], function: str, module: types.ModuleType, returned: list[str]
 ) -> Callable[[], object]:
-    """Return what calls a function and appends the value as JSON."""
 
     def call() -> None:
         value = _function(function, module.__dict__)(*map(_with_int_keys, arguments))
@@ -211,11 +207,9 @@ class Clock:
         self.time_s, self._errors = time_s, errors
 
     def start(self) -> None:
-        """Begin: a signal at the limit, and a thread behind it."""
         faulthandler.dump_traceback_later(self.time_s + HARD_S, exit=True, file=self._errors)
-        signal.setitimer(
-            signal.ITIMER_REAL, self.time_s, 0.05
-        )  # again and again: a bare `except` may catch one
+        # Again and again: a bare `except` may catch one.
+        signal.setitimer(signal.ITIMER_REAL, self.time_s, 0.05)
 
     def stop(self) -> None:
         """End; the signal may come in here once."""

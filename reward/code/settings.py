@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.errors import InvalidInput
-from paceline.reward.code.cases import Cases, Kind, Pairs, read_cases
-from paceline.reward.code.comparing import Compare
+from paceline.reward.code.cases import Cases, Compare, Kind, Pairs, read_cases
 from paceline.reward.sandbox import PYTHON, Limits, Sandbox, make_sandbox
 from paceline.spec.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
@@ -68,7 +67,6 @@ class CodeSettings(Section):
 
     @property
     def columns(self) -> set[str]:
-        """Columns of the data set that the function cannot do without."""
         named = {self.entry_point_column} if self.kind == "humaneval" else set()
         return {self.tests_column} | named
 

@@ -59,7 +59,6 @@ class AnswerCache:
         return cls(Path(given) if given else base, size_mb << 20)
 
     def get(self, digest: str) -> str | None:
-        """Return the answer to a question; None if it is not known."""
         with self._used() as db:
             if db is not None:
                 row = db.execute("SELECT answer FROM answers WHERE digest = ?", (digest,)).fetchone()
@@ -67,7 +66,6 @@ class AnswerCache:
         return None
 
     def put(self, digest: str, answer: str) -> None:
-        """Keep an answer."""
         with self._used() as db:
             if db is not None:
                 with db:
@@ -80,7 +78,6 @@ class AnswerCache:
                     self._shrink(db)
 
     def close(self) -> None:
-        """Close the file."""
         if self._db is not None:
             self._db.close()
             self._db = None

@@ -22,7 +22,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from email.utils import parsedate_to_datetime
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -130,9 +129,7 @@ class Endpoint:
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 

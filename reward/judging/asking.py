@@ -114,7 +114,6 @@ class Panel:
         return None
 
     async def _answered(self, messages: Messages, parse: Parse, seed: int) -> Verdict | None:
-        """Return the verdict of one answer, from the cache, from an equal question's request, or from the service."""
         body: dict[str, Any] = {
             "model": self._settings.endpoint.model,
             "messages": messages,
@@ -152,7 +151,6 @@ class Panel:
         return verdict
 
     async def _text(self, body: dict[str, Any]) -> str:
-        """Return the text of the judge's message, and count what it cost."""
         key = (self._settings.endpoint.base_url, self._settings.endpoint.model)
         kind = self._settings.structured
         if kind == "auto":

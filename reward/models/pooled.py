@@ -21,18 +21,19 @@ from paceline.errors import InvalidInput, Unreadable
 from paceline.models.loading import fault_of_load
 from paceline.reward.endpoints.client import BadAnswer, Endpoint, EndpointUnavailable, RequestRefused
 from paceline.reward.endpoints.settings import EndpointSettings
-from paceline.reward.models.batching import passes
 from paceline.reward.models.scorer import (
     Scorer,
+    Text,
+    TextEncoder,
     chances_at_steps,
     check_kind,
     check_separator,
+    fetched,
     load_scorer,
     longest_text,
+    passes,
 )
 from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
-from paceline.reward.models.source import fetched
-from paceline.reward.models.texts import Text, TextEncoder
 
 
 def open_scorer(settings: ModelSettings) -> Scorer | PooledScorer:
@@ -72,7 +73,6 @@ class PooledScorer:
         self._max_tokens = min(longest_text(config), asyncio.run(_longest_of_server(self._endpoint)))
 
     def encode(self, prompt: Any, completion: Any) -> Text:
-        """As `Scorer.encode`."""
         return self._texts.encode(prompt, completion)
 
     def scores(
@@ -95,7 +95,6 @@ class PooledScorer:
         return found
 
     async def _ask(self, requests: Sequence[Sequence[list[int]]]) -> list[list[Any]]:
-        """Return the outputs for the texts of each request."""
         by_step = isinstance(self._settings, ProcessModelSettings)
         body = {
             "model": self._endpoint.model,

@@ -9,47 +9,42 @@ Suffixes: N texts of a pass, T tokens of the longest, L outputs of the model.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
-from paceline.data.tokens import check_vocabulary, padding_token_id
+from paceline.chat.completion_texts import message_text
+from paceline.data.tokens import (
+    check_vocabulary,
+    encode_continuation,
+    encode_for_scoring,
+    encode_prompt,
+    padding_token_id,
+)
 from paceline.errors import InvalidInput, Unreadable
+from paceline.files.model_source import model_source
+from paceline.files.stamps import stamp
+from paceline.files.storage import Folder, is_url
 from paceline.models.loading import fault_of_load, resolved_dtype
 from paceline.models.pretrained import load_pretrained
-from paceline.reward.models.batching import passes
 from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
-from paceline.reward.models.source import fetched
-from paceline.reward.models.texts import Text, TextEncoder
 
 UNBOUNDED = 1 << 30
 
 
-@dataclass(frozen=True)
-class Model:
-    """A loaded model with its tokenizer."""
-
-    model: Any
-    tokenizer: Any
-    version: str
-    device: torch.device
-    max_tokens: int
-    """Longest text that the model reads."""
-
-
 class Scorer:
-    """A model and how its outputs become scores."""
+    """A loaded model and how its outputs become scores. `max_tokens`: longest text that it reads."""
 
-    def __init__(self, settings: ModelSettings, loaded: Model) -> None:
-        self._settings, self._loaded = settings, loaded
-        self._texts = TextEncoder(settings, loaded.tokenizer)
-
-    @property
-    def version(self) -> str:
-        """Version of the weights."""
-        return self._loaded.version
+    def __init__(
+        self, settings: ModelSettings, model: Any, tokenizer: Any, version: str, max_tokens: int
+    ) -> None:
+        self._settings, self._model, self._tokenizer = settings, model, tokenizer
+        self._max_tokens, self.version = max_tokens, version
+        self._texts = TextEncoder(settings, tokenizer)
 
     def encode(self, prompt: Any, completion: Any) -> Text:
         """Return the tokens of a prompt with its completion. Raises InvalidInput where they cannot be written."""
@@ -63,7 +58,7 @@ class Scorer:
         `ran` is told the texts of each pass. Raises InvalidInput for a score that is not finite; torch's errors.
         """
         found: list[list[float] | None] = [None] * len(texts)
-        fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._loaded.max_tokens]
+        fitting = [index for index, text in enumerate(texts) if len(text.ids) <= self._max_tokens]
         with torch.inference_mode():
             for chosen in passes([len(texts[i].ids) for i in fitting], self._settings.max_batch_tokens):
                 indices = [fitting[position] for position in chosen]
@@ -78,13 +73,13 @@ class Scorer:
 
     def _pass(self, texts: Sequence[Text]) -> list[list[float]]:
         longest = max(len(text.ids) for text in texts)
-        ids_NT = torch.full((len(texts), longest), padding_token_id(self._loaded.tokenizer))
+        ids_NT = torch.full((len(texts), longest), padding_token_id(self._tokenizer))
         mask_NT = torch.zeros(len(texts), longest, dtype=torch.int64)
         for row, text in enumerate(texts):
             ids_NT[row, : len(text.ids)] = torch.tensor(text.ids)
             mask_NT[row, : len(text.ids)] = 1
-        device = self._loaded.device
-        logits = self._loaded.model(input_ids=ids_NT.to(device), attention_mask=mask_NT.to(device)).logits
+        device = self._model.device
+        logits = self._model(input_ids=ids_NT.to(device), attention_mask=mask_NT.to(device)).logits
         settings = self._settings
         if not isinstance(settings, ProcessModelSettings):
             return [[score] for score in logits[:, 0].float().tolist()]
@@ -97,8 +92,8 @@ def chances_at_steps(logits_SL: torch.Tensor, settings: ProcessModelSettings) ->
     """Return [S] probabilities of the steps being right, from the outputs at their ends."""
     if logits_SL.shape[-1] == 1:
         chances: list[float] = logits_SL[:, 0].sigmoid().tolist()
-        return chances
-    chances = logits_SL.softmax(-1)[:, settings.positive_label].tolist()
+    else:
+        chances = logits_SL.softmax(-1)[:, settings.positive_label].tolist()
     return chances
 
 
@@ -131,7 +126,7 @@ def load_scorer(settings: ModelSettings) -> Scorer:
     rows = len(model.get_input_embeddings().weight)
     check_vocabulary(tokenizer, rows, f"reward model {settings.path!r}")
     model.requires_grad_(False).eval().config.pad_token_id = padding_token_id(tokenizer)
-    return Scorer(settings, Model(model.to(device), tokenizer, version, device, longest_text(config)))
+    return Scorer(settings, model.to(device), tokenizer, version, longest_text(config))
 
 
 def longest_text(config: Any) -> int:
@@ -164,10 +159,8 @@ def device_of(settings: ModelSettings) -> torch.device:
 def check_kind(settings: ModelSettings, config: Any) -> None:
     """Raises InvalidInput for a model of another kind."""
     by_step = isinstance(settings, ProcessModelSettings)
-    kinds, wanted = (
-        config.architectures or [],
-        "ForTokenClassification" if by_step else "ForSequenceClassification",
-    )
+    kinds = config.architectures or []
+    wanted = "ForTokenClassification" if by_step else "ForSequenceClassification"
     fits = any(kind.endswith(wanted) for kind in kinds)
     named = f"reward model {settings.path!r} holds {', '.join(kinds) or 'no architecture'} with {config.num_labels} outputs"
     if isinstance(settings, ProcessModelSettings):
@@ -179,3 +172,99 @@ def check_kind(settings: ModelSettings, config: Any) -> None:
         raise InvalidInput(
             f"{named}; reward_model takes a sequence classification with one output, as `paceline rm` exports it"
         )
+
+
+class Text(NamedTuple):
+    """One text to score."""
+
+    ids: list[int]
+    places: list[int]
+    """Tokens at which the model's outputs count: the ends of steps; none where the model itself finds the last token."""
+
+
+class TextEncoder:
+    """A tokenizer and how it writes the texts of a model."""
+
+    def __init__(self, settings: ModelSettings, tokenizer: Any) -> None:
+        self._settings, self.tokenizer = settings, tokenizer
+
+    def encode(self, prompt: Any, completion: Any) -> Text:
+        """Return the tokens of a prompt with its completion. Raises InvalidInput where they cannot be written."""
+        kwargs = self._settings.chat_template_kwargs or {}
+        if isinstance(self._settings, ProcessModelSettings):
+            return self._steps(prompt, completion, self._settings.step_separator)
+        return Text(encode_for_scoring(self.tokenizer, prompt, completion, "auto", kwargs).tolist(), [])
+
+    def _steps(self, prompt: Any, completion: Any, separator: str) -> Text:
+        """Return the prompt and the steps, each followed by the separator, at whose last token the model scores it."""
+        text = completion if isinstance(completion, str) else message_text(completion[-1])
+        tokenizer = self.tokenizer
+        ids = encode_prompt(tokenizer, prompt, "auto", self._settings.chat_template_kwargs or {}).tolist()
+        places = []
+        for step in steps_of(text, separator):
+            for piece in (step, separator):
+                ids += encode_continuation(tokenizer, ids, piece).tolist()
+            places.append(len(ids) - 1)
+        return Text(ids, places)
+
+
+def steps_of(text: str, separator: str) -> list[str]:
+    """Return the steps of a completion, without empty ones; an empty completion is one step."""
+    return [step for step in text.split(separator) if step.strip()] or [text]
+
+
+def passes(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Return the indices of the texts in passes, longest first, so that texts of similar length share one.
+
+    A pass has at most `max_tokens` tokens, padding included (texts times the longest), or one text.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    found = []
+    while order:
+        count = max(1, max_tokens // max(1, lengths[order[0]]))
+        found.append(order[:count])
+        order = order[count:]
+    return found
+
+
+OF_STEP = re.compile(r"step-(\d{1,18})")
+FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja")
+
+
+def located(path: str) -> str:
+    """Return `path`, or of a folder of exports (`step-10`, `step-20` …) its newest one. Raises Unreadable for a folder with
+    neither."""
+    is_folder = is_url(path) or Path(path).expanduser().is_dir()
+    if not is_folder:
+        return path
+    try:
+        folder = Folder(path if is_url(path) else Path(path).expanduser())
+        if folder.exists("config.json"):
+            return path
+        steps = [
+            (int(match[1]), each) for each in folder.folders() if (match := OF_STEP.fullmatch(each.name))
+        ]
+        for _, export in sorted(steps, key=lambda step: -step[0]):
+            if export.exists("config.json"):
+                return str(export)
+    except Unreadable:
+        raise
+    except Exception as error:  # the clients of object stores raise errors without a common base
+        raise Unreadable(f"reward model {path!r} cannot be read: {type(error).__name__}: {error}") from None
+    raise Unreadable(
+        f"reward model {path!r} has no config.json, and no export step-N in it; name an exported reward model's folder"
+    )
+
+
+def fetched(path: str, *, weights: bool = True) -> tuple[str, str]:
+    """Return what transformers' `from_pretrained` takes, and the version of the files there: both change with them.
+
+    Files of a URL are copied to this host, with `weights` or without. Raises Unreadable when they cannot be read now, InvalidInput for an unknown URL.
+    """
+    place = located(path)
+    source = model_source(place, "reward model", weights=weights)
+    if not Path(source).is_dir():
+        return source, source  # a name on the hub, of which transformers keeps one copy
+    content = repr((place, source, stamp(Path(source), FILES)))
+    name = Path(place.rstrip("/")).name
+    return source, f"{name}-{xxhash.xxh3_64(content.encode()).hexdigest()[:8]}"

@@ -92,7 +92,6 @@ class ModelServer:
 
     @property
     def version(self) -> str:
-        """Version of the weights that score."""
         return str(self._scorer.version)
 
     def answers(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -140,11 +139,10 @@ class ModelServer:
             threading.Thread(target=self._refresh, daemon=True, name="refresh").start()
 
     def stop_refreshing(self) -> None:
-        """Look no further."""
         self._stopped.set()
 
     def _refresh(self) -> None:
-        from paceline.reward.models.source import fetched
+        from paceline.reward.models.scorer import fetched
 
         seen, refused = self.version, ""
         while not self._stopped.wait(self._settings.refresh_s):
@@ -154,9 +152,8 @@ class ModelServer:
                 if version != seen:
                     self._newer = self._load(self._settings)
                     seen = self._newer.version
-            except (
-                Exception
-            ) as error:  # the present weights go on, and the files may be complete at the next look
+            except Exception as error:
+                # The present weights go on, and the files may be complete at the next look.
                 if refused != version + str(error):
                     log.warning("the reward model %s keeps version %s: %s", self._settings.path, seen, error)
                 refused = version + str(error)
@@ -169,7 +166,6 @@ def _raised(request: dict[str, Any], error: Exception) -> dict[str, Any]:
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Limit the address space that the model may add, on Linux."""
     import resource
 
     with contextlib.suppress(OSError, ValueError):

@@ -47,7 +47,6 @@ class BwrapSandbox:
     def run(
         self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
     ) -> Outcome:
-        """As `Sandbox.run`."""
         check_request(argv, files, stdin)
         ready = new_ready()
         with ExitStack() as opened:

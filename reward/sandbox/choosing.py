@@ -3,22 +3,23 @@
 A backend holds when a small program in it runs and fails at what it must not do. A run whose backend does not hold is
 refused; nothing falls back to less.
 
-Backend `none`: no isolation. A program runs as the caller's user and may do whatever that user may.
+Backend `none`, for trusted code and for hosts where something else isolates the whole worker: a program may do whatever the
+caller's user may. Output, disk in the program's folder, time, memory and threads are bounded as elsewhere.
 
-For trusted code, and for hosts where something else isolates the whole worker. Output, disk in the program's folder, time,
-memory and threads are bounded as elsewhere.
-
-Backend `landlock`: Landlock, a filter of system calls and rlimits, applied by the program's own process before it starts.
-
-It needs no privilege, no namespace and no cgroup, so it holds in a restricted pod. A program is one process with threads.
+Backend `landlock`: Landlock, a filter of system calls and rlimits, applied by the program's own process before it starts. It
+needs no privilege, no namespace and no cgroup, so it holds in a restricted pod. A program is one process with threads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import InvalidInput
 from paceline.host.landlock import landlock_abi
@@ -28,7 +29,7 @@ from paceline.reward.sandbox.protocol import Limits, Outcome, Sandbox, SandboxFa
 from paceline.reward.sandbox.readable import Readable, command, environment
 from paceline.reward.sandbox.remote import RemoteSandbox
 from paceline.reward.sandbox.seccomp_filter import ARCHITECTURES
-from paceline.reward.sandbox.supervisor import supervise
+from paceline.reward.sandbox.supervisor import LOOK_S, supervise
 from paceline.reward.sandbox.workspace import Workspace
 
 MIN_ABI = 3
@@ -61,30 +62,14 @@ class LandlockSandbox:
                 f"sandbox limit processes is {limits.processes}, but backend landlock runs one process; "
                 "set processes to 1, or use bwrap or a remote sandbox"
             )
-        ready = new_ready()
-        try:
-            workspace = Workspace(files)
-        except OSError as error:
-            raise SandboxFailed(f"no folder could be made for the program: {error}") from error
-        with workspace:
-            rules = [f"landlock {self._abi}", f"workspace {workspace.path}"]
-            rules += [f"read {path}" for path in self._readable.folders]
-            rules += [f"file {path}" for path in self._readable.files]
-            rules += [f"write {path}" for path in self._readable.writable]
-            launched = launch_command(command(argv), limits, ready, landlock=rules)
-            return supervise(
-                lambda: PopenChild(launched, workspace.path, environment(workspace.path)),
-                limits,
-                workspace,
-                ready.encode(),
-                stdin,
-            )
+        rules = [f"landlock {self._abi}"]
+        rules += [f"read {path}" for path in self._readable.folders]
+        rules += [f"file {path}" for path in self._readable.files]
+        rules += [f"write {path}" for path in self._readable.writable]
+        return _run_in_folder(argv, files, limits, stdin, rules)
 
 
-LOCAL: Mapping[str, Callable[[Readable], Sandbox]] = {
-    "bwrap": BwrapSandbox,
-    "landlock": LandlockSandbox,
-}
+LOCAL: Mapping[str, Callable[[Readable], Sandbox]] = {"bwrap": BwrapSandbox, "landlock": LandlockSandbox}
 AUTO = tuple(LOCAL)
 """Backends in the order in which `auto` tries them."""
 NAMES = ("auto", *AUTO, "remote", "none")
@@ -145,7 +130,8 @@ def probe(name: str, readable: Readable) -> Sandbox | str:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
         sandbox = LOCAL[name](readable)
-        arguments = [str(listener.getsockname()[1]), _file_outside(), str(os.getpid())]
+        outside = f"/proc/{os.getpid()}/environ"  # a file of this process' user that no program may read
+        arguments = [str(listener.getsockname()[1]), outside, str(os.getpid())]
         outcome = sandbox.run(["python", "probe.py", *arguments], {"probe.py": PROBE}, PROBE_LIMITS)
     except (SandboxFailed, InvalidInput, OSError) as error:
         return str(error)
@@ -158,11 +144,6 @@ def probe(name: str, readable: Readable) -> Sandbox | str:
     return f"the probe {outcome.describe()}: {text}"
 
 
-def _file_outside() -> str:
-    """Return a file of this process' user that no program may read."""
-    return f"/proc/{os.getpid()}/environ"
-
-
 class NoSandbox:
     """As `paceline.reward.sandbox.protocol.Sandbox`, without its promises of isolation."""
 
@@ -171,19 +152,100 @@ class NoSandbox:
     def run(
         self, argv: Sequence[str], files: Mapping[str, bytes], limits: Limits, stdin: bytes = b""
     ) -> Outcome:
-        """As `Sandbox.run`."""
         check_request(argv, files, stdin)
-        ready = new_ready()
-        try:
-            workspace = Workspace(files)
-        except OSError as error:
-            raise SandboxFailed(f"no folder could be made for the program: {error}") from error
-        with workspace:
-            launched = launch_command(command(argv), limits, ready, confined=False)
-            return supervise(
-                lambda: PopenChild(launched, workspace.path, environment(workspace.path)),
-                limits,
-                workspace,
-                ready.encode(),
-                stdin,
-            )
+        return _run_in_folder(argv, files, limits, stdin, None)
+
+
+def _run_in_folder(
+    argv: Sequence[str],
+    files: Mapping[str, bytes],
+    limits: Limits,
+    stdin: bytes,
+    rules: Sequence[str] | None,
+) -> Outcome:
+    """Run a program in a new folder, confined by Landlock's `rules`; None confines it not at all."""
+    ready = new_ready()
+    try:
+        workspace = Workspace(files)
+    except OSError as error:
+        raise SandboxFailed(f"no folder could be made for the program: {error}") from error
+    with workspace:
+        lines = [] if rules is None else [*rules, f"workspace {workspace.path}"]
+        launched = launch_command(command(argv), limits, ready, confined=rules is not None, landlock=lines)
+        return supervise(
+            lambda: PopenChild(launched, workspace.path, environment(workspace.path)),
+            limits,
+            workspace,
+            ready.encode(),
+            stdin,
+        )
+
+
+READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
+LOOKS = f"a look every {1000 * LOOK_S:.0f} ms"
+SOCKETS = "no sockets but pairs (filter of system calls)"
+MEANS = {
+    "bwrap": {
+        "files": "mount namespace: sees the interpreter and its folder, which is a tmpfs of bounded size",
+        "network": f"{SOCKETS}, network namespace",
+        "processes": "pid namespace, as many as allowed",
+        "memory limit": f"address space of each process (RLIMIT_AS), resident memory of several ({LOOKS})",
+    },
+    "landlock": {
+        "files": "Landlock ABI {abi}: reads the interpreter, writes its folder; sees names and sizes outside",
+        "network": SOCKETS,
+        "processes": "one with threads, which can signal itself alone (filter of system calls)",
+        "memory limit": "address space (RLIMIT_AS)",
+    },
+}
+"""What reaches each goal, by the backend."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The backends of a host."""
+
+    holding: tuple[str, ...]
+    """Those that hold, in the order of `auto`."""
+    reasons: dict[str, str]
+    """Why the others do not."""
+    means: dict[str, str]
+    """What isolates files, network, processes, memory and kernel with the first that holds; empty where none does."""
+
+
+def report(backends: Sequence[str] = AUTO, kernel: Callable[[], str] | None = None) -> Report:
+    """Probe each backend and return what was found."""
+    paths = Readable.of_interpreter()
+    holding, reasons = [], {}
+    for name in backends:
+        made = probe(name, paths)
+        if isinstance(made, str):
+            reasons[name] = made
+        else:
+            holding.append(name)
+    if not holding:
+        return Report((), reasons, {})
+    means = {goal: text.format(abi=landlock_abi()) for goal, text in MEANS[holding[0]].items()}
+    return Report(tuple(holding), reasons, {**means, "kernel": (kernel or describe_kernel)()})
+
+
+def describe_kernel(cpuinfo: Path = Path("/proc/cpuinfo"), log: Callable[[], bytes] | None = None) -> str:
+    """Return whose kernel serves the programs: every local backend shares it with this process."""
+    if b"gVisor" in (log or _kernel_log)():
+        return "gVisor's, which stands between the programs and the host's"
+    try:
+        flags = [line.split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags")]
+    except OSError:
+        flags = []
+    if any("hypervisor" in line for line in flags):
+        return "shared with all of this virtual machine: a bug of it ends at the hypervisor"
+    return "shared with the host: a bug of it is not held; docs/sandbox.md names gVisor and Kata"
+
+
+def _kernel_log() -> bytes:
+    """Return the kernel's log, which in gVisor everybody may read; empty where it may not be read."""
+    if not sys.platform.startswith("linux"):
+        return b""
+    buffer = ctypes.create_string_buffer(1 << 16)
+    length = ctypes.CDLL(None, use_errno=True).klogctl(READ_ALL, buffer, len(buffer))
+    return buffer.raw[: max(0, length)]

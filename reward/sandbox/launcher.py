@@ -52,7 +52,6 @@ def main() -> None:
 
 
 def _read(text: str) -> dict[str, list[str]]:
-    """Return the values of each name, in order."""
     plan: dict[str, list[str]] = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
@@ -166,9 +165,8 @@ def _filter_calls(program: bytes) -> None:
     own = os.getpid().to_bytes(4, sys.byteorder)
     program = program.replace(OWN_PID.to_bytes(4, sys.byteorder), own)
     length = (len(program) // 8).to_bytes(8, sys.byteorder)
-    pointer = bytes(
-        memoryview(_value("z", program)).cast("B")
-    )  # `program` lives until the call below has ended
+    # `program` lives until the call below has ended.
+    pointer = bytes(memoryview(_value("z", program)).cast("B"))
     _call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, length + pointer, 0, 0)
 
 

@@ -53,12 +53,10 @@ class Limits:
 
     @property
     def memory_bytes(self) -> int:
-        """`memory_mb` in bytes."""
         return self.memory_mb << 20
 
     @property
     def disk_bytes(self) -> int:
-        """`disk_mb` in bytes."""
         return self.disk_mb << 20
 
 
@@ -79,7 +77,6 @@ class Outcome:
 
     @property
     def succeeded(self) -> bool:
-        """Return whether it exited with status 0."""
         return self.ended == "exited" and self.exit_code == 0
 
     def describe(self) -> str:

@@ -94,7 +94,6 @@ def _read(answer: http.client.HTTPResponse, most_bytes: int, until_s: float) -> 
 
 
 def _program(argv: Sequence[str], files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return code, language and files of the request."""
     sent = dict(files)
     if argv[0] == PYTHON and len(argv) == 2 and argv[1] in files:
         language, code = "python", sent.pop(argv[1]).decode(errors="replace")

@@ -1,10 +1,8 @@
 """The filter of system calls for a sandboxed program, as a classic BPF program (seccomp(2), mode filter).
 
-It allows what `paceline.reward.sandbox.seccomp_filter` lists. With a single process it also refuses to start another one and to signal
+With a single process it also refuses to start another one and to signal
 any process but the program's own, so a fork bomb, a daemon and a signal to the caller are impossible without namespaces or
 cgroups.
-
-Numbers of Linux' system calls on x86_64 and aarch64, divided by what a sandboxed program may do with them.
 
 A call that is in none of the tables answers ENOSYS, so the C library falls back to an older one, and calls of newer kernels
 stay closed. Numbers are those of the kernel's `asm/unistd_64.h` and `asm-generic/unistd.h`.
@@ -34,13 +32,8 @@ AF_UNIX, SOCK_STREAM, SOCK_TYPE_MASK = 1, 1, 0xF
 PRCTLS = (3, 15, 16, 21, 38, 39, 0x53564D41)
 """PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS, PR_SET_VMA."""
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
-OWNER_AND_LEASES = (
-    8,
-    10,
-    15,
-    1024,
-    1026,
-)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY: signals to others
+OWNER_AND_LEASES = (8, 10, 15, 1024, 1026)
+"""F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY: signals to others."""
 X32_BIT = 0x40000000
 
 
@@ -76,7 +69,6 @@ def build_filter(machine: str, single_process: bool) -> bytes:
 
 
 def _condition(name: str, single_process: bool) -> list[bytes]:
-    """Return the instructions that answer call `name` by its arguments."""
     allow, refuse = _op(RETURN, ALLOW), _error(errno.EPERM)
     match name:
         case "clone3":  # its flags are behind a pointer; the C library falls back to clone
@@ -179,7 +171,7 @@ CONDITIONAL = _numbers("""
     prlimit64:302:261 rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 sched_setaffinity:203:122
     socketpair:53:199 tgkill:234:131 vfork:58:-
 """)
-"""Calls that `paceline.reward.sandbox.seccomp_filter` allows by their arguments."""
+"""Calls that are allowed by their arguments."""
 
 REFUSED = _numbers("""
     accept:43:202 accept4:288:242 acct:163:89 add_key:248:217 adjtimex:159:171 bind:49:200 bpf:321:280

@@ -16,8 +16,14 @@ from collections.abc import Callable, Sequence
 from signal import SIGXCPU, SIGXFSZ
 from typing import Protocol
 
-from paceline.reward.sandbox import usage
-from paceline.reward.sandbox.launching import PopenChild
+from paceline.reward.sandbox.launching import (
+    PopenChild,
+    descendants,
+    is_runnable,
+    num_threads,
+    processor_seconds,
+    resident_bytes,
+)
 from paceline.reward.sandbox.protocol import Ending, Limits, Outcome, SandboxFailed
 
 LOOK_S = 0.02
@@ -112,7 +118,7 @@ def _watch(child: PopenChild, pipes: Pipes, limits: Limits, files: Files) -> End
         if left_s <= 0:
             return "time"
         if now_s >= look_s:
-            pids = usage.descendants(child.pid)
+            pids = descendants(child.pid)
             used_bytes = files.used_bytes(limits.disk_bytes, pids)
             if passed := _passed(child, limits, pids, used_bytes):
                 return passed
@@ -126,12 +132,11 @@ def _watch(child: PopenChild, pipes: Pipes, limits: Limits, files: Files) -> End
 
 
 def _passed(child: PopenChild, limits: Limits, pids: Sequence[int], used_bytes: int) -> Ending | None:
-    """Return the limit that the program has passed by now."""
     if len(pids) > limits.processes + child.helpers:
         return "processes"
-    if sum(map(usage.num_threads, pids)) > limits.threads + child.helpers:
+    if sum(map(num_threads, pids)) > limits.threads + child.helpers:
         return "processes"
-    if limits.processes > 1 and sum(map(usage.resident_bytes, pids)) > limits.memory_bytes:
+    if limits.processes > 1 and sum(map(resident_bytes, pids)) > limits.memory_bytes:
         return "memory"
     if used_bytes > limits.disk_bytes:
         return "disk"
@@ -140,9 +145,9 @@ def _passed(child: PopenChild, limits: Limits, pids: Sequence[int], used_bytes: 
 
 def _is_starved(pid: int, time_s: float) -> bool:
     """Return whether the program was runnable and hardly got a processor, which is no fault of its own."""
-    pids = usage.descendants(pid)
-    used_s = sum(map(usage.processor_seconds, pids))
-    return used_s < STARVED_SHARE * time_s and any(map(usage.is_runnable, pids))
+    pids = descendants(pid)
+    used_s = sum(map(processor_seconds, pids))
+    return used_s < STARVED_SHARE * time_s and any(map(is_runnable, pids))
 
 
 def _outcome(ending: Ending | None, code: int, pipes: Pipes, duration_s: float) -> Outcome:
@@ -193,7 +198,6 @@ class Pipes:
 
     @property
     def full(self) -> bool:
-        """Return whether the program has written more than its bound."""
         return any(len(target) > most for target, most in self._read.values())
 
     @property
@@ -221,7 +225,6 @@ class Pipes:
                 pass
 
     def close(self) -> None:
-        """Close all ends."""
         for stream in list(self._open):
             self._close(stream)
 

@@ -11,9 +11,8 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
-from paceline.reward.sandbox import usage
+from paceline.reward.sandbox.launching import unlinked_bytes
 
 MAX_DEPTH = 48
 """Nested folders that are measured; deeper ones count as too much."""
@@ -41,9 +40,7 @@ class Workspace:
     def __enter__(self) -> Workspace:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def used_bytes(self, most_bytes: int, pids: Sequence[int]) -> int:
@@ -53,7 +50,7 @@ class Workspace:
             folder = os.open(self.path, FOLDER)
         except OSError:
             return 0
-        return sum(map(usage.unlinked_bytes, pids)) + _used_bytes(folder, most_bytes, MAX_DEPTH)
+        return sum(map(unlinked_bytes, pids)) + _used_bytes(folder, most_bytes, MAX_DEPTH)
 
     def remove(self) -> None:
         """Remove the folder with all that is in it. No process of the program may be alive."""

@@ -138,7 +138,7 @@ REMEDY = "install bubblewrap, or use a kernel with Landlock; docs/sandbox.md, fo
 def examine_sandbox(spec: RunSpec | None = None) -> list[Finding]:
     """Return what holds here, and what isolates files, network, processes, memory and kernel. A `fault` is a sandbox that `spec`
     names and that does not hold here."""
-    from paceline.reward.sandbox.report import report
+    from paceline.reward.sandbox.choosing import report
 
     found = report()
     faults = [] if spec is None else _faults(spec)

@@ -7,31 +7,136 @@ end a turn otherwise: the engines refuse the request itself (InvalidInput), or t
 Order of waiting: a turn waits for a listed worker with new enough weights, then for its answer. An answer has no deadline,
 because a long one is no fault: gRPC's keepalive ends a connection that is silent, and a worker ends itself when its engine
 hangs (`services/rollout/run.py`).
+
+A session stays with its worker, whose prefix cache has the session's history, for as long as that worker is listed, holds a
+version that is new enough and has not just failed. A new session goes to the worker with the fewest sessions.
 """
 
 from __future__ import annotations
-
-import asyncio
-import contextlib
-import logging
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import grpc
-import numpy as np
-
-from paceline.calls.token import metadata, read_token, token_path
-from paceline.environment.protocols import LeaseLost, SampledTurn, TurnRequest
+from paceline.calls.token import metadata
+from paceline.calls.token import read_token
+from paceline.calls.token import token_path
+from paceline.environment.protocols import LeaseLost
+from paceline.environment.protocols import SampledTurn
+from paceline.environment.protocols import TurnRequest
 from paceline.errors import InvalidInput
+from paceline.groups import Version
 from paceline.groups import VersionSpan
 from paceline.rate_limited_log import RateLimitedLog
-from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS, was_accepted
-from paceline.services.environment.engine_list import Engine, EngineList, Wanted
+from paceline.services.common.serving.grpc_server import CHANNEL_OPTIONS
+from paceline.services.common.serving.grpc_server import was_accepted
 from paceline.tls.certificates import WORKER_HOST
-from paceline.tls.channels import RenewedChannel, open_aio_channel
-from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, worker_pb2
+from paceline.tls.channels import RenewedChannel
+from paceline.tls.channels import open_aio_channel
+from paceline.v1 import common_pb2
+from paceline.v1 import rollout_pb2
+from paceline.v1 import rollout_pb2_grpc
+from paceline.v1 import worker_pb2
+from typing import Any
+from typing import NamedTuple
+import asyncio
+import contextlib
+import grpc
+import logging
+import numpy as np
+import time
+
+
+class Wanted(NamedTuple):
+    """The weights that a lease asks for."""
+
+    oldest_step: int = 0
+    """Step of the oldest version that may sample for the lease."""
+    pinned: Version | None = None
+    """The only version that may, for an evaluation."""
+    pinned_member: str = ""
+    """The only worker that may, for an evaluation."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A rollout worker of the list."""
+
+    member_id: str
+    address: str
+    version: Version
+
+    def serves(self, wanted: Wanted) -> bool:
+        """Return whether it may be asked, as far as the list knows."""
+        if wanted.pinned is not None:
+            return self.member_id == wanted.pinned_member and self.version == wanted.pinned
+        return self.version.step >= wanted.oldest_step
+
+
+class EngineList:
+    """The list that the coordinator sent last, and which worker each session asks."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._engines: dict[str, Engine] = {}
+        self._session_engines: dict[str, str] = {}
+        self._num_sessions: Counter[str] = Counter()
+        self._failed_until_s: dict[str, float] = {}
+        self.num_moved = 0
+        """Sessions that have gone from one worker to another so far."""
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def replace(self, addresses: Iterable[worker_pb2.EngineAddress]) -> None:
+        """Take a new list. A worker that is on both keeps its sessions."""
+        self._engines = {
+            each.member_id: Engine(
+                each.member_id, each.address, Version(each.version.session, each.version.step)
+            )
+            for each in addresses
+            if each.address
+        }
+        failed = self._failed_until_s.items()
+        self._failed_until_s = {name: until_s for name, until_s in failed if name in self._engines}
+
+    def put_off(self, member_id: str, seconds: float) -> None:
+        """Ask others than this worker for a while, because it has just failed or refused."""
+        self._failed_until_s[member_id] = self._clock() + seconds
+
+    def choose(self, session: str, wanted: Wanted) -> Engine | None:
+        """Return the worker to ask for the session's next turn; None while there is none."""
+        now_s = self._clock()
+        able = [
+            engine
+            for engine in self._engines.values()
+            if engine.serves(wanted) and self._failed_until_s.get(engine.member_id, now_s) <= now_s
+        ]
+        if not able:
+            return None
+        before = self._session_engines.get(session)
+        chosen = next((engine for engine in able if engine.member_id == before), None)
+        if chosen is None:
+            chosen = min(able, key=lambda engine: (self._num_sessions[engine.member_id], engine.member_id))
+            self.num_moved += before is not None
+            self.end_session(session)
+            self._session_engines[session] = chosen.member_id
+            self._num_sessions[chosen.member_id] += 1
+        return chosen
+
+    def seconds_until_retry(self, wanted: Wanted) -> float | None:
+        """Return the seconds until a worker that was put off may be asked again; None where only another list helps."""
+        now_s = self._clock()
+        pauses = [
+            self._failed_until_s[engine.member_id] - now_s
+            for engine in self._engines.values()
+            if engine.serves(wanted) and engine.member_id in self._failed_until_s
+        ]
+        return max(0.0, min(pauses)) if pauses else None
+
+    def end_session(self, session: str) -> None:
+        if (member_id := self._session_engines.pop(session, None)) is not None:
+            self._num_sessions -= Counter([member_id])  # one without a session is gone from it
+
 
 REFUSED_S = 0.5
 """Seconds for which others are asked than a worker that has other weights than the list said."""
@@ -99,7 +204,6 @@ class Engines:
         """Answers that broke in the middle so far: each lost at most a turn's tokens."""
 
     def update(self, listed: worker_pb2.Engines) -> None:
-        """Take the coordinator's newest list."""
         if listed.run_id == self.run_id:
             self.list.replace(listed.engines)
             self._drop_unused({each.address for each in listed.engines})
@@ -107,7 +211,6 @@ class Engines:
             changed.set()
 
     async def close(self) -> None:
-        """End all calls and connections."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close(None)
@@ -205,7 +308,6 @@ class LeasedTokens:
         self._sessions: set[str] = set()
 
     def close(self) -> None:
-        """Drop the group's sessions, which ask no more."""
         for session in self._sessions:
             self._engines.list.end_session(session)
 
@@ -283,7 +385,6 @@ def _read(response: rollout_pb2.GenerateResponse) -> Answer:
 
 
 def _append(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Append a span; one of the same version that follows the last is joined to it."""
     if spans and spans[-1][:2] == span[:2] and spans[-1].end == span.start:
         spans[-1] = spans[-1]._replace(end=span.end)
     else:

@@ -7,14 +7,8 @@ kept until that reply.
 Promise: whatever happens to a group ends in a submission, in a returned lease with the reason, or with the news that another
 worker holds the lease. A fault of one group ends neither the others nor the worker.
 
-The journal of a leased group's turns, over the exchange: each call returns when the record is committed.
-
 A request is sent again until it is answered (`services/common/worker/membership.py`), also through a restart of the coordinator, and
 a record that is there already is answered `duplicate`. So a call ends with the record in the ledger, or the lease is lost.
-
-A lease as the exchange sends it, read into what its episodes begin with.
-
-Pace of an environment worker for its heartbeats: turns and tokens per second.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.environment.counts import EpisodeCounts
+from paceline.environment.life import EpisodeCounts
 from paceline.environment.protocols import (
     EpisodeLease,
     GroupRows,
@@ -42,8 +36,7 @@ from paceline.groups import Group, Version
 from paceline.rate_limited_log import unforeseen
 from paceline.services.common.reporting.progress_log import Occupancy, ProgressLog
 from paceline.services.common.worker.membership import Membership
-from paceline.services.environment.engine_list import Wanted
-from paceline.services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost
+from paceline.services.environment.engines import Engines, EnginesEnd, LeasedTokens, PinLost, Wanted
 from paceline.spec import RunSpec
 from paceline.tracing import span
 from paceline.v1 import exchange_pb2 as pb
@@ -54,7 +47,7 @@ RETURN_S = 2.0
 """Part of a drain's grace for the return of the leases, half of the grace at most."""
 
 RunGroup = Callable[[EpisodeLease, TokenSource, Journal], Awaitable[GroupRows]]
-"""Runs the episodes of a leased group (`paceline.environment.episodes.GroupEpisodes`)."""
+"""Runs the episodes of a leased group (`paceline.environment.episodes.run_episodes`)."""
 
 log = logging.getLogger(__name__)
 
@@ -94,16 +87,13 @@ class EnvironmentRun:
 
     @property
     def num_leases(self) -> int:
-        """Return the number of leases."""
         return len(self._groups)
 
     @property
     def num_samples(self) -> int:
-        """Return the number of samples of the leased groups."""
         return sum(self._sizes.values())
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges since the last heartbeat."""
         return {
             **self.pace.gauges(),
             "running": float(self.num_samples),
@@ -150,12 +140,12 @@ class EnvironmentRun:
         while not self._draining.is_set():
             room = self._max_samples - self.num_samples
             if room < group_size and self._groups:
-                await self._wait_for_room()
+                self._room.clear()
+                await self._room.wait()  # every group ends, and says so
                 continue
             held = pb.Held(group_ids=self._groups)
             request = pb.ExchangeRequest(
-                run_id=self.run_id,
-                lease=pb.LeaseRequest(room=max(room, 1), wait_s=LEASE_WAIT_S, held=held),
+                run_id=self.run_id, lease=pb.LeaseRequest(room=max(room, 1), wait_s=LEASE_WAIT_S, held=held)
             )
             reply, payloads = await self._membership.request(request)
             if reply.status == pb.REPLY_STATUS_STALE:
@@ -167,10 +157,6 @@ class EnvironmentRun:
             for lease in reply.lease.leases:
                 await self._end_earlier(lease.group_id)
                 self._take(tasks, lease, payloads)
-
-    async def _wait_for_room(self) -> None:
-        self._room.clear()
-        await self._room.wait()  # every group ends, and says so
 
     async def _pause_requests(self, refusal: str) -> None:
         pause_s = self.refused_pause.next_s()
@@ -207,7 +193,6 @@ class EnvironmentRun:
     # One group
 
     async def _work_on(self, lease: pb.Lease, payloads: Sequence[bytes]) -> None:
-        """Run the episodes of a lease, from the lease to the exchange's reply."""
         started_s = time.monotonic()
         wanted = wanted_by(lease, self.spec.async_grpo.max_trajectory_age_steps)
         tokens = LeasedTokens(self.engines, wanted, self.pace.note)
@@ -299,8 +284,6 @@ class LeasedJournal:
     def __init__(self, membership: Membership, run_id: str, group_id: int, attempt: int):
         self._membership, self._run_id = membership, run_id
         self._group_id, self._attempt = group_id, attempt
-        self.num_turns = self.num_tokens = 0
-        """Turns and sampled tokens that this lease has recorded."""
 
     async def turn(
         self, sample: int, life: int, index: int, arrays: TurnArrays, note: pb.TurnNote, last: bool
@@ -311,8 +294,6 @@ class LeasedJournal:
         )
         frames = [arrays.encode(), note.SerializeToString()]
         await self._record(pb.ExchangeRequest(run_id=self._run_id, turn=turn), frames)
-        self.num_turns += 1
-        self.num_tokens += len(arrays.token_ids)
 
     async def end(self, sample: int, life: int, reason: str, error: str, give_up: bool) -> None:
         """Record that a life of a sample has ended. Raises LeaseLost."""
@@ -393,12 +374,10 @@ class TurnPace:
         self._since_s = clock()
 
     def note(self, num_tokens: int) -> None:
-        """Count a sampled turn."""
         self._turns += 1
         self._tokens += num_tokens
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges since the last call."""
         now_s = self._clock()
         elapsed_s = max(now_s - self._since_s, 1e-6)
         turns, tokens = self._turns, self._tokens

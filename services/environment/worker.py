@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.bundle.imports import check_requirements
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.data.tokens import load_tokenizer
-from paceline.environment.episodes import GroupEpisodes
+from paceline.environment.episodes import run_episodes
 from paceline.environment.hosting.pool import UserCode
 from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, TokenSource
 from paceline.environment.setting import EpisodeSetting
@@ -26,7 +26,7 @@ from paceline.services.common.worker.assigned_run import AssignedRun, BundledSpe
 from paceline.services.common.worker.membership import Membership
 from paceline.services.environment.engines import Engines
 from paceline.services.environment.run import EnvironmentRun
-from paceline.services.environment.sessions.server import SessionServer
+from paceline.services.environment.session_server import SessionServer
 from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
 
@@ -63,7 +63,6 @@ class EnvironmentWorker:
         self.membership = Membership(coordinator, self._hello, self._on_directive, self._gauges)
 
     async def work(self) -> None:
-        """Work on the assigned run, until cancelled."""
         while True:
             self.assigned.changed.clear()
             assignment = self.assigned.assignment
@@ -75,7 +74,7 @@ class EnvironmentWorker:
             try:
                 await asyncio.wait((work, changed), return_when=asyncio.FIRST_COMPLETED)
                 if work.done() and not work.result():
-                    await self._pause(changed)
+                    await asyncio.wait((changed,), timeout=self._set_up_pause.next_s())
                 elif work.done():
                     await self.assigned.changed.wait()  # the run is over; the next directive is on its way
             finally:
@@ -98,7 +97,7 @@ class EnvironmentWorker:
                 await self.assigned.failed(assignment.run_id, error, self.membership.report)
                 return False
             self._run = run
-            opened.callback(self._drop_run)
+            opened.callback(setattr, self, "_run", None)
             self._set_up_pause.reset()
             await self.assigned.set_up()
             await self._report_ready()
@@ -135,19 +134,12 @@ class EnvironmentWorker:
             setting = EpisodeSetting.of(spec, tokenizer)
 
             def run_group(lease: EpisodeLease, tokens: TokenSource, journal: Journal) -> Awaitable[GroupRows]:
-                return GroupEpisodes(setting, lease, tokens, journal, code, sessions).run()
+                return run_episodes(setting, lease, tokens, journal, code, sessions)
 
             most = processes * spec.environment.parallel_calls
             yield EnvironmentRun(
                 spec, assignment.run_id, self.membership, engines, run_group, most, setting.counts
             )
-
-    async def _pause(self, changed: asyncio.Task[bool]) -> None:
-        """Wait until a set-up that has failed is tried again, or another run is assigned."""
-        await asyncio.wait((changed,), timeout=self._set_up_pause.next_s())
-
-    def _drop_run(self) -> None:
-        self._run = None
 
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
         match directive.WhichOneof("directive"):
@@ -157,12 +149,9 @@ class EnvironmentWorker:
                 before = self.assigned.assignment
                 if self.assigned.assign(directive.run):
                     self._set_up_pause.reset()
-                elif (
-                    before is not None and before.bundle != directive.run.bundle
-                ):  # as after `paceline resume`
-                    log.warning(
-                        "run %s goes on with another environment, which is loaded", directive.run.run_id
-                    )
+                elif before is not None and before.bundle != directive.run.bundle:
+                    # As after `paceline resume`.
+                    log.warning("run %s goes on with another environment, which is loaded", before.run_id)
                     self.assigned.assignment = directive.run
                     self.assigned.changed.set()
             case "idle":

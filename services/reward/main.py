@@ -81,11 +81,7 @@ def main(
     async def serve(stop: asyncio.Event) -> None:
         reachable = advertised_host(host, advertise_host, coordinator)
         worker = RewardWorker(
-            coordinator,
-            f"{name}-{uuid.uuid4().hex[:8]}",
-            processes,
-            functions_from=functions_from,
-            only=only,
+            coordinator, f"{name}-{uuid.uuid4().hex[:8]}", processes, functions_from=functions_from, only=only
         )
         server = GrpcServer(host, port, worker_guard(coordinator))
         servicer = RewardServicer(worker)

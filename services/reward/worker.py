@@ -140,10 +140,9 @@ class RewardWorker:
             )
         if why := refusal_of_files(spec, bundle, self._functions_from):
             raise Unreadable(f"this worker does not run the functions: {why}")
-        bundled = await asyncio.to_thread(
+        return await asyncio.to_thread(
             BundledSpec, spec, self._coordinator, bundle, "code", "include", allowed=self._functions_from
         )
-        return bundled
 
     async def _put_off(self, assignment: worker_pb2.RunAssignment, error: Exception) -> None:
         """Report why the run cannot be set up, and wait until the set-up is retried or another run is assigned."""
@@ -161,7 +160,6 @@ class RewardWorker:
         return self._spec.rewards if self._spec is not None else ()
 
     def stop(self) -> None:
-        """Take no further task."""
         self._stopping.set()
         self.assigned.changed.set()
 
@@ -221,7 +219,6 @@ class RewardWorker:
         arrays: bytes,
         texts: bytes,
     ) -> None:
-        """Score one task, from its text to the exchange's reply."""
         prompt_ids, completions = decode_result(arrays, texts)
         columns = json.loads(task.columns_json)
         state = columns.pop(TRAINER_STATE, None)
@@ -259,15 +256,7 @@ class RewardWorker:
                     extra = {name: inputs.all_values(values) for name, values in result.extra.items()}
                     score.extra_json = extra_json(extra)
         score.score_s = time.monotonic() - started_s
-        reply, _ = await self.membership.request(
-            pb.ExchangeRequest(run_id=run_id, score=score), [] if score.error else frames
-        )
-        if reply.status == pb.REPLY_STATUS_INVALID:
-            log.error("the score of group %d was refused: %s", task.group_id, reply.message)
-            refused = pb.ScoreResult(
-                group_id=task.group_id, attempt=task.attempt, digest=task.digest, error=reply.message
-            )
-            await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=refused))
+        await self._submit(run_id, score, [] if score.error else frames)
         self._scored += 1
         self._progress.note(
             lambda sums, s: (
@@ -279,13 +268,21 @@ class RewardWorker:
             work_s=score.score_s,
         )
 
+    async def _submit(self, run_id: str, score: pb.ScoreResult, frames: list[bytes]) -> None:
+        """Submit a score; where the exchange refuses it, submit why."""
+        reply, _ = await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=score), frames)
+        if reply.status == pb.REPLY_STATUS_INVALID:
+            log.error("the score of group %d was refused: %s", score.group_id, reply.message)
+            refused = pb.ScoreResult(
+                group_id=score.group_id, attempt=score.attempt, digest=score.digest, error=reply.message
+            )
+            await self.membership.request(pb.ExchangeRequest(run_id=run_id, score=refused))
+
     async def _turn_comes(self) -> bool:
         """Wait for a free process; return False when the worker has to stop before. After True the caller has to give
         it back."""
-        turn, stopping = (
-            asyncio.create_task(self._turns.acquire()),
-            asyncio.create_task(self._stopping.wait()),
-        )
+        turn = asyncio.create_task(self._turns.acquire())
+        stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait((turn, stopping), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -308,7 +305,6 @@ class RewardWorker:
     async def _run_functions(
         self, runner: RewardRunner, inputs: GroupInputs, state: Mapping[str, Any] | None
     ) -> RewardResult:
-        """Run the functions on a task that has a process, and free the process."""
         try:
             result = await runner.score(
                 inputs.prompts, inputs.completions, inputs.completion_ids, inputs.columns, state
@@ -320,7 +316,6 @@ class RewardWorker:
             self._turns.release()
 
     async def _ask_reference(self, prompt_ids: IntArray, completions: Sequence[Completion]) -> bytes:
-        """Return the payload frame of the reference's scores for a task that wants them."""
         assert self._reference is not None, "tasks are asked for by a worker that has set up the run"
         ids = [completion.token_ids for completion in completions]
         return encode_reference(await self._reference.score(prompt_ids, ids))
@@ -333,21 +328,14 @@ class RewardWorker:
                 before = self.assigned.assignment
                 if self.assigned.assign(directive.run):
                     self._set_up_pause.reset()
-                elif (
-                    before is not None and before.bundle != directive.run.bundle
-                ):  # as after `paceline resume`
+                # Both as after `paceline resume`.
+                elif before is not None and before.bundle != directive.run.bundle:
                     self.assigned.assignment = directive.run
-                    log.warning(
-                        "run %s goes on with other reward functions, which are loaded", directive.run.run_id
-                    )
+                    log.warning("run %s goes on with other reward functions, which are loaded", before.run_id)
                     self.assigned.changed.set()
-                elif (
-                    self._spec is not None and _code_of(self._spec) != self._code
-                ):  # as after `paceline resume`
-                    log.warning(
-                        "the reward functions of run %s were changed and are loaded anew",
-                        directive.run.run_id,
-                    )
+                elif self._spec is not None and _code_of(self._spec) != self._code:
+                    run_id = directive.run.run_id
+                    log.warning("the reward functions of run %s were changed and are loaded anew", run_id)
                     self.assigned.changed.set()
             case "idle":
                 await self.assigned.idle()

@@ -1,30 +1,39 @@
 """`RolloutService`: completions for any client of a rollout worker, and turns for the sessions of environment workers.
 
-Requests of external clients wait behind the gate that they share with the HTTP endpoint (`services/rollout/openai/gate.py`).
+Requests of external clients wait behind the gate that they share with the HTTP endpoint (`services/rollout/openai/server.py`).
 Requests with a `session` are the run's own work: they enter the engine as leases do. A client that cancels its call, or
 whose connection breaks, ends the sequences of the call. No token is lost by a drain: what was sampled by its deadline is
 answered with the finish reason `abort`, and another worker goes on from there (`GenerateRequest.begun_ids`).
 """
 
 from __future__ import annotations
-
-import asyncio
-import uuid
-from typing import TYPE_CHECKING, Any
-
-import grpc
-import numpy as np
-
-from paceline.chat.requests import MAX_CHOICES
 from paceline.data.tokens import encode_prompt
-from paceline.errors import Conflict, InvalidInput
-from paceline.groups import Completion, IntArray, Version, VersionSpan
-from paceline.rollout.engine import MAX_ID, MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
-from paceline.services.common.serving.grpc_server import ACCEPTED, with_status
+from paceline.errors import Conflict
+from paceline.errors import InvalidInput
+from paceline.groups import Completion
+from paceline.groups import IntArray
+from paceline.groups import Version
+from paceline.groups import VersionSpan
+from paceline.rollout.engine import GenerationRequest
+from paceline.rollout.engine import MAX_ID
+from paceline.rollout.engine import MAX_STOP_IDS
+from paceline.rollout.engine import SamplingParams
+from paceline.rollout.engine import sample_seed
+from paceline.services.common.serving.grpc_server import ACCEPTED
+from paceline.services.common.serving.grpc_server import with_status
+from paceline.services.openai.requests import MAX_CHOICES
 from paceline.services.rollout.gather import gather_or_cancel
 from paceline.services.rollout.openai.engine_requests import MAX_CHARS_PER_TOKEN
 from paceline.services.rollout.run import RolloutRun
-from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc
+from paceline.v1 import common_pb2
+from paceline.v1 import rollout_pb2
+from paceline.v1 import rollout_pb2_grpc
+from typing import Any
+from typing import TYPE_CHECKING
+import asyncio
+import grpc
+import numpy as np
+import uuid
 
 if TYPE_CHECKING:
     from paceline.services.rollout.worker import RolloutWorker

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.environment.agent_history import Asked, History, read_messages
+from paceline.environment.agent_session import Asked, History, read_messages
 from paceline.environment.protocols import SampledTurn
 from paceline.environment.rendering.protocol import Conversation
 from paceline.errors import InvalidInput

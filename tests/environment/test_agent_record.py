@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.environment.agent_history import Asked
-from paceline.environment.agent_session import TakenTurn, digest_of, left_out_of
-from paceline.environment.notes import digest
+from paceline.environment.agent_session import Asked, TakenTurn, digest_of, left_out_of
+from paceline.environment.life import digest
 from paceline.environment.protocols import AgentRequest, SampledTurn
 from paceline.environment.rendering.protocol import Conversation
 from paceline.v1 import exchange_pb2 as pb

@@ -24,20 +24,19 @@ from episode_world import (
     user,
 )
 
-from paceline.environment import agent_episode
+from paceline.environment import episodes
 from paceline.environment.hosting.classes import ClassFacts
-from paceline.environment.hosting.faults import EnvironmentFailed
-from paceline.environment.limits import Stopwatch
 from paceline.environment.protocols import (
     AgentAnswer,
     AgentRequest,
     AgentSession,
+    EnvironmentFailed,
     GroupRows,
     LeaseLost,
     SessionAddress,
     TurnRequest,
 )
-from paceline.environment.setting import EpisodeSetting
+from paceline.environment.setting import EpisodeSetting, Stopwatch
 from paceline.errors import Conflict, InvalidInput, PromptTooLong
 
 TOKENIZER = merged_tokenizer()
@@ -398,7 +397,7 @@ async def test_time_ends_a_program_that_hangs_and_not_one_that_waits_for_the_pol
         now["s"] += 7200.0
 
     world.source.before = slow
-    monkeypatch.setattr(agent_episode, "Stopwatch", lambda limit_s: Stopwatch(limit_s, lambda: now["s"]))
+    monkeypatch.setattr(episodes, "Stopwatch", lambda limit_s: Stopwatch(limit_s, lambda: now["s"]))
     rows = await world.run()
     assert now["s"] == 3 * 7200.0 > world.setting.environment.timeout_s
     assert rows.samples[0].ending == "done"

@@ -6,7 +6,7 @@ import pytest
 from episode_world import merged_tokenizer
 from tokenizer_kinds import tokenizer_of
 
-from paceline.environment.limits import Stopwatch, cut_to_tokens
+from paceline.environment.setting import Stopwatch, cut_to_tokens
 
 
 def test_only_the_seconds_of_user_code_count() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.reward.builtin.formats import exact_match
 from paceline.reward.calling import InvalidRewards, call_function, checked_rewards, fails_always, form_hint
-from paceline.reward.trainer_view import TrainerView
+from paceline.reward.trainer_view import CallView
 
 GROUP = {
     "prompts": ["1+1=", "1+1="],
@@ -89,11 +89,11 @@ def test_a_function_sees_the_training_and_logs_metrics_as_with_trl() -> None:
         log_metric("n" * 49, 1.0)
         return [trainer_state.global_step / trainer_state.max_steps + trainer_state.epoch] * len(completions)
 
-    view = TrainerView({"global_step": 3, "max_steps": 4, "epoch": 0.25})
+    view = CallView({"global_step": 3, "max_steps": 4, "epoch": 0.25})
     assert call_function(scheduled, GROUP, {}, asyncio.run, view) == [1.0, 1.0]
     assert view.metrics == {"length": (6.0, 3)}
     assert view.extra == {"extracted": GROUP["completions"]}
-    no_run = TrainerView()
+    no_run = CallView()
     assert no_run.arguments()["trainer_state"].global_step == 0
 
 

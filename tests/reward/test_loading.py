@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import InvalidInput
 from paceline.reward.builtin import BUILTIN_FUNCTIONS
-from paceline.reward.loading import load_function
+from paceline.reward.calling import load_function
 from paceline.user_code.loading import NeighbourFinder, describe_error
 from paceline.user_code.process import BOOT
 from paceline.user_code.surroundings import ROOT
@@ -136,7 +136,7 @@ def test_a_users_package_of_the_name_of_a_folder_of_ours_is_theirs(tmp_path: Pat
         tmp_path / "mine.py", "from services import WANTED\ndef f(completions): return [float(WANTED)]\n"
     )
     found, _, _ = BOOT.partition("importlib.import_module")
-    script = f"from paceline.reward.loading import load_function; print(load_function('{file}:f')(completions=['']))"
+    script = f"from paceline.reward.calling import load_function; print(load_function('{file}:f')(completions=['']))"
     command = [sys.executable, "-P", "-c", found + script, ROOT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[4.0]\n", done.stderr

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.apps.importers.import_spec import import_config, spec_text
-from paceline.reward.calling import call_function
-from paceline.reward.loading import load_function
+from paceline.reward.calling import call_function, load_function
 from paceline.spec import RunSpec
 from paceline.spec.reading import load_spec
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from paceline.reward.trainer_view import MAX_METRICS, CallView, TrainerView, checked_metrics, checked_usage
+from paceline.reward.trainer_view import MAX_METRICS, CallView, checked_metrics, checked_usage
 
 
 def test_what_is_logged_is_bounded_and_finite() -> None:
-    view = TrainerView()
+    view = CallView()
     log_metric = view.arguments()["log_metric"]
     for number in range(2 * MAX_METRICS):
         log_metric(f"n{number}", 1.0)
@@ -29,7 +29,7 @@ def test_metrics_of_a_reply_are_checked() -> None:
 def test_a_built_in_function_sees_how_many_processes_share_a_limit() -> None:
     assert CallView({"reward_workers": 3, "global_step": 5}, num_processes=4).num_processes == 12
     assert CallView({"reward_workers": "many"}, num_processes=4).num_processes == 4
-    state = TrainerView({"reward_workers": 3, "global_step": 5}).arguments()["trainer_state"]
+    state = CallView({"reward_workers": 3, "global_step": 5}).arguments()["trainer_state"]
     assert state.global_step == 5
     assert not hasattr(state, "reward_workers")
 

@@ -13,18 +13,18 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from paceline.environment.episodes import GroupEpisodes
+from paceline.environment.episodes import run_episodes
 from paceline.environment.hosting.classes import ClassFacts, facts_of
-from paceline.environment.hosting.faults import EnvironmentFailed
-from paceline.environment.hosting.values import (
+from paceline.environment.hosting.worker import (
+    accepted,
     decode_state,
     encode_state,
     step_of,
     text_of_reset,
     text_of_tool,
 )
-from paceline.environment.hosting.worker import accepted
 from paceline.environment.protocols import (
+    EnvironmentFailed,
     EpisodeLease,
     GroupRows,
     LeaseLost,
@@ -290,7 +290,7 @@ async def run_group(
 ) -> GroupRows:
     """Run a group's episodes on its journal."""
     journal = journal or MemoryJournal(dict(leased.journal))
-    return await GroupEpisodes(setting, leased, source, journal, code, sessions).run()
+    return await run_episodes(setting, leased, source, journal, code, sessions)
 
 
 def user(text: str) -> list[dict[str, str]]:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.reward.sandbox.choosing import make_sandbox
+from paceline.reward.sandbox.launching import descendants
 from paceline.reward.sandbox.protocol import Limits, Outcome, Sandbox
-from paceline.reward.sandbox.usage import descendants
 
 SECRET = "PACELINE-SECRET-7f3a"
 ESCAPED = "ESCAPED"

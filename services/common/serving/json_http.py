@@ -8,25 +8,36 @@ API send their key and Prometheus its credentials. On loopback it needs none, no
 """
 
 from __future__ import annotations
-
-import json
-from collections.abc import Callable
-from typing import Any
-
-import grpc
 from aiohttp import web
-
+from collections.abc import Callable
+from collections.abc import Sequence
 from paceline.calls.backoff import to_header
 from paceline.calls.connection import is_loopback
-from paceline.chat.api_errors import error_answer, error_body
 from paceline.chat.messages import Json
-from paceline.errors import USUAL_S, AccessDenied, Busy, InvalidInput, NotPermitted, PacelineError
-from paceline.rate_limited_log import RateLimitedLog, unforeseen
+from paceline.chat.messages import Unsupported
+from paceline.errors import AccessDenied
+from paceline.errors import Busy
+from paceline.errors import Conflict
+from paceline.errors import InvalidInput
+from paceline.errors import NotFound
+from paceline.errors import NotPermitted
+from paceline.errors import PacelineError
+from paceline.errors import USUAL_S
+from paceline.errors import Unavailable
+from paceline.rate_limited_log import RateLimitedLog
+from paceline.rate_limited_log import unforeseen
 from paceline.services.common.access.callers import Callers
 from paceline.services.common.access.rights import CallerRole
-from paceline.services.common.access.token_guard import Call, check_roles, status_of
-from paceline.services.common.serving.http_listener import MAX_BODY_BYTES, Handler, HttpListener
+from paceline.services.common.access.token_guard import Call
+from paceline.services.common.access.token_guard import check_roles
+from paceline.services.common.access.token_guard import status_of
+from paceline.services.common.serving.http_listener import Handler
+from paceline.services.common.serving.http_listener import HttpListener
+from paceline.services.common.serving.http_listener import MAX_BODY_BYTES
 from paceline.tls.folder import tls_folder
+from typing import Any
+import grpc
+import json
 
 SCHEME = "Bearer "
 MAX_TOKEN = 512
@@ -135,3 +146,30 @@ async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResp
     except Exception as error:  # any error is answered to its sender, and others are served on
         message = unforeseen.note(f"an HTTP {request.method}", error)
         return web.json_response(error_body(message, "server_error"), status=500)
+
+
+STATUS: Sequence[tuple[type[PacelineError], int, str, str | None]] = (
+    (Busy, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (AccessDenied, 401, "authentication_error", "invalid_api_key"),
+    (NotPermitted, 403, "permission_error", None),
+    (NotFound, 404, "invalid_request_error", "model_not_found"),
+    (InvalidInput, 400, "invalid_request_error", None),
+    (Conflict, 409, "conflict_error", None),
+    (Unavailable, 503, "service_unavailable_error", None),
+    (PacelineError, 500, "server_error", None),
+)
+"""Error, status, type and code; the first match wins."""
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> Json:
+    """Return the body of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_answer(error: PacelineError) -> tuple[int, Json]:
+    """Return status and body of an error that was raised on purpose."""
+    status, kind, code = next(
+        (status, kind, code) for error_type, status, kind, code in STATUS if isinstance(error, error_type)
+    )
+    param = error.field if isinstance(error, Unsupported) else "model" if status == 404 else None
+    return status, error_body(str(error), kind, param, code)

@@ -1,25 +1,29 @@
-"""From a request of the API to what the engine samples: token ids, parameters, and a sampler for each choice."""
+"""From a request of the API to what the engine samples: token ids, parameters, and a sampler for each choice.
+
+A call that `tool_choice` demands is begun in the prompt, in the words of the chat template: the model continues within the
+call and cannot do otherwise. These tokens are context, like the rest of the prompt.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from paceline.chat.answer_reader import AnswerReader
-from paceline.chat.completion_texts import opens_reasoning, special_tokens
-from paceline.chat.messages import Unsupported
-from paceline.chat.preparing import PreparedChat, prepare_chat
-from paceline.chat.rendering import ChatTemplate
-from paceline.chat.requests import GREEDY, Ask, ChatAsk, CompletionAsk
-from paceline.chat.token_route import TokenAsk
-from paceline.data.tokens import encode_prompt
+from paceline.chat.completion_texts import END_THINK, opens_reasoning, special_tokens
+from paceline.chat.messages import Json, Unsupported
+from paceline.chat.rendering import AnswerFormat, ChatTemplate
+from paceline.data.tokens import NO_KWARGS, encode_continuation, encode_prompt
 from paceline.errors import InvalidInput
 from paceline.groups import IntArray, Version
 from paceline.rollout.engine import MAX_ID, SamplingParams, sample_seed
+from paceline.services.openai.requests import GREEDY, Ask, ChatAsk, CompletionAsk, ToolChoice
+from paceline.services.openai.token_route import TokenAsk
 from paceline.services.rollout.openai.sampling import Sampler, Served
 
 MAX_CHARS_PER_TOKEN = 64
@@ -29,7 +33,6 @@ EngineAsk = ChatAsk | CompletionAsk | TokenAsk
 
 
 def num_prompts(ask: EngineAsk) -> int:
-    """Return the number of prompts of a request."""
     return len(ask.prompts()) if isinstance(ask, CompletionAsk) else 1
 
 
@@ -60,11 +63,10 @@ def samplers_of(served: Served, ask: EngineAsk, answer_id: str, pinned: Version 
 
 
 def _prompts(served: Served, ask: EngineAsk) -> tuple[Sequence[IntArray], Callable[[], AnswerReader]]:
-    """Return the prompts of a request, and what makes a reader of an answer to them."""
     match ask:
         case ChatAsk():
-            prepared = prepare(served, ask)
-            return [prepared.prompt_ids], prepared.reader
+            prompt_ids, reader = prepare(served, ask)
+            return [prompt_ids], reader
         case TokenAsk():
             return [encode_text(served, ask.token_ids)], AnswerReader
         case CompletionAsk():
@@ -87,7 +89,7 @@ def encode_text(served: Served, prompt: str | list[int]) -> IntArray:
     return encode_prompt(served.tokenizer, prompt, "never")
 
 
-def prepare(served: Served, ask: ChatAsk) -> PreparedChat:
+def prepare(served: Served, ask: ChatAsk) -> tuple[IntArray, Callable[[], AnswerReader]]:
     """Return a chat made ready, with the run's arguments of the template and its way to write calls.
 
     Raises InvalidInput for a text that no sequence could hold, and as `prepare_chat` does.
@@ -129,3 +131,63 @@ def sampling_params(ask: Ask, default: SamplingParams, limit: int) -> SamplingPa
         min_p=default.min_p if ask.min_p is None else ask.min_p,
         repetition_penalty=ask.repetition_penalty or default.repetition_penalty,
     )
+
+
+NO_CALLS = AnswerFormat("none", False)
+
+
+def prepare_chat(
+    ask: ChatAsk, template: ChatTemplate, run_kwargs: Mapping[str, Any] = NO_KWARGS, call_format: str = "auto"
+) -> tuple[IntArray, Callable[[], AnswerReader]]:
+    """Return the [P] tokens of a request, opened for the answer, and what makes a reader of an answer: `run_kwargs` are the run's arguments of the template, which those of the request replace,
+    `call_format` is how the run's model writes calls (`auto`: as its template does).
+
+    Raises Unsupported for what the template does not render, for tools whose calls could not be read, and for a call that
+    cannot be demanded; InvalidInput for what the template refuses.
+    """
+    kwargs = {
+        **run_kwargs,
+        **(ask.chat_template_kwargs or {}),
+        **template.effort_kwargs(ask.reasoning_effort),
+    }
+    tools, choice = ask.tools or [], ask.tool_choice
+    written = template.answer_format
+    calls = written.calls if call_format == "auto" else call_format
+    messages = ask.rendered()
+    prompt_ids = template.encode(messages, [] if choice.kind == "none" else tools, kwargs)
+    if choice.kind == "none":
+        calls = "none"
+    elif calls == "none" and call_format == "auto":
+        raise Unsupported(
+            "tools are given, but the chat template of this model writes calls in a form that is not known here, so none could "
+            "be read from its answers (known: <tool_call> marks, and a call as the whole text); set environment.tool_parser",
+            "tools",
+        )
+    reasons = written.reasons and ask.separate_reasoning is not False
+    opens = template.opens_reasoning(prompt_ids, messages)
+    begun = ""
+    if choice.kind in ("required", "function"):
+        begun = _begun_call(choice, tools, written if calls == written.calls else NO_CALLS)
+        text = f"\n{END_THINK}\n\n{begun}" if opens else begun
+        ids = encode_continuation(template.tokenizer, prompt_ids, text)
+        prompt_ids, opens = np.concatenate([prompt_ids, ids]), False
+
+    def reader() -> AnswerReader:
+        most = 1 if ask.parallel_tool_calls is False else None
+        made = AnswerReader(calls, reasons, opens and reasons, tools, most)  # type: ignore[arg-type]  # the spec allows no other
+        made.push(begun)
+        return made
+
+    return prompt_ids, reader
+
+
+def _begun_call(choice: ToolChoice, tools: Sequence[Json], written: AnswerFormat) -> str:
+    """Return the beginning of a demanded call, up to where the model has a choice."""
+    if not written.opening:
+        raise Unsupported(
+            f"tool_choice is {choice.kind!r}, but the chat template of this model writes calls in a form that is not known "
+            "here, so none can be begun; take 'auto'",
+            "tool_choice",
+        )
+    name = choice.name or (tools[0]["function"]["name"] if len(tools) == 1 else "")
+    return written.opening + name + (written.after_name if name else "")

@@ -6,22 +6,85 @@ request may outlive its version; then it ends with VersionGone and none of its t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.chat.answer_reader import AnswerPart, AnswerReader, calls_of, content_of, joined
-from paceline.chat.choices import Choice, Delta, Echo, cut_spans, model_name
+from paceline.chat.answer_reader import AnswerPart, AnswerReader, begun_chars, calls_of, content_of, joined
 from paceline.chat.completion_texts import completion_text, text_of
-from paceline.chat.text_stream import TextStream
 from paceline.errors import NotFound, Unavailable
 from paceline.groups import Completion, IntArray, Version
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.stop_strings import StopStrings, cut
+from paceline.services.openai.frames import Choice, Delta, Echo, cut_spans, model_name
 from paceline.spec import RunSpec
+
+UNFINISHED = "\ufffd"
+"""Character that a decoder writes for bytes that are no character (yet)."""
+
+
+class TextStream:
+    """The text of one completion. `decode` turns token ids into text; `stop` are strings that end it.
+
+    The promise: the joined results of `push` and `finish` are the text of all tokens decoded at once, cut before the first
+    stop string, and no returned text changes later. So text is held back while it may be the beginning of a stop string or
+    of a character whose other bytes are still to come.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = ()) -> None:
+        self.stopped = False
+        """True when a stop string was met; later tokens are ignored."""
+        self.num_tokens = 0
+        """Number of tokens taken, including those that completed the stop string."""
+        self._decode = decode
+        self._stop = stop
+        self._window: list[int] = []
+        self._read = 0
+        self._held = ""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Take tokens and return the text that is certain by now."""
+        out = ""
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            self.num_tokens += 1
+            self._window.append(token_id)
+            out += self._release(self._new_text())
+        return out
+
+    def finish(self) -> str:
+        """Return the rest of the text, because no more tokens will come."""
+        if self.stopped:
+            return ""
+        out = self._release(self._decode(self._window)[len(self._decode(self._window[: self._read])) :])
+        if not self.stopped:
+            out, self._held = out + self._held, ""
+        return out
+
+    def _new_text(self) -> str:
+        """Return the text of the last token. It is decoded with the tokens before it, because a decoder may join
+        neighbours."""
+        before, now = self._decode(self._window[: self._read]), self._decode(self._window)
+        if len(now) <= len(before) or now.endswith(UNFINISHED):
+            return ""
+        self._window, self._read = self._window[self._read :], len(self._window) - self._read
+        return now[len(before) :]
+
+    def _release(self, new: str) -> str:
+        """Return the held text with `new`, up to a stop string or to a possible beginning of one."""
+        text, self._held = self._held + new, ""
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            return text[: min(found)]
+        keep = max((begun_chars(text, stop) for stop in self._stop), default=0)
+        if keep:
+            text, self._held = text[:-keep], text[-keep:]
+        return text
 
 
 class Served(Protocol):
@@ -79,7 +142,8 @@ class Sampler:
         )
         completion = await self.served.generate_external(request)
         echo = await self._echo() if self.echo else None
-        self._refuse_other_versions(completion)
+        if self._gone(completion):
+            raise self._other_version()
         ended = completion.finish_reason == "stop"
         # The token that ends a completion is not part of its text, special or not.
         self._take(completion, len(completion.token_ids) - ended)
@@ -162,10 +226,6 @@ class Sampler:
         pinned = self.pinned
         return pinned is not None and any(span[:2] != tuple(pinned) for span in completion.spans)
 
-    def _refuse_other_versions(self, completion: Completion) -> None:
-        if self._gone(completion):
-            raise self._other_version()
-
     def _other_version(self) -> VersionGone:
         return VersionGone(
             f"the worker took new weights while it generated; it serves {served_names(self.served)} now. "
@@ -186,7 +246,6 @@ def resolve(served: Served, model: str) -> Version | None:
 
 
 def no_weights(served: Served) -> Unavailable:
-    """Return the error of a request before the first weights."""
     return Unavailable(f"the worker holds no weights of {served.run_id} yet; try again in a moment")
 
 

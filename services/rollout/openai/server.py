@@ -2,38 +2,103 @@
 
 Order of waiting: a request waits in the gate for room, then for the engine. A client that disconnects cancels its
 request, and with it the sequences in the engine. Nothing here reaches leases, token accounting or batches.
+
+Training comes first: leases enter the engine as they come, external requests through the gate, a few sequences at a time.
 """
 
 from __future__ import annotations
-
-import asyncio
-import logging
-import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
-
 from aiohttp import web
-
-from paceline.chat.answers import Answer
-from paceline.chat.choices import Choice, Delta, model_name
+from collections.abc import AsyncIterator
+from collections.abc import Awaitable
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import partial
 from paceline.chat.completion_texts import text_of
-from paceline.chat.frames import Event, Frame
-from paceline.chat.messages import Json, Unsupported
-from paceline.chat.requests import ChatAsk, CompletionAsk, read_ask
-from paceline.chat.response_frames import ResponseAnswer
-from paceline.chat.responses import fields_of_responses, read_responses_ask
-from paceline.chat.token_route import TokenAnswer, TokenAsk
-from paceline.errors import InvalidInput, PacelineError, Unavailable
+from paceline.chat.messages import Json
+from paceline.chat.messages import Unsupported
+from paceline.errors import Busy
+from paceline.errors import InvalidInput
+from paceline.errors import PacelineError
+from paceline.errors import Unavailable
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.access.callers import WorkerCallers
 from paceline.services.common.access.rights import COMPLETIONS
-from paceline.services.common.serving.json_http import HttpGuard, JsonListener, event_stream, send_event
+from paceline.services.common.serving.json_http import HttpGuard
+from paceline.services.common.serving.json_http import JsonListener
+from paceline.services.common.serving.json_http import event_stream
+from paceline.services.common.serving.json_http import send_event
+from paceline.services.openai.answers import Answer
+from paceline.services.openai.frames import Choice
+from paceline.services.openai.frames import Delta
+from paceline.services.openai.frames import Event
+from paceline.services.openai.frames import Frame
+from paceline.services.openai.frames import model_name
+from paceline.services.openai.requests import ChatAsk
+from paceline.services.openai.requests import CompletionAsk
+from paceline.services.openai.requests import read_ask
+from paceline.services.openai.responses import ResponseAnswer
+from paceline.services.openai.responses import fields_of_responses
+from paceline.services.openai.responses import read_responses_ask
+from paceline.services.openai.token_route import TokenAnswer
+from paceline.services.openai.token_route import TokenAsk
 from paceline.services.rollout.gather import gather_or_cancel
-from paceline.services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
-from paceline.services.rollout.openai.gate import Gate
-from paceline.services.rollout.openai.recording import FeedbackAsk, Recorder, rows_of
-from paceline.services.rollout.openai.sampling import Sampler, Served, decode_all, no_weights, resolve
+from paceline.services.rollout.openai.engine_requests import EngineAsk
+from paceline.services.rollout.openai.engine_requests import num_prompts
+from paceline.services.rollout.openai.engine_requests import samplers_of
+from paceline.services.rollout.openai.sampling import Sampler
+from paceline.services.rollout.openai.sampling import Served
+from paceline.services.rollout.openai.sampling import decode_all
+from paceline.services.rollout.openai.sampling import no_weights
+from paceline.services.rollout.openai.sampling import resolve
+from pydantic import BaseModel
+from pydantic import ConfigDict
+from pydantic import Field
+from typing import Annotated
+from typing import Any
+from typing import Protocol
+import asyncio
+import contextlib
+import logging
+import uuid
+
+SHARE = 8
+"""External requests get one in so many of the engine's places (at least one)."""
+
+QUEUE = 16
+"""Sequences that may run or wait, in multiples of the places."""
+
+
+class Gate:
+    """Places for external sequences in an engine that decodes `batch_size` at a time."""
+
+    def __init__(self, batch_size: int, share: int = SHARE, queue: int = QUEUE) -> None:
+        self.places = max(1, batch_size // share)
+        self.capacity = queue * self.places
+        self._taken = 0
+        self._free = asyncio.Semaphore(self.places)
+
+    @contextlib.contextmanager
+    def admitted(self, num_sequences: int) -> Iterator[None]:
+        """Reserve room for a request's sequences in the queue. Raises Busy when there is none now."""
+        if self._taken + num_sequences > self.capacity:
+            raise Busy(
+                f"{self._taken} sequences are under way or wait, at most {self.capacity} may; this request has "
+                f"{num_sequences}. Try again later, or ask another worker"
+            )
+        self._taken += num_sequences
+        try:
+            yield
+        finally:
+            self._taken -= num_sequences
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Hold one sequence's place in the engine, in the order of asking."""
+        async with self._free:
+            yield
+
 
 seldom = RateLimitedLog(logging.getLogger(__name__))
 
@@ -61,15 +126,14 @@ class Endpoint:
         router = self._listener.app.router
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{model:.+}", self._model)
-        router.add_post("/v1/chat/completions", self._chat)
-        router.add_post("/v1/completions", self._complete)
+        router.add_post("/v1/chat/completions", partial(self._complete, ChatAsk, "chatcmpl"))
+        router.add_post("/v1/completions", partial(self._complete, CompletionAsk, "cmpl"))
         router.add_post("/v1/responses", self._respond)
         router.add_post("/inference/v1/generate", self._generate)
         router.add_post("/v1/feedback", self._feedback)
 
     @property
     def scheme(self) -> str:
-        """Return `https` or `http`."""
         return self._listener.scheme
 
     async def start(self, host: str, port: int) -> int:
@@ -77,7 +141,6 @@ class Endpoint:
         return await self._listener.start(host, port)
 
     async def close(self) -> None:
-        """Take no more requests; answers under way are finished first."""
         await self._listener.close()
 
     # Models
@@ -94,28 +157,13 @@ class Endpoint:
 
     # Completions
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete_as(ChatAsk, "chatcmpl", request)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete_as(CompletionAsk, "cmpl", request)
-
-    async def _complete_as(
+    async def _complete(
         self, kind: type[ChatAsk] | type[CompletionAsk], prefix: str, request: web.Request
     ) -> web.StreamResponse:
         ask = read_ask(kind, await self._listener.body(request))
         served, answer_id = self._served(), f"{prefix}-{uuid.uuid4().hex}"
-        answer = Answer(
-            answer_id,
-            chat=kind is ChatAsk,
-            run_id=served.run_id,
-            at_first=_version(served),
-            logprobs=ask.wants_logprobs,
-            top_logprobs=isinstance(ask, CompletionAsk) and ask.logprobs == 1,
-            token_ids=bool(ask.return_token_ids),
-            include_usage=ask.include_usage,
-            decode=partial(text_of, served.tokenizer),
-        )
+        decode = partial(text_of, served.tokenizer)
+        answer = Answer(answer_id, ask, served.run_id, _version(served), decode)
         return await self._answer(request, served, ask, answer_id, answer)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
@@ -257,3 +305,49 @@ def _version(served: Served) -> Version:
     if served.engine.version is None:
         raise no_weights(served)
     return served.engine.version
+
+
+class FeedbackAsk(BaseModel):
+    """`POST /v1/feedback`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    completion_id: Annotated[str, Field(min_length=1, max_length=128)]
+    """`id` of the answer."""
+    index: Annotated[int, Field(ge=0)] = 0
+    """Index of the choice in the answer."""
+    score: Annotated[float, Field(allow_inf_nan=False)]
+    """The completion's reward, such as 1 for good and 0 for bad."""
+
+
+class Recorder(Protocol):
+    """What keeps answered requests."""
+
+    async def record(self, answer_id: str, rows: Sequence[Json]) -> None:
+        """Keep the choices of an answer, before it is sent. Raises nothing: an answer is sent all the same."""
+
+    async def rate(self, feedback: FeedbackAsk) -> Json:
+        """Keep feedback, and return the answer to it. Raises NotFound, Conflict, Unavailable."""
+
+
+def rows_of(served: Served, ask: EngineAsk, choices: Sequence[Choice]) -> list[Json]:
+    """Return prompt, completion and finish reason of each choice; a prompt of token ids as text."""
+    return [
+        {
+            "prompt": _prompt(served, ask, choice),
+            "completion": choice.text,
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in choices
+    ]
+
+
+def _prompt(served: Served, ask: EngineAsk, choice: Choice) -> Any:
+    match ask:
+        case ChatAsk():
+            return ask.rendered()
+        case CompletionAsk():
+            prompt = ask.prompts()[choice.index // (ask.n or 1)]
+            if isinstance(prompt, str):
+                return prompt
+    return served.tokenizer.decode(choice.prompt_ids.tolist(), skip_special_tokens=False)

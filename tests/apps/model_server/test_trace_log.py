@@ -15,7 +15,7 @@ from paceline.data.traces import Trace, TraceKeys, read_trace
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import KEY_VARIABLE, StorageKey
 from paceline.errors import Conflict, NotFound, Unavailable
-from paceline.services.rollout.openai.recording import FeedbackAsk
+from paceline.services.rollout.openai.server import FeedbackAsk
 
 ROW = {"prompt": [{"role": "user", "content": "1+1="}], "completion": "2", "finish_reason": "stop"}
 

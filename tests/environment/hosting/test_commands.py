@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from paceline.environment.hosting.commands import run_command
-from paceline.environment.hosting.faults import EnvironmentFailed, EnvironmentLost
+from paceline.environment.protocols import EnvironmentFailed, EnvironmentLost
 from paceline.errors import InvalidInput
 from paceline.user_code.box import why_no_isolation
 from paceline.user_code.surroundings import VARIABLE, Isolation

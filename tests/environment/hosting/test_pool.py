@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.environment.hosting.faults import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
 from paceline.environment.hosting.pool import SampleDeaths, UserCode
+from paceline.environment.protocols import EnvironmentFailed, EnvironmentLost, ServiceAway, TimeIsUp
 from paceline.errors import InvalidInput, Unreadable
 from paceline.spec.sections.user_code import EnvironmentSection
 

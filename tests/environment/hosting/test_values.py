@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.environment.hosting.values import (
+from paceline.environment.hosting.worker import (
     InvalidValue,
     Step,
     decode_state,

@@ -7,8 +7,7 @@ import pytest
 from tokenizer_kinds import KINDS, tokenizer_of
 
 from paceline.environment.protocols import SampledTurn
-from paceline.environment.rendering.protocol import Conversation
-from paceline.environment.rendering.texts import TextRendering
+from paceline.environment.rendering.protocol import Conversation, TextRendering
 
 
 @pytest.mark.parametrize("text", ["42", " 42\n", "\nThe answer: no"])

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from chat_templates import HERMES, character_tokenizer
 
-from paceline.chat.requests import ChatAsk, read_ask
 from paceline.data.tokens import render_chat
 from paceline.errors import InvalidInput
 from paceline.learner.batch.encoding import ExampleEncoder
 from paceline.learner.objectives.dpo import Dpo
 from paceline.learner.objectives.sft import Sft
+from paceline.services.openai.requests import ChatAsk, read_ask
 from paceline.spec import RunSpec
 
 TEMPLATE = (

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.chat.answer_reader import AnswerReader, calls_of, read_answer
 from paceline.chat.call_formats import MalformedCall, NoCall, ToolCall, read_json_calls, read_marked_call
-from paceline.chat.template_probes import Probe
+from paceline.chat.rendering import Probe
 from paceline.data.messages import read_message
 from paceline.data.tokens import NO_KWARGS
 

@@ -20,11 +20,10 @@ from paceline.chat.completion_texts import (
     special_tokens,
     text_of,
 )
-from paceline.chat.rendering import ChatTemplate
-from paceline.chat.template_probes import AnswerFormat
-from paceline.chat.text_stream import TextStream
+from paceline.chat.rendering import AnswerFormat, ChatTemplate
 from paceline.groups import Completion
 from paceline.rollout.stop_strings import StopStrings
+from paceline.services.rollout.openai.sampling import TextStream
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
 HEADERS = (

@@ -11,7 +11,6 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments":
 
 def rendered(message: Any) -> dict[str, Any]:
     read = Message.model_validate(message)
-    read.check()
     return read.rendered()
 
 

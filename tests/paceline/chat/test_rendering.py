@@ -6,10 +6,10 @@ import chat_templates
 import pytest
 
 from paceline.chat.messages import Message, Unsupported
-from paceline.chat.rendering import ChatTemplate
-from paceline.chat.template_probes import AnswerFormat
-from paceline.chat.tools import NONE
+from paceline.chat.rendering import AnswerFormat, ChatTemplate
 from paceline.errors import InvalidInput
+from paceline.services.openai.requests import ChatAsk, read_ask
+from paceline.services.rollout.openai.engine_requests import prepare_chat
 
 TOOL = {
     "type": "function",
@@ -136,7 +136,9 @@ def test_tools_are_refused_by_a_template_without_them_and_left_out_when_no_call_
         text(template(chat_templates.PLAIN), USER, tools=[TOOL])
     assert refused.value.field == "tools"
     chat = template(chat_templates.HERMES)
-    assert text(chat, USER, tools=[TOOL], choice=NONE) == text(chat, USER)
+    body = {"model": "", "messages": [USER], "tools": [TOOL], "tool_choice": "none"}
+    prompt_ids, _ = prepare_chat(read_ask(ChatAsk, body), chat)
+    assert chat.tokenizer.decode(prompt_ids) == text(chat, USER)
 
 
 @pytest.mark.parametrize(

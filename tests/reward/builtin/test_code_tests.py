@@ -13,7 +13,7 @@ from sandbox_attacks import ATTACKS, PRELUDE, surroundings
 
 from paceline.errors import InvalidInput
 from paceline.reward.builtin.code_tests import code_settings, code_tests
-from paceline.reward.loading import load_function
+from paceline.reward.calling import load_function
 from paceline.reward.results import RewardResult
 from paceline.reward.runner import RewardRunner
 from paceline.reward.sandbox import choosing

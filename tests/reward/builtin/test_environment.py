@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.reward.builtin.environment import environment
+from paceline.reward.builtin.formats import environment
 from paceline.reward.builtin.inputs import MissingColumn
 
 

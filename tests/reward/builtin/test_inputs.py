@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from paceline.reward.builtin.choices import choice_accuracy
-from paceline.reward.builtin.formats import exact_match, format_regex, think_answer_format
+from paceline.reward.builtin.formats import exact_match, format_regex, refusal, think_answer_format
 from paceline.reward.builtin.inputs import answer_text, completion_text
 from paceline.reward.builtin.mathematics import math_accuracy
-from paceline.reward.builtin.refusals import refusal
 from paceline.reward.code.extraction import program_of, with_prompt
 
 CODE = "```python\nx = {}\n```"

@@ -13,9 +13,9 @@ from judge_server import JudgeServer, by_body, drops, says, status
 
 from paceline.errors import InvalidInput, Unreadable
 from paceline.reward.builtin import judges
+from paceline.reward.calling import load_function
 from paceline.reward.endpoints.client import EndpointUnavailable
 from paceline.reward.judging.asking import NoVerdict
-from paceline.reward.loading import load_function
 from paceline.reward.runner import RewardRunner
 from paceline.reward.trainer_view import CallView
 from paceline.spec import RewardFunctionSection

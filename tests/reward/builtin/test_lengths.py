@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.reward.builtin.lengths import length, soft_overlong
+from paceline.reward.builtin.formats import length, soft_overlong
 
 
 def ids(*lengths: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.reward.builtin.refusals import is_refusal, refusal
+from paceline.reward.builtin.formats import is_refusal, refusal
 
 
 @pytest.mark.parametrize(

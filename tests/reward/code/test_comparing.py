@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.reward.code.comparing import Compare, equal_outputs
+from paceline.reward.code.cases import Compare, equal_outputs
 
 
 @pytest.mark.parametrize(

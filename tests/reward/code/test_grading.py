@@ -12,8 +12,7 @@ import pytest
 from paceline.reward.builtin.code_tests import code_settings
 from paceline.reward.code import harness
 from paceline.reward.code.cases import read_cases
-from paceline.reward.code.grading import grade
-from paceline.reward.code.results import CaseResult
+from paceline.reward.code.grading import CaseResult, grade
 from paceline.reward.sandbox import Sandbox
 
 ADD = "def add(a, b):\n    return a + b\n"

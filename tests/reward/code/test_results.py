@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.reward.code.results import CaseResult, describe, reward_of
+from paceline.reward.code.grading import CaseResult, describe, reward_of
 
 RESULTS = [
     CaseResult("passed", 0.1),

@@ -15,8 +15,7 @@ from paceline.reward.endpoints.cache import AnswerCache
 from paceline.reward.endpoints.client import Endpoint, EndpointUnavailable, RequestRefused
 from paceline.reward.judging import asking
 from paceline.reward.judging.asking import Panel, deadline_of
-from paceline.reward.judging.prompts import messages
-from paceline.reward.judging.settings import ScoreSettings
+from paceline.reward.judging.settings import ScoreSettings, messages
 from paceline.reward.judging.verdicts import Verdict, score_verdict
 
 SCHEMA = {"score": {"type": "number"}}

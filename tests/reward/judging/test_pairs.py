@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from paceline.reward.judging.pairs import PRIOR, balanced_pairs, bradley_terry, win_rates
+from paceline.reward.judging.verdicts import PRIOR, balanced_pairs, bradley_terry, win_rates
 
 
 @pytest.mark.parametrize("num", [0, 1, 2, 3, 4, 7, 8])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.reward.judging.prompts import as_text, fill
+from paceline.reward.judging.settings import as_text, fill
 from paceline.spec.templates import placeholders
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from paceline.reward.models.batching import passes
+from paceline.reward.models.scorer import passes
 
 
 def test_texts_of_similar_length_share_a_pass() -> None:

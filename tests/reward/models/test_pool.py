@@ -73,11 +73,11 @@ async def test_several_models_beside_functions_score_groups_at_one_time(tmp_path
 async def test_a_model_that_is_killed_fails_its_group_and_is_started_again(tmp_path: Path) -> None:
     async with RewardRunner([section(save_classifier(tmp_path))]) as runner:
         (process,) = runner._models._processes
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
+        assert process.shared.pid is not None
+        os.kill(process.shared.pid, signal.SIGSTOP)
         scoring = asyncio.create_task(score(runner, ["2"]))
         await asyncio.wait({scoring}, timeout=0.5)
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process.shared.pid, signal.SIGKILL)
         result = await asyncio.wait_for(scoring, 60)
         assert result.failure is not None
         assert result.failure.kind == "killed"
@@ -90,12 +90,12 @@ async def test_a_model_that_hangs_is_killed_at_the_time_limit(tmp_path: Path) ->
     function = section(save_classifier(tmp_path)).model_copy(update={"timeout_s": 1.0})
     async with RewardRunner([function]) as runner:
         (process,) = runner._models._processes
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
+        assert process.shared.pid is not None
+        os.kill(process.shared.pid, signal.SIGSTOP)
         result = await score(runner, ["2"])
         assert result.failure is not None
         assert result.failure.kind == "timeout"
-        assert not process.usable
+        assert not process.shared.usable
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.reward.models.rewards import extra_of, reduced, rewards_of
-from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
+from paceline.reward.models.settings import ModelSettings, ProcessModelSettings, extra_of, reduced, rewards_of
 
 
 def test_scale_and_offset() -> None:

@@ -12,9 +12,8 @@ from reward_models import MAX_TOKENS, save_classifier
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from paceline.errors import InvalidInput, Unreadable
-from paceline.reward.models.scorer import load_scorer
+from paceline.reward.models.scorer import load_scorer, steps_of
 from paceline.reward.models.settings import ModelSettings, ProcessModelSettings
-from paceline.reward.models.texts import steps_of
 
 PROMPTS = ["1+1=", "12+34=", "7+8=", "1+1=", "99+99="]
 COMPLETIONS = ["2", "640", "", "2" * 40, "891"]
@@ -81,7 +80,7 @@ def test_a_text_beyond_the_models_length_has_no_score(tmp_path: Path) -> None:
 def test_a_score_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     save_classifier(tmp_path)
     scorer = load_scorer(ModelSettings(path=str(tmp_path)))
-    scorer._loaded.model.score.weight.data.fill_(float("nan"))
+    scorer._model.score.weight.data.fill_(float("nan"))
     with pytest.raises(InvalidInput, match="not finite"):
         scorer.scores([scorer.encode("1", "2")])
 

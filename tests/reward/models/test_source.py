@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import InvalidInput, Unreadable
 from paceline.files.storage import Folder
-from paceline.reward.models.source import fetched, located
+from paceline.reward.models.scorer import fetched, located
 
 
 def test_the_newest_export_by_step(tmp_path: Path) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from paceline.reward.sandbox import choosing, make_sandbox
-from paceline.reward.sandbox.choosing import AUTO, probe
+from paceline.reward.sandbox.choosing import AUTO, MEANS, describe_kernel, probe, report
 from paceline.reward.sandbox.protocol import SandboxFailed
 from paceline.reward.sandbox.readable import Readable
-from paceline.reward.sandbox.report import MEANS, describe_kernel, report
 
 
 def test_each_backend_holds_or_has_a_reason() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.groups import Version
-from paceline.services.environment.engine_list import EngineList, Wanted
+from paceline.services.environment.engines import EngineList, Wanted
 from paceline.v1 import worker_pb2
 
 ANY = Wanted()

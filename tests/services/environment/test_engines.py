@@ -16,8 +16,14 @@ from paceline.errors import Conflict, InvalidInput
 from paceline.groups import Version, VersionSpan
 from paceline.services.common.serving.grpc_server import ACCEPTED, GrpcServer, with_status
 from paceline.services.environment import engines as module
-from paceline.services.environment.engine_list import Wanted
-from paceline.services.environment.engines import MAX_BREAKS, Engines, EnginesEnd, LeasedTokens, PinLost
+from paceline.services.environment.engines import (
+    MAX_BREAKS,
+    Engines,
+    EnginesEnd,
+    LeasedTokens,
+    PinLost,
+    Wanted,
+)
 from paceline.v1 import rollout_pb2, rollout_pb2_grpc, worker_pb2
 
 PATIENCE_S = 60.0

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.errors import WireError
 from paceline.groups import Version, VersionSpan
-from paceline.services.environment.engine_list import Wanted
+from paceline.services.environment.engines import Wanted
 from paceline.services.environment.run import read_lease, wanted_by
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import TurnArrays

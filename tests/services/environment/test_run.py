@@ -14,7 +14,7 @@ import pytest_asyncio
 from exchange_drivers import make_spec
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.environment.counts import EpisodeCounts
+from paceline.environment.life import EpisodeCounts
 from paceline.environment.protocols import EpisodeLease, GroupRows, Journal, LeaseLost, TokenSource
 from paceline.errors import InvalidInput, PromptTooLong
 from paceline.groups import Completion, Group, Rows, Turn, VersionSpan

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.reward.loading import load_function
+from paceline.reward.calling import load_function
 from paceline.services.local.function_source import named_function
 
 SCRIPT = '''

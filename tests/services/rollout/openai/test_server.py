@@ -19,11 +19,11 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from paceline.chat.requests import ChatAsk, CompletionAsk
 from paceline.errors import InvalidInput
 from paceline.groups import Version
 from paceline.rate_limited_log import unforeseen
 from paceline.rollout.engine import GenerationRequest, SamplingParams
+from paceline.services.openai.requests import ChatAsk, CompletionAsk
 from paceline.services.rollout.openai.server import Endpoint
 
 SECOND = Version(1, 5)

@@ -8,52 +8,45 @@ where the text that reward functions read is not its content alone: with reasoni
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from paceline.chat.answer_reader import AnswerPart, TextPart
-from paceline.chat.api_errors import error_answer
 from paceline.chat.call_formats import ToolCall
-from paceline.chat.choices import Choice, Delta, Echo, model_name, version_name
-from paceline.chat.frames import Event, ranges, usage
 from paceline.chat.messages import Json
-from paceline.errors import PacelineError
 from paceline.groups import Version, VersionSpan
+from paceline.services.openai.frames import (
+    Choice,
+    Delta,
+    Echo,
+    Event,
+    Frame,
+    model_name,
+    ranges,
+    usage,
+    version_name,
+)
+from paceline.services.openai.requests import ChatAsk, CompletionAsk
 
 
-class Answer:
-    """The `Frame` of a completion, which `answer_id` names. `decode` turns token ids into text, `at_first` is the version
-    when the request came."""
-
-    ends_with_mark = True
+class Answer(Frame):
+    """A completion. `decode` turns token ids into text."""
 
     def __init__(
         self,
         answer_id: str,
-        *,
-        chat: bool,
+        ask: ChatAsk | CompletionAsk,
         run_id: str,
         at_first: Version,
-        logprobs: bool,
-        token_ids: bool,
-        top_logprobs: bool = False,
-        include_usage: bool,
         decode: Callable[[list[int]], str],
     ) -> None:
-        self._id = answer_id
-        self._chat = chat
-        self._run_id = run_id
-        self._at_first = at_first
-        self._logprobs = logprobs
-        self._token_ids = token_ids
-        self._top_logprobs = top_logprobs
-        self._include_usage = include_usage
-        self._decode = decode
-        self._created_s = int(time.time())
+        super().__init__(answer_id, run_id, at_first)
+        self._chat = isinstance(ask, ChatAsk)
+        self._logprobs, self._token_ids = ask.wants_logprobs, bool(ask.return_token_ids)
+        self._top_logprobs = isinstance(ask, CompletionAsk) and ask.logprobs == 1
+        self._include_usage, self._decode = ask.include_usage, decode
         self._versions: set[tuple[int, int]] = set()
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """See `Frame`."""
         entries = []
         for choice in choices:
             self._note(choice.spans)
@@ -82,7 +75,6 @@ class Answer:
         ]
 
     def add(self, delta: Delta) -> list[Event]:
-        """See `Frame`."""
         self._note(delta.spans)
         content: Json = {"delta": self._delta(delta)} if self._chat else {"text": _content(delta.parts)}
         return [self._event(self._choice(delta, content, delta.offset, None))]
@@ -100,10 +92,6 @@ class Answer:
         if not self._include_usage:
             return []
         return [Event(self._frame(self._chunk_kind, []) | {"usage": usage(choices)})]
-
-    def fail(self, error: PacelineError) -> list[Event]:
-        """See `Frame`."""
-        return [Event(error_answer(error)[1])]
 
     def _event(self, choice: Json) -> Event:
         return Event(self._frame(self._chunk_kind, [choice]))

@@ -9,9 +9,7 @@ are refused; and none ends the service.
 Order of waiting: a request waits for its session's turn, which waits for a rollout worker and for the journal. The end of a
 session cancels its requests.
 
-A recorded turn as a choice of the API, for the shapes that the public endpoint has too (`paceline/chat`).
-
-A turn is recorded before it is answered, so a stream has the whole answer in few events.
+A turn is recorded before it is answered, so a stream has the whole answer in few events, in the shapes of the public endpoint.
 """
 
 from __future__ import annotations
@@ -29,21 +27,19 @@ import xxhash
 from aiohttp import web
 
 from paceline.chat.answer_reader import AnswerPart, TextPart
-from paceline.chat.answers import Answer
 from paceline.chat.call_formats import ToolCall
-from paceline.chat.choices import Choice, Delta
-from paceline.chat.frames import Event, Frame
 from paceline.chat.messages import Json, Unsupported
 from paceline.chat.rendering import ChatTemplate
-from paceline.chat.requests import Ask, ChatAsk, read_ask
-from paceline.chat.response_frames import ResponseAnswer
-from paceline.chat.responses import fields_of_responses, read_responses_ask
-from paceline.chat.token_route import TokenAnswer, TokenAsk
 from paceline.environment.protocols import AgentAnswer, AgentRequest, AgentSession, LeaseLost, SessionAddress
 from paceline.errors import Conflict, NotFound
 from paceline.groups import Version
 from paceline.rate_limited_log import RateLimitedLog
 from paceline.services.common.serving.json_http import JsonListener, event_stream, send_event
+from paceline.services.openai.answers import Answer
+from paceline.services.openai.frames import Choice, Delta, Event, Frame
+from paceline.services.openai.requests import Ask, ChatAsk, read_ask
+from paceline.services.openai.responses import ResponseAnswer, fields_of_responses, read_responses_ask
+from paceline.services.openai.token_route import TokenAnswer, TokenAsk
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
@@ -120,16 +116,8 @@ class SessionServer:
         opened, body = self._session(request), await self._listener.body(request)
         ask = read_ask(ChatAsk, body)
         answer = await self._answer(opened, await self._chat_request(request, ask, body["messages"]))
-        frame = Answer(
-            f"chatcmpl-{uuid.uuid4().hex}",
-            chat=True,
-            run_id=self._run_id,
-            at_first=_newest(answer),
-            logprobs=ask.wants_logprobs,
-            token_ids=bool(ask.return_token_ids),
-            include_usage=ask.include_usage,
-            decode=self._tokenizer.decode,
-        )
+        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+        frame = Answer(answer_id, ask, self._run_id, _newest(answer), self._tokenizer.decode)
         return await _shaped(request, frame, answer, stream=bool(ask.stream))
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
@@ -261,7 +249,6 @@ async def _shaped(
 
 
 async def _identity(request: web.Request) -> Json:
-    """Return what tells a repeated request from a new one."""
     try:
         retry_count = int(request.headers.get("x-stainless-retry-count", "0"))
     except ValueError:
@@ -271,7 +258,6 @@ async def _identity(request: web.Request) -> Json:
 
 
 def choice_of(answer: AgentAnswer) -> Choice:
-    """Return the answer's only choice."""
     turn = answer.turn
     return Choice(
         0,

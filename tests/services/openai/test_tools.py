@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from paceline.chat.messages import Unsupported
-from paceline.chat.tools import AUTO, MAX_TOOLS, NONE, REQUIRED, Choice, read_choice, read_tools
+from paceline.services.openai.requests import (
+    AUTO,
+    MAX_TOOLS,
+    NONE,
+    REQUIRED,
+    ToolChoice,
+    read_choice,
+    read_tools,
+)
 
 
 def tool(name: Any, **more: Any) -> dict[str, Any]:
@@ -44,8 +52,10 @@ def test_a_choice_needs_tools_and_names_one_of_them() -> None:
     assert read_choice(None, tools) == read_choice("auto", tools) == AUTO
     assert read_choice(None, []) == read_choice("auto", []) == read_choice("none", tools) == NONE
     assert read_choice("required", tools) == REQUIRED
-    assert read_choice({"type": "function", "function": {"name": "add"}}, tools) == Choice("function", "add")
-    assert read_choice({"type": "function", "name": "add"}, tools) == Choice("function", "add")
+    assert read_choice({"type": "function", "function": {"name": "add"}}, tools) == ToolChoice(
+        "function", "add"
+    )
+    assert read_choice({"type": "function", "name": "add"}, tools) == ToolChoice("function", "add")
     for choice, given in (
         ("required", []),
         ("any", tools),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.chat.text_stream import TextStream
+from paceline.services.rollout.openai.sampling import TextStream
 
 
 def decode(ids: list[int]) -> str:

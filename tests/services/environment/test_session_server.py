@@ -18,7 +18,7 @@ from tiny_chat import make_chat_tokenizer
 from paceline.environment.protocols import AgentAnswer, AgentRequest, LeaseLost, SampledTurn, SessionAddress
 from paceline.errors import Conflict, InvalidInput
 from paceline.groups import VersionSpan
-from paceline.services.environment.sessions.server import SessionServer
+from paceline.services.environment.session_server import SessionServer
 
 PATIENCE_S = 60.0
 MESSAGES: Any = [{"role": "user", "content": "1+1"}]

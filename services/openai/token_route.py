@@ -6,19 +6,15 @@ The request is `{model, token_ids, sampling_params}`; each token of the answer h
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from paceline.chat.api_errors import error_answer
-from paceline.chat.choices import Choice, Delta, model_name
-from paceline.chat.frames import Event, ranges, usage
 from paceline.chat.messages import Json, Unsupported
-from paceline.chat.requests import Ask, Ids
-from paceline.errors import PacelineError
 from paceline.groups import Version
+from paceline.services.openai.frames import Choice, Delta, Event, Frame, model_name, ranges, usage
+from paceline.services.openai.requests import Ask, Ids
 
 NOT_IN_ANSWERS = (
     "skip_special_tokens",
@@ -64,24 +60,18 @@ class TokenAsk(Ask):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See `Ask`."""
         return self.logprobs is not None
 
 
-class TokenAnswer:
-    """The `Frame` of an answer in tokens."""
-
-    ends_with_mark = True
+class TokenAnswer(Frame):
+    """An answer in tokens."""
 
     def __init__(self, answer_id: str, ask: TokenAsk, run_id: str, at_first: Version) -> None:
-        self._id = ask.request_id or answer_id
+        super().__init__(ask.request_id or answer_id, run_id, at_first)
         self._ask = ask
-        self._run_id = run_id
         self._newest: tuple[int, int] = (at_first.session, at_first.step)
-        self._created_s = int(time.time())
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """See `Frame`."""
         entries = [
             self._entry(choice) | {"finish_reason": choice.finish_reason, "versions": ranges(choice.spans)}
             for choice in choices
@@ -91,27 +81,16 @@ class TokenAnswer:
             more["prompt_token_ids"] = self._ask.token_ids
         return self._frame(entries) | more
 
-    def begin(self, num_choices: int) -> list[Event]:
-        """See `Frame`."""
-        return []
-
     def add(self, delta: Delta) -> list[Event]:
-        """See `Frame`."""
         return [Event(self._frame([self._entry(delta)]))]
 
     def end(self, choice: Choice) -> list[Event]:
-        """See `Frame`."""
         entry = {"index": choice.index, "token_ids": [], "logprobs": None, "stop_reason": None}
         closing = {"finish_reason": choice.finish_reason, "versions": ranges(choice.spans)}
         return [Event(self._frame([entry | closing]))]
 
     def finish(self, choices: Sequence[Choice]) -> list[Event]:
-        """See `Frame`."""
         return [Event(self._frame([]) | {"usage": usage(choices)})] if self._ask.include_usage else []
-
-    def fail(self, error: PacelineError) -> list[Event]:
-        """See `Frame`."""
-        return [Event(error_answer(error)[1])]
 
     def _entry(self, part: Choice | Delta) -> Json:
         self._newest = max([self._newest, *((span.session, span.step) for span in part.spans)])

@@ -1,31 +1,200 @@
-"""Answers of `POST /v1/responses`: a list of items, whole or as typed events with running numbers.
+"""`POST /v1/responses`: a request is read as the chat that it means. The server keeps nothing between two of them.
 
-Every part of an answer is an item: reasoning, a message with one text, or a call. The events of an item come in the order
-added, deltas, done; the last event has the whole answer.
+A request carries the whole conversation as items (messages, calls, results, reasoning); neighbouring items of the assistant
+are one message of the chat. What would need a memory of earlier answers is refused by name.
+
+Every part of an answer is an item: reasoning, a message with one text, or a call. The typed events of a stream have running
+numbers; those of an item come in the order added, deltas, done. The last event has the whole answer.
 """
 
 from __future__ import annotations
 
-import time
+import contextlib
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.chat.answer_reader import AnswerPart, TextPart
-from paceline.chat.answers import call_id
-from paceline.chat.api_errors import error_answer
 from paceline.chat.call_formats import ToolCall
-from paceline.chat.choices import Choice, Delta, model_name, version_name
 from paceline.chat.completion_texts import END_THINK
-from paceline.chat.frames import Event, ranges, usage
-from paceline.chat.messages import Json
-from paceline.chat.responses import ResponsesAsk
-from paceline.errors import PacelineError
+from paceline.chat.messages import MAX_MESSAGES, Json, Unsupported
+from paceline.errors import InvalidInput, PacelineError
 from paceline.groups import Version
+from paceline.services.common.serving.json_http import error_answer
+from paceline.services.openai.answers import call_id
+from paceline.services.openai.frames import (
+    Choice,
+    Delta,
+    Event,
+    Frame,
+    model_name,
+    ranges,
+    usage,
+    version_name,
+)
+from paceline.services.openai.requests import ChatAsk, read_ask
+
+ROLES = ("user", "system", "developer", "assistant")
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "max_tool_calls": (),
+    "n": (1,),
+    "previous_response_id": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "include": ([], ["reasoning.encrypted_content"]),
+}
+"""Fields that are known and not supported, with the values that have no effect. Reasoning is in the answer as it is, so
+nobody needs it encrypted."""
 
 
-class ResponseAnswer:
-    """The `Frame` of a response. `decode` turns token ids into text."""
+FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning"}
+"""Fields of a response by those of the chat that it means."""
+
+
+class ResponsesAsk(BaseModel):
+    """The request. Further fields are those of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+
+    input: str | Annotated[list[Json], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    instructions: str | None = None
+    tools: list[Json] | None = None
+    tool_choice: Any = None
+    max_output_tokens: int | None = None
+    reasoning: Json | None = None
+    text: Json | None = None
+    stream_options: Json | None = None
+
+    def chat(self) -> ChatAsk:
+        """Return the chat that the request means. Raises Unsupported, InvalidInput."""
+        rest = dict(self.model_extra or {})
+        for name, values in NEUTRAL.items():
+            value = rest.pop(name, None)
+            if value is not None and value not in values:
+                raise Unsupported(f"{name} is not supported here; remove it (it is {value!r:.60})", name)
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        body: Json = {
+            **rest,
+            "messages": [*system, *self._messages()],
+            "tools": [_chat_tool(tool) for tool in self.tools or ()],
+            "tool_choice": self.tool_choice,
+            "max_tokens": self.max_output_tokens,
+            "reasoning_effort": _only(self.reasoning, "reasoning", "effort", ("summary", "generate_summary")),
+        }
+        form = _only(self.text, "text", "format", ("verbosity",))
+        if form is not None and form != {"type": "text"}:
+            raise Unsupported(f"text.format is {form!r:.60}; only plain text is possible here", "text")
+        if not body["messages"]:
+            raise Unsupported("input is empty; give a text or at least one item", "input")
+        with fields_of_responses():
+            return read_ask(ChatAsk, body)
+
+    def _messages(self) -> list[Json]:
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        messages: list[Json] = []
+        said: Json | None = None
+        """The assistant's message that the next item may belong to."""
+        for item in self.input:
+            kind = item.get("type", "message")
+            match kind:
+                case "message" if item.get("role") != "assistant":
+                    messages.append(_message(item))
+                    said = None
+                case "message":
+                    if said is None or said["content"] or said["tool_calls"]:
+                        messages.append(said := _said())
+                    said["content"] = _message(item)["content"]
+                case "reasoning":
+                    if said is None or said["content"] or said["tool_calls"] or said["reasoning_content"]:
+                        messages.append(said := _said())
+                    said["reasoning_content"] = _reasoning(item)
+                case "function_call":
+                    if said is None:
+                        messages.append(said := _said())
+                    said["tool_calls"].append(_call(item))
+                case "function_call_output":
+                    answered = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
+                    messages.append({"role": "tool", **answered})
+                    said = None
+                case _:
+                    raise Unsupported(
+                        f"input has an item of type {kind!r:.60}, which is unknown here", "input"
+                    )
+        return [message for message in messages if message != _said()]
+
+
+def read_responses_ask(body: Any) -> tuple[ResponsesAsk, ChatAsk]:
+    """Return a request and its chat. Raises InvalidInput that names the field."""
+    ask = read_ask(ResponsesAsk, body)
+    try:
+        return ask, ask.chat()
+    except RecursionError:
+        raise InvalidInput("the body is nested too deeply") from None
+
+
+@contextlib.contextmanager
+def fields_of_responses() -> Iterator[None]:
+    """Name the field of the request in errors about the chat that it means."""
+    try:
+        yield
+    except Unsupported as error:
+        error.field = FIELDS.get(error.field, error.field)
+        raise
+
+
+def _said() -> Json:
+    return {"role": "assistant", "content": None, "reasoning_content": None, "tool_calls": []}
+
+
+def _message(item: Json) -> Json:
+    if item.get("role") not in ROLES:
+        raise Unsupported(f"input has a message with the role {item.get('role')!r:.60}", "input")
+    return {"role": item["role"], "content": item.get("content")}
+
+
+def _reasoning(item: Json) -> str | None:
+    if item.get("encrypted_content"):
+        raise Unsupported(
+            "input has reasoning that is encrypted, which nobody here can read; remove it", "input"
+        )
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise Unsupported(f"input has reasoning of another form: {item!r:.80}", "input")
+    text = "".join(str(part.get("text") or "") for part in parts)
+    return text or None
+
+
+def _call(item: Json) -> Json:
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    return {"id": item.get("call_id"), "type": "function", "function": function}
+
+
+def _chat_tool(tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise Unsupported(
+            f"tools has one of type {tool.get('type')!r:.60}; only functions are possible here", "tools"
+        )
+    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    return {"type": "function", "function": function}
+
+
+def _only(section: Json | None, name: str, key: str, ignored: Sequence[str]) -> Any:
+    """Return the one key of a section that has an effect. Raises Unsupported for another one."""
+    for other, value in (section or {}).items():
+        if other != key and other not in ignored and value is not None:
+            raise Unsupported(f"{name}.{other} is unknown; remove it (it is {value!r:.60})", name)
+    return (section or {}).get(key)
+
+
+class ResponseAnswer(Frame):
+    """A response. `decode` turns token ids into text."""
 
     ends_with_mark = False
 
@@ -37,12 +206,8 @@ class ResponseAnswer:
         at_first: Version,
         decode: Callable[[list[int]], str],
     ) -> None:
-        self._id = answer_id
-        self._ask = ask
-        self._run_id = run_id
-        self._at_first = at_first
-        self._decode = decode
-        self._created_s = int(time.time())
+        super().__init__(answer_id, run_id, at_first)
+        self._ask, self._decode = ask, decode
         self._sequence = 0
         self._items: list[Json] = []
         """Items whose events are sent."""
@@ -50,7 +215,6 @@ class ResponseAnswer:
         """The last of them, while its text grows."""
 
     def whole(self, choices: Sequence[Choice]) -> Json:
-        """See `Frame`."""
         (choice,) = choices
         status = "completed" if choice.finish_reason == "stop" else "incomplete"
         items: list[Json] = []
@@ -71,12 +235,10 @@ class ResponseAnswer:
         }
 
     def begin(self, num_choices: int) -> list[Event]:
-        """See `Frame`."""
         response = self._response("in_progress", None)
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def add(self, delta: Delta) -> list[Event]:
-        """See `Frame`."""
         events: list[Event] = []
         for part in delta.parts:
             if isinstance(part, ToolCall):
@@ -91,16 +253,13 @@ class ResponseAnswer:
         return events
 
     def end(self, choice: Choice) -> list[Event]:
-        """See `Frame`."""
         return self._close("completed" if choice.finish_reason == "stop" else "incomplete")
 
     def finish(self, choices: Sequence[Choice]) -> list[Event]:
-        """See `Frame`."""
         response = self.whole(choices)
         return [self._event(f"response.{response['status']}", response=response)]
 
     def fail(self, error: PacelineError) -> list[Event]:
-        """See `Frame`."""
         told = error_answer(error)[1]["error"]
         return [self._event("error", message=told["message"], code=told["code"], param=told["param"])]
 

@@ -6,13 +6,13 @@ Fields that change nothing about the completion (`user`, `metadata` …) are ign
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.chat.messages import MAX_MESSAGES, Json, Message, Unsupported
-from paceline.chat.tools import read_choice, read_tools
 from paceline.errors import InvalidInput
 from paceline.spec.sections.data import RESERVED_TEMPLATE_KWARGS
 
@@ -105,7 +105,6 @@ class Ask(BaseModel):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Return whether the answer holds log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -142,7 +141,6 @@ class CompletionAsk(Ask):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See `Ask`."""
         return self.logprobs is not None
 
     def prompts(self) -> list[Any]:
@@ -188,7 +186,7 @@ class ChatAsk(Ask):
                 "chat_template_kwargs",
             )
         for message in self.messages:
-            message.check()
+            message.rendered()
         continues = self.messages[-1].role == "assistant"
         for name, only in (("continue_final_message", continues), ("add_generation_prompt", not continues)):
             if getattr(self, name) is (not only):
@@ -202,11 +200,9 @@ class ChatAsk(Ask):
 
     @property
     def wants_logprobs(self) -> bool:
-        """See `Ask`."""
         return bool(self.logprobs)
 
     def rendered(self) -> list[Json]:
-        """Return the messages as chat templates take them."""
         return [message.rendered() for message in self.messages]
 
 
@@ -222,3 +218,65 @@ def read_ask(kind: type[AskKind], body: Any) -> AskKind:
         raise Unsupported(f"{field}: {first['msg']} (it is {first['input']!r:.60})", field) from None
     except RecursionError:
         raise InvalidInput("the body is nested too deeply") from None
+
+
+MAX_TOOLS = 512
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class ToolChoice(NamedTuple):
+    """What `tool_choice` allows."""
+
+    kind: str
+    """`auto`, `none` (no tools in the prompt, no calls in the answer), `required` (at least one call) or `function` (a call of
+    `name`)."""
+    name: str = ""
+
+
+AUTO, NONE, REQUIRED = ToolChoice("auto"), ToolChoice("none"), ToolChoice("required")
+
+
+def read_tools(tools: Sequence[Json] | None) -> list[Json]:
+    """Return the definitions in the API's form, `{"type": "function", "function": {...}}`, as templates take them.
+
+    Raises Unsupported for another type of tool, a missing or repeated name, or parameters that are no object.
+    """
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise Unsupported(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are possible", "tools")
+    seen: set[str] = set()
+    for tool in tools or ():
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise Unsupported(f"tools has one that is no function: {tool!r:.80}", "tools")
+        name = function.get("name")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise Unsupported(f"tools has a function with the name {name!r:.80}", "tools")
+        if name in seen:
+            raise Unsupported(f"tools has two functions with the name {name!r}; rename one", "tools")
+        if not isinstance(function.get("parameters", {}), dict | None):
+            raise Unsupported(f"tools has a function {name!r} whose parameters are no JSON schema", "tools")
+        seen.add(name)
+    return list(tools or ())
+
+
+def read_choice(choice: Any, tools: Sequence[Json]) -> ToolChoice:
+    """Return what `tool_choice` allows. Raises Unsupported for an unknown value or a function that `tools` does not have."""
+    if choice is None:
+        return AUTO if tools else NONE
+    if choice in ("auto", "none"):
+        return ToolChoice(choice) if tools else NONE
+    if not tools:
+        raise Unsupported(f"tool_choice is {choice!r:.80}, but the request has no tools", "tool_choice")
+    if choice == "required":
+        return REQUIRED
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else choice.get("name")
+        if name not in (tool["function"]["name"] for tool in tools):
+            raise Unsupported(
+                f"tool_choice names the function {name!r:.80}, which tools does not have", "tool_choice"
+            )
+        return ToolChoice("function", str(name))
+    raise Unsupported(
+        f"tool_choice is {choice!r:.80}; it can be 'auto', 'none', 'required' or a function", "tool_choice"
+    )

@@ -23,7 +23,7 @@ from episode_world import (
 from paceline.environment.hosting.pool import UserCode
 from paceline.environment.protocols import TurnRequest
 from paceline.environment.setting import EpisodeSetting
-from paceline.services.environment.sessions.server import SessionServer
+from paceline.services.environment.session_server import SessionServer
 
 pytest.importorskip("renderers", reason="the extra 'environments' is not installed")
 

@@ -1,1 +1,0 @@
-"""The HTTP server of agents: each sample of a group has a URL of its own, whose requests are its turns."""

@@ -1,0 +1,150 @@
+"""A choice of an answer, and the interface of the answer's shape: whole, or as the events of a stream. Each route has its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.chat.answer_reader import AnswerPart, calls_of, content_of, reasoning_of
+from paceline.chat.call_formats import ToolCall
+from paceline.chat.messages import Json
+from paceline.errors import PacelineError
+from paceline.groups import IntArray, Version, VersionSpan
+from paceline.services.common.serving.json_http import error_answer
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt as a part of an answer, with its log-probabilities where they were requested."""
+
+    logprobs: Sequence[float] | None = None
+    """[P] under the model at temperature 1; the first one is NaN."""
+    top_ids: Sequence[int] = ()
+    """[P] the likeliest token at each position; the first one is -1."""
+    top_logprobs: Sequence[float] = ()
+    """[P]"""
+    version: tuple[int, ...] | None = None
+    """The version that computed them."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A finished completion, cut at its stop string if it met one."""
+
+    index: int
+    prompt_ids: IntArray
+    parts: Sequence[AnswerPart]
+    """Content, reasoning and calls, in order."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: str
+    """`stop` or `length`."""
+    text: str
+    """The whole completion, as reward functions read it."""
+    echo: Echo | None = None
+    """Set when the answer begins with the prompt."""
+
+    @property
+    def content(self) -> str:
+        return content_of(self.parts)
+
+    @property
+    def reasoning(self) -> str:
+        return reasoning_of(self.parts)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return calls_of(self.parts)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New parts and tokens since the last delta of the same choice."""
+
+    index: int
+    parts: Sequence[AnswerPart]
+    token_ids: list[int]
+    logprobs: list[float]
+    offset: int
+    """Characters of content before these parts."""
+    num_calls: int
+    """Calls before these parts."""
+    spans: tuple[VersionSpan, ...]
+    """Spans of the whole choice so far."""
+
+
+def version_name(version: tuple[int, ...]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def model_name(run_id: str, version: tuple[int, ...]) -> str:
+    return f"{run_id}@{version_name(version)}"
+
+
+def cut_spans(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
+    return tuple(
+        VersionSpan(s.session, s.step, s.start, min(s.end, num_tokens)) for s in spans if s.start < num_tokens
+    )
+
+
+class Event(NamedTuple):
+    """One server-sent event."""
+
+    body: Json
+    name: str = ""
+
+
+class Frame:
+    """The shape of one answer."""
+
+    ends_with_mark = True
+    """True when a stream ends with the line `[DONE]`."""
+
+    def __init__(self, answer_id: str, run_id: str, at_first: Version) -> None:
+        """`at_first` is the version when the request came."""
+        self._id, self._run_id, self._at_first = answer_id, run_id, at_first
+        self._created_s = int(time.time())
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """Return the answer to a request without `stream`."""
+        raise NotImplementedError
+
+    def begin(self, num_choices: int) -> list[Event]:
+        """Return the events before the first delta."""
+        return []
+
+    def add(self, delta: Delta) -> list[Event]:
+        """Return the events of further parts and tokens of one choice."""
+        raise NotImplementedError
+
+    def end(self, choice: Choice) -> list[Event]:
+        """Return the events of a choice's end."""
+        raise NotImplementedError
+
+    def finish(self, choices: Sequence[Choice]) -> list[Event]:
+        """Return the events after the end of all choices."""
+        raise NotImplementedError
+
+    def fail(self, error: PacelineError) -> list[Event]:
+        """Return the events of an error after the stream has begun."""
+        return [Event(error_answer(error)[1])]
+
+
+def usage(choices: Sequence[Choice]) -> Json:
+    """Return token counts; a prompt that several choices share counts once."""
+    prompts = {id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}
+    prompt_tokens = sum(prompts.values())
+    completion_tokens = sum(len(choice.token_ids) for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def ranges(spans: Iterable[VersionSpan]) -> list[list[int]]:
+    """Return version spans as the field `versions` has them."""
+    return [list(span) for span in spans]
