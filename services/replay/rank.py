@@ -32,7 +32,7 @@ from paceline.services.common.processes.parent_death import die_with_starter
 from paceline.services.coordinator.blobs.store import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.run_bundles import RunBundles
-from paceline.services.learner.device import set_up_device
+from paceline.services.learner.rank_group import set_up_device
 from paceline.services.replay.plan import plan_replay, read_part
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml

@@ -1,7 +1,8 @@
 """One rank's client of the exchange: it fetches the rank's part of each batch, and sends the receipts.
 
 No request is given up because the coordinator is away: the learner has nothing else to do. Only a rank that is stopping
-waits no longer than its grace for a receipt, and not at all for a batch that it will not train.
+waits no longer than its grace for a receipt, and not at all for a batch that it will not train. `StepAgreement` keeps the
+ranks at one point of their collectives.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
+
+import torch
 
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Group
+from paceline.learner.collectives import any_over_ranks
 from paceline.learner.step.comparison import GroupDifference, SamplerComparison
 from paceline.services.learner.context import RankContext
 from paceline.v1 import exchange_pb2 as pb
@@ -173,3 +178,27 @@ def comparison_of(batch: RankBatch, session: int, step: int) -> SamplerCompariso
         )
     ]
     return SamplerComparison(group_ids) if group_ids else None
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """Facts that decide what happens before the next step: of one rank, or of any."""
+
+    batch_missing: bool
+    """No rank trains before every rank has its part of the batch."""
+    run_ended: bool
+    """The run, or this session of it, has ended."""
+    run_complete: bool
+    """The run ends in good order before this step."""
+    stopping: bool
+    """The learner ends after this step."""
+    checkpoint_ordered: bool
+    export_ordered: bool
+    checkpoint_unwritten: bool
+    """A checkpoint is in the making, so that `SessionCheckpoints.finish` would wait."""
+    snapshot_wanted: bool
+    """A member needs the newest version in full from the object store."""
+
+    def on_any_rank(self, device: torch.device) -> StepAgreement:
+        """Return the facts that are true on at least one rank. A collective call."""
+        return StepAgreement(*any_over_ranks(astuple(self), device))

@@ -38,7 +38,11 @@ class RunExports:
         self._spec, self._rank = spec, rank
 
     def remove_left_overs(self) -> None:
-        """Remove the unfinished folders of exports that were killed. Not a collective call."""
+        """Remove the unfinished folders of exports that were killed, on rank 0. Not a collective call."""
+        if self._rank.rank == 0:
+            for folder in (self._directory, self._directory / EXPORTS):
+                if folder.local is not None:
+                    remove_left_overs(folder.local)
 
     def write_final(self, model: nn.Module, origin: Origin) -> Folder:
         """Export the trained model and return the folder. `origin` is what its manifest says of the run.
@@ -111,13 +115,3 @@ class RunExports:
         except Exception as error:  # safetensors, the disk and the allocators raise errors of their own
             return error
         return None
-
-
-class Rank0RunExports(RunExports):
-    """Exports on rank 0, which owns the folders."""
-
-    def remove_left_overs(self) -> None:
-        """See `RunExports.remove_left_overs`."""
-        for folder in (self._directory, self._directory / EXPORTS):
-            if folder.local is not None:
-                remove_left_overs(folder.local)

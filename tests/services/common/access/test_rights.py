@@ -31,7 +31,7 @@ from paceline.services.coordinator.lifecycle.coordinator import Coordinator
 from paceline.services.coordinator.members.registry import Members
 from paceline.services.coordinator.records_servicer import RecordsServicer
 from paceline.services.coordinator.serving import CoordinatorService
-from paceline.services.learner.servicer import LearnerServicer
+from paceline.services.learner.rank import LearnerServicer
 from paceline.services.reward.main import RewardServicer
 from paceline.services.rollout.servicer import RolloutServicer
 from paceline.v1 import common_pb2, exchange_pb2, learner_pb2_grpc, reward_pb2_grpc

@@ -29,7 +29,7 @@ PRODUCERS = {
         "learner/objectives/kto.py": ("metrics",),
         "learner/objectives/distillation.py": ("metrics",),
         "services/learner/training/run.py": ("_train_step",),
-        "services/learner/training/pace.py": ("collective_time",),
+        "services/learner/training/run_reports.py": ("collective_time",),
         "services/coordinator/reporting/run_log.py": (
             "note_staged", "note_pause", "note_publish", "_pool_gauges", "_on_step",
         ),

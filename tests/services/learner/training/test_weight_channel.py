@@ -15,7 +15,7 @@ from paceline.groups import Version
 from paceline.learner.weights.channel import WeightChannel
 from paceline.learner.weights.hosts.members import PATIENCE
 from paceline.services.common.host_agent import HostAgentConnection
-from paceline.services.learner.training.weight_channel import make_channel
+from paceline.services.learner.training.publishing import make_channel
 from paceline.spec import RunSpec
 from paceline.spec.reading import spec_from_yaml
 from paceline.v1 import worker_pb2

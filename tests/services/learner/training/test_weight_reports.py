@@ -6,7 +6,7 @@ import pytest
 
 from paceline.groups import Version
 from paceline.learner.weights.publish_result import PublishResult
-from paceline.services.learner.training.weight_channel import FAILURES, WeightReports
+from paceline.services.learner.training.publishing import FAILURES, WeightReports
 from paceline.v1 import worker_pb2
 from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import StoredObject
