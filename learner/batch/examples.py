@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from paceline.data.examples import open_examples
 from paceline.data.prompts import PromptSource
 from paceline.errors import InvalidInput
 from paceline.groups import FloatArray
 from paceline.learner.batch.encoding import ExampleEncoder
 from paceline.learner.batch.samples import TrainingSample
+from paceline.learner.collectives import max_over_ranks, world_size
 from paceline.spec import RunSpec
 
 
@@ -170,3 +173,26 @@ class ExampleSource:
     def _reference_sums(self, pair: RowPair) -> list[float] | None:
         """Return the reference's sums for the completions of `pair`; None where they are computed in the step."""
         return None if self._reference is None else self._reference[pair]
+
+
+def check_rows(source: ExampleSource, device: torch.device, rank: int) -> None:
+    """Check every row that the run will use, before its first step: a row that cannot be trained would end the run in the middle,
+    on the one rank that draws it, while the others wait in a collective. A collective call: each rank checks every w-th row.
+
+    Raises:
+        InvalidInput: a row is longer than the model allows, or the chat template refuses it; on every rank for the same row.
+    """
+    rows = source.rows_used()
+    bad = next((i for i in range(rank, len(rows), world_size()) if _is_bad(source, rows[i])), len(rows))
+    first = len(rows) - int(max_over_ranks(torch.tensor([len(rows) - bad], device=device)).item())
+    if first < len(rows):
+        source.of_row(rows[first])
+        raise InvalidInput(f"row {rows[first]} cannot be trained on another rank")
+
+
+def _is_bad(source: ExampleSource, row: int) -> bool:
+    try:
+        source.of_row(row)
+    except InvalidInput:
+        return True
+    return False

@@ -1,7 +1,9 @@
 """Checkpoints of the learner: model, optimizer, generators and position, written by all ranks, complete or worthless.
 
 A checkpoint is the folder `<session>-<step>`. Its `manifest.json` is written last, as one object, with size and SHA-256
-of every other file; a folder without it is torn, and no reader takes it for a checkpoint.
+of every other file; a folder without it is torn, and no reader takes it for a checkpoint. Each rank lists the files that it wrote,
+and rank 0 finds all of them in its folder: ranks on several hosts may each have a folder of that path, and a manifest of a part
+would call half a checkpoint complete.
 
 Promise: `load` accepts only the bytes that `save` wrote, and training goes on from them as if it had never stopped (bit for
 bit on CPUs at the same world size and thread count, both of which are recorded).
@@ -13,11 +15,6 @@ Security: the state is in the format of torch.distributed.checkpoint, whose `.me
 file with the manifest, and the manifest with a hash from elsewhere, before it opens one; pass only a hash from the ledger,
 because a hash computed from the folder itself proves nothing. The decoded bytes may name only classes of checkpoint
 metadata (`learner/checkpoints/metadata.py`).
-
-The files of a checkpoint: each rank lists the files that it wrote, and rank 0 finds all of them in its folder.
-
-Ranks on several hosts may each have a folder of that path. Rank 0 then sees only a part, and a manifest of that part would
-call half a checkpoint complete.
 """
 
 from __future__ import annotations
@@ -48,14 +45,19 @@ from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, InvalidInput, PacelineError, Unavailable
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.learner.checkpoints.listed_pickle import restrict_rank_objects
 from paceline.learner.checkpoints.manifest import (
     CheckpointFile,
     CheckpointManifest,
     hash_files,
     write_manifest,
 )
-from paceline.learner.checkpoints.metadata import METADATA, StatePlanner, decode_metadata, files_of
+from paceline.learner.checkpoints.metadata import (
+    METADATA,
+    StatePlanner,
+    decode_metadata,
+    files_of,
+    restrict_rank_objects,
+)
 from paceline.learner.checkpoints.state_files import state_reader, state_writer
 from paceline.learner.checkpoints.verification import Location, Verified, verify
 from paceline.learner.collectives import gather_bytes, world_size

@@ -1,4 +1,5 @@
-"""Exporting the policy as a Hugging Face folder: from tensors, from the shards of a model in training, from a checkpoint.
+"""Exporting the policy as a Hugging Face folder: from tensors, from the shards of a model in training, from a checkpoint; or its
+adapter alone, as a folder that PEFT reads.
 
 Promise: `AutoModelForCausalLM.from_pretrained` on the folder gives the trained weights, converted to the wanted type, tied
 embeddings still tied; the folder appears whole under its name or not at all; no whole copy of the model is made.
@@ -6,16 +7,18 @@ embeddings still tied; the folder appears whole under its name or not at all; no
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.errors import InvalidInput
-from paceline.learner.checkpoints.adapter_export import export_adapter
 from paceline.learner.checkpoints.checkpoint import read_state
 from paceline.learner.checkpoints.export_folder import written_beside
+from paceline.learner.checkpoints.manifest import write_export_manifest
 from paceline.learner.checkpoints.model_folder import ModelFolder, empty_model, own_names
 from paceline.learner.checkpoints.verification import Location, Verified, verify
 from paceline.learner.model.adapter import adapter_weights, add_adapter, is_part_of_adapter
@@ -23,7 +26,8 @@ from paceline.learner.weights.gather import gather_merged, is_first_rank
 from paceline.learner.weights.stream import Piece, Weight, export_weights, pieces
 from paceline.models.export_origin import Origin
 from paceline.models.pretrained import load_pretrained
-from paceline.spec import PolicySection
+from paceline.spec import LoraSection, PolicySection
+from paceline.weights.lora_names import A_SUFFIX, FINGERPRINT, PREFIX
 
 
 def export_pretrained(
@@ -209,3 +213,41 @@ def compare_weights(
         if a.shape == b.shape:
             largest = max(largest, float((a.double() - b.double()).abs().max()))
     return names, largest
+
+
+def export_adapter(
+    directory: str | os.PathLike[str],
+    adapter: Mapping[str, Tensor],
+    lora: LoraSection,
+    model_name: str,
+    *,
+    replace: bool = False,
+    origin: Origin | None = None,
+) -> str | os.PathLike[str]:
+    """Write `adapter` (as `gather_weights` gives it, whole) as a folder that `PeftModel.from_pretrained` reads. `origin` is the run
+    that exports it, if any.
+
+    Raises Conflict when `directory` exists; with `replace` only when it is no export.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().clone() for name, tensor in adapter.items() if name != FINGERPRINT}
+    layers = [name.removeprefix(PREFIX).removesuffix(A_SUFFIX) for name in tensors if name.endswith(A_SUFFIX)]
+    config = LoraConfig(
+        r=lora.dim,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        # Whole names where a layer was left out: its last part alone would bring it back.
+        target_modules=sorted(set(layers if lora.exclude_modules else (n.split(".")[-1] for n in layers))),
+        base_model_name_or_path=model_name,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    with written_beside(directory, replace=replace) as partial:
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(str(partial))
+        # safetensors lets nobody but the owner read its files; a server of another user is to read this one.
+        shutil.copymode(partial / "adapter_config.json", partial / "adapter_model.safetensors")
+        write_export_manifest(partial, origin)
+    return directory

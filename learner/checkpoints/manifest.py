@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files with sizes and hashes, and its position in the run.
+"""The manifest of a checkpoint: its files with sizes and hashes, and its position in the run; and that of an export.
 
 Promise: it exists only when all files that it lists are on disk, it appears in one piece, and a file that was truncated,
 changed, added or removed afterwards is found before the checkpoint is opened.
@@ -10,13 +10,15 @@ import hashlib
 import json
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import Conflict, NotFound
-from paceline.files.names import CHECKPOINT_MANIFEST
+from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
 from paceline.files.storage import Folder
+from paceline.models.export_origin import Origin
 
 HASHING_THREADS = 4
 NonNegative = Annotated[int, Field(ge=0)]
@@ -111,3 +113,10 @@ def check_files(
             raise Conflict(
                 f"checkpoint {folder} refused: file {file.path!r} has SHA-256 {digest}, not {file.sha256}"
             )
+
+
+def write_export_manifest(folder: Path, origin: Origin | None = None) -> None:
+    """List the files that are in the folder, and name the run that they come from, if any."""
+    run: dict[str, Any] = {} if origin is None else {"run": origin.model_dump()}
+    files = [file.model_dump() for file in hash_files(Folder(folder))]
+    (folder / EXPORT_MANIFEST).write_text(json.dumps(run | {"files": files}, indent=1) + "\n")

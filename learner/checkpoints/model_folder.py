@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from paceline.data.tokens import padding_token_id
 from paceline.errors import InvalidInput
 from paceline.files.model_source import model_source, tokenizer_source
-from paceline.learner.checkpoints.export_manifest import write_export_manifest
+from paceline.learner.checkpoints.manifest import write_export_manifest
 from paceline.learner.checkpoints.other_files import copy_files_of_policy
 from paceline.learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
 from paceline.learner.weights.stream import Piece, Weight

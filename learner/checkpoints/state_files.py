@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as StoreFiles
@@ -94,17 +94,9 @@ class _Stream(EncryptingWriter):
         if not self.closed:
             super().close()
             self._target.flush()
-            with _no_descriptor():
+            # The objects of a store have no descriptor, and are durable once they are closed.
+            with suppress(AttributeError, io.UnsupportedOperation):
                 os.fsync(self._target.fileno())
-
-
-@contextmanager
-def _no_descriptor() -> Iterator[None]:
-    """Pass over the objects of a store, which have no descriptor and are durable once they are closed."""
-    try:
-        yield
-    except (AttributeError, io.UnsupportedOperation):
-        return
 
 
 class _Decrypting:

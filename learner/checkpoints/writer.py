@@ -87,8 +87,11 @@ class CheckpointWriter:
             self._group = dist.new_group(backend="gloo")
         self.step = step
         self._written = self._error = None
-        arguments = (staged, folder, step, chain_hash, torch.get_num_threads(), dict(self.extra))
-        self._thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint {step}")
+        facts = {"step": step, "chain_hash": chain_hash, "extra": dict(self.extra)}
+        facts["num_threads"] = torch.get_num_threads()
+        self._thread = threading.Thread(
+            target=self._write, args=(staged, folder), kwargs=facts, name=f"checkpoint {step}"
+        )
         self._thread.start()
         if not has_room:
             log.info("no memory for a copy of the state: training waits for the checkpoint of step %d", step)
@@ -136,26 +139,10 @@ class CheckpointWriter:
             raise self._error
         return self._written
 
-    def _write(
-        self,
-        staged: dict[str, Any],
-        folder: Folder,
-        step: int,
-        chain_hash: str,
-        num_threads: int,
-        extra: dict[str, Any],
-    ) -> None:
+    def _write(self, staged: dict[str, Any], folder: Folder, **facts: Any) -> None:
         try:
             self._written = checkpoints.write(
-                staged,
-                folder,
-                session=self._session,
-                step=step,
-                chain_hash=chain_hash,
-                group=self._group,
-                num_threads=num_threads,
-                shared=self._shared,
-                extra=extra,
+                staged, folder, session=self._session, group=self._group, shared=self._shared, **facts
             )
         except BaseException as error:  # `finish` raises it in the thread that can handle it
             self._error = error

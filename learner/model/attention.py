@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from paceline.learner.batch.layout import SequenceLayout
+from paceline.learner.batch.samples import SequenceLayout
 from paceline.learner.model.determinism import repeat_backward
 
 IMPLEMENTATION = "paceline_packed"

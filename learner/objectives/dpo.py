@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.learner.batch.samples import PackedBatch
-from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays, token_sums
-from paceline.learner.objectives.completions import (
+from paceline.learner.objectives.base import (
+    Denominators,
+    LossResult,
+    TokenArrays,
     completion_lengths,
     completion_result,
     completion_sums,
     reference_sums,
+    token_sums,
 )
 from paceline.learner.objectives.pairs import PairObjective, pair_sums, pairs_of
 from paceline.spec import RunSpec

@@ -11,12 +11,16 @@ from paceline.data.example_rows import read_labeled_completion
 from paceline.learner.batch.encoding import ExampleEncoder
 from paceline.learner.batch.examples import Row
 from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
-from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays, token_sums
-from paceline.learner.objectives.completions import (
+from paceline.learner.objectives.base import (
+    Denominators,
+    LossResult,
+    Objective,
+    TokenArrays,
     completion_result,
     completion_sums,
     labeled_dummies,
     reference_sums,
+    token_sums,
 )
 from paceline.spec import RunSpec
 

@@ -20,8 +20,7 @@ from paceline.data.examples import read_traces
 from paceline.learner.batch.encoding import ExampleEncoder
 from paceline.learner.batch.examples import Row
 from paceline.learner.batch.samples import PackedBatch, TrainingSample
-from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays
-from paceline.learner.objectives.completions import completion_sums
+from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays, completion_sums
 from paceline.learner.objectives.policy import policy_loss
 from paceline.spec import RunSpec
 

@@ -19,8 +19,7 @@ from paceline.data.example_rows import read_preference
 from paceline.learner.batch.encoding import ExampleEncoder
 from paceline.learner.batch.examples import Row
 from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
-from paceline.learner.objectives.base import Denominators, Objective
-from paceline.learner.objectives.completions import labeled_dummies
+from paceline.learner.objectives.base import Denominators, Objective, labeled_dummies
 from paceline.spec import DataSection
 
 

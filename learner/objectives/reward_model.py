@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from paceline.learner.batch.encoding import ExampleEncoder
 from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from paceline.learner.model.policy import load_reward_model
-from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays
-from paceline.learner.objectives.completions import completion_result
+from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays, completion_result
 from paceline.learner.objectives.pairs import PairObjective, pair_sums, pairs_of
 from paceline.spec import PolicySection, RunSpec
 

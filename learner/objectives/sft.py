@@ -14,9 +14,9 @@ from paceline.learner.objectives.base import (
     Objective,
     TokenArrays,
     dummy_sample,
+    reduced,
     token_sums,
 )
-from paceline.learner.objectives.reduction import reduced
 from paceline.spec import RunSpec
 
 

@@ -1,18 +1,12 @@
 """The phase of a step that assigns the advantages which come from rewards or a value model.
 
-There are two ways, by grpo.advantage: from the rewards of the whole batch, relative to the group or to the batch
-(`paceline.learner.advantages.whole_batch`); or from a value model (`paceline.learner.advantages.gae`). A distillation's advantages
-depend on the policy that is training: its objective computes them, and this phase assigns none.
-
-Suffix M is the states of the value model, N the tokens, S the sequences, F the reward functions.
+There are two ways, by grpo.advantage: from the rewards of the whole batch, relative to the group or to the batch, or from a
+value model. A distillation's advantages depend on the policy that is training: its objective computes them, and this phase
+assigns none. Tokens of episodes get theirs by turn; a group is whole on one rank, so that is not collective.
 
 Promise: every token gets the same advantage however the batch is split over ranks and micro-batches.
 
-Advantages of the tokens of episodes by turn, and the samples that the sequences of a batch belong to.
-
-A group is whole on one rank, so nothing here is collective.
-
-Suffixes: S sequences of this rank's part, C samples of it, T tokens of a sequence.
+Suffixes: M states of the value model, N tokens, S sequences, C samples, F reward functions, T tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -26,11 +20,11 @@ from torch import Tensor
 
 from paceline.advantages import Episode, turn_advantages
 from paceline.errors import InvalidInput
-from paceline.learner.advantages.gae import gae
-from paceline.learner.advantages.whole_batch import (
+from paceline.learner.advantages import (
     TOKEN_WHITENED,
     ScoredBatch,
     batch_advantages,
+    gae,
     whitened,
     whitened_token_advantages,
 )
@@ -39,8 +33,7 @@ from paceline.learner.collectives import max_over_ranks, rows_of_all_ranks, sum_
 from paceline.learner.objectives.corrections import per_sequence
 from paceline.learner.objectives.policy import kl_to_reference
 from paceline.learner.step.critic import Critic
-from paceline.learner.step.frozen import given
-from paceline.learner.step.update import MicroBatch, States, Update
+from paceline.learner.step.plan import MicroBatch, States, Update, given
 from paceline.rewards import Float64Array, IndexArray, group_totals, totals
 from paceline.spec import RunSpec
 

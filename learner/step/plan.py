@@ -1,4 +1,5 @@
-"""The plan of a step: the sequences of each update and of each micro-batch, as many micro-batches on all ranks.
+"""The plan of a step: the sequences of each update and of each micro-batch, as many micro-batches on all ranks. An update is an
+immutable value, which each phase of a step returns anew (`paceline.learner.step`).
 
 Promise: a group's update is the same whatever rank its sequences are on; every rank has as many micro-batches for an update as
 the others, with dummies of zero weight where it has nothing left; an update's counts are those of the global batch.
@@ -10,18 +11,83 @@ micro-batches of one, N the tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.learner.batch.packing import pack, pack_evenly, pack_whole
-from paceline.learner.batch.samples import TrainingSample, pack_samples
+from paceline.learner.batch.samples import PackedBatch, TrainingSample, pack_samples
 from paceline.learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
 from paceline.learner.objectives.base import Denominators, Objective
-from paceline.learner.step.update import MicroBatch, Update
 from paceline.models.shape import ModelShape
 from paceline.models.work import training_flops
 from paceline.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class FrozenLogprobs:
+    """Log-probabilities by the policies that do not move during a step, in nats; None where they are not needed."""
+
+    proximal_N: Tensor | None = None
+    """log π_prox."""
+    reference_N: Tensor | None = None
+    """log π_ref, of the policy as it was or of a teacher."""
+
+
+@dataclass(frozen=True)
+class States:
+    """States of a micro-batch with the value model's values and its targets (M states, see `paceline.learner.step.critic`)."""
+
+    packed: PackedBatch
+    before_token_M: Tensor
+    """True for the states before a token, False for the one after a sequence's last."""
+    values_M: Tensor
+    """Values at the start of the step."""
+    returns_N: Tensor | None = None
+    """Targets of the value model; None for a dummy."""
+    scored_N: Tensor | None = None
+    """False for tokens of sequences without a reward: they train nothing. None for a dummy."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass of a rank."""
+
+    packed: PackedBatch
+    indices: tuple[int, ...] = ()
+    """Index in this rank's batch of each sequence in `packed`."""
+    is_dummy: bool = False
+    ages_N: Tensor | None = None
+    """Steps between the version that sampled the token and this step; None for supervised data."""
+    frozen: FrozenLogprobs = FrozenLogprobs()
+    advantages_N: Tensor | None = None
+    """None before `with_advantages`, and for supervised data."""
+    states: States | None = None
+    """None without a value model."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update of a rank, with the counts of the whole update."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    denominators: Denominators
+    m2_limit: float | None = None
+    """`TokenArrays.m2_limit`."""
+    batch_kl: float | None = None
+    """`TokenArrays.batch_kl`."""
+    num_scored_tokens: float = 0.0
+    """Tokens of sequences with a reward, on all ranks: the value loss is their mean. 0 without a value model."""
+
+
+def given(values_N: Tensor | None) -> Tensor:
+    """Return the values. Raises ValueError where an earlier phase of the step has not added them."""
+    if values_N is None:
+        raise ValueError("this micro-batch lacks values that an earlier phase of the step adds")
+    return values_N
+
 
 EVEN_COST_TOKENS = 32_768
 """Length from which sequences are packed by cost too: attention's part of it is about two fifths there for 8B parameters."""

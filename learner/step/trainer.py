@@ -7,18 +7,6 @@ All ranks call `train_step` together, each with its own part of the batch (which
 this order: the phases of `paceline.learner.step`; then for each update every rank runs the same number of forward and backward
 passes (a rank with fewer micro-batches adds dummies of zero weight, because under FSDP each pass is a collective), agrees
 on sums and gradient norm, and steps. Nothing else in the process may use the default group meanwhile.
-
-Scale of the loss in float16, whose gradients would vanish below 6·10⁻⁸ without one.
-
-Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740): the loss is multiplied by a power of two, and the gradients are
-divided by it. Where a gradient overflows, the scale is halved and the update is computed again, so every sample is trained. After
-UPDATES_TO_DOUBLE updates without an overflow the scale is doubled.
-
-The scale is an entry of the optimizer's first group: checkpoints have it, so a run that is resumed or replayed goes on with it.
-
-Seconds of a step by phase.
-
-Promise: measuring does not slow the step; on CUDA events are recorded in the stream and read once at the end.
 """
 
 from __future__ import annotations
@@ -43,15 +31,18 @@ from paceline.learner.model.policy import compute_dtype, packed_logprobs
 from paceline.learner.objectives import objective_of
 from paceline.learner.objectives.base import LossResult, TokenArrays
 from paceline.learner.step.assign_advantages import with_advantages, with_clipped_advantages
-from paceline.learner.step.comparison import SamplerComparison
 from paceline.learner.step.critic import Critic
-from paceline.learner.step.frozen import with_frozen_logprobs, with_m2_limit
-from paceline.learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
-from paceline.learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
-from paceline.learner.step.plan import batch_metrics, plan_updates
-from paceline.learner.step.reference import LocalReference, reference_of
-from paceline.learner.step.token_statistics import TokenStatistics
-from paceline.learner.step.update import MicroBatch, Update
+from paceline.learner.step.optimizer import (
+    clip_gradients,
+    gradient_norm,
+    lr_factor,
+    make_optimizer,
+    set_gradient_sync,
+    set_learning_rate,
+)
+from paceline.learner.step.plan import MicroBatch, Update, batch_metrics, plan_updates
+from paceline.learner.step.reference import LocalReference, reference_of, with_frozen_logprobs, with_m2_limit
+from paceline.learner.step.token_statistics import SamplerComparison, TokenStatistics
 from paceline.models.shape import shape_of
 from paceline.spec import RunSpec
 
@@ -355,7 +346,14 @@ SCALE, UPDATES = "loss_scale", "updates_at_loss_scale"
 
 
 class LossScale:
-    """The scale of one optimizer's loss; 1 for other types than float16. All ranks call it alike."""
+    """The scale of one optimizer's loss in float16, whose gradients would vanish below 6·10⁻⁸ without one; 1 for other types. All
+    ranks call it alike.
+
+    Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740): the loss is multiplied by a power of two, and the gradients
+    are divided by it. Where a gradient overflows, the scale is halved and the update is computed again, so every sample is trained.
+    After UPDATES_TO_DOUBLE updates without an overflow it is doubled. It is an entry of the optimizer's first group: checkpoints
+    have it, so a run that is resumed or replayed goes on with it.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
         self._optimizer = optimizer
@@ -397,7 +395,7 @@ class LossScale:
 
 
 class Stopwatch:
-    """Sums of the seconds spent in named phases on one device."""
+    """Sums of the seconds spent in named phases on one device, on CUDA from events in the stream, which are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

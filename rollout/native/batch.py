@@ -7,16 +7,11 @@ sequence and reads back one flag per sequence.
 Promise: a sequence's tokens are those that it would get alone.
 
 The last token of a sequence has no keys and values yet: it is the input of the next step. So the cache holds `total` - 1
-positions, and after a change of weights only those have to be computed again.
+positions, and after a change of weights only those have to be computed again. Requests with equal tokens, as the completions of
+one group, share one prefill pass also when they join at different times (`PromptCache`); it is cleared when the weights change.
 
-Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V vocabulary.
-
-Keys, values and next-token logits of prompts that were computed lately, under the current version of the weights.
-
-So requests with equal tokens, as the completions of one group, share one prefill pass also when they join the batch at
-different times. Everything is forgotten when the weights change, so no entry is from another version.
-
-Axis suffixes: H key-value heads, T tokens of a prompt, D head size, V vocabulary.
+Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V vocabulary,
+H key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -77,13 +72,7 @@ class RunningSequence:
 
     def known_ids(self) -> IntArray:
         """Return prompt and prefix: the tokens that it joins with."""
-        prefix = self.request.prefix
-        ids = (
-            self.request.prompt_ids
-            if prefix is None
-            else np.concatenate([self.request.prompt_ids, prefix.token_ids])
-        )
-        return np.asarray(ids, np.int32)
+        return np.asarray(self.request.known_ids, np.int32)
 
     def add_span(self, version: Version, num_tokens: int) -> None:
         """Assign to `version` the tokens up to `num_tokens` of the completion that no span has yet."""
@@ -423,7 +412,8 @@ class PromptState:
 
 
 class PromptCache:
-    """Entries by the bytes of a prompt's token ids, within `max_bytes`; 0 keeps none."""
+    """Keys, values and next-token logits of prompts that were computed lately under the current weights, by the bytes of the
+    token ids, within `max_bytes`; 0 keeps none."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes

@@ -4,11 +4,7 @@ Promise: that of `paceline.rollout.engine.Engine`, and asyncio never waits for a
 callers append to the inbox (`_waiting`, `_aborted`, `_updates`, `_scorings`) under `_wake`, and get their answers through futures on
 their loops. A turn of the thread is: take the inbox, abort, change weights, let requests join, score some given texts, decode one token
 for every sequence. So aborts and new weights wait for one decode step, and new requests for free slots. When an error ends the
-thread, all waiting and later callers get its reason.
-
-Scoring of given texts by the native engine: the ones that wait, padded into one forward pass at a time.
-
-Promise: a text's log-probabilities are those that it would get alone, and a text whose numbers are not finite fails alone.
+thread, all waiting and later callers get its reason. A given text's log-probabilities are those that it would get alone.
 
 Axis suffixes: R texts of a pass, T tokens of the longest.
 """
@@ -35,8 +31,6 @@ from paceline.groups import Completion, IntArray, Version
 from paceline.rollout.engine import (
     GenerationRequest,
     PromptLogprobs,
-    check_prefix,
-    check_prompt_length,
     check_scored_ids,
     empty_completion,
 )
@@ -186,22 +180,9 @@ class NativeEngine:
     def _sequence_of(self, request: GenerationRequest) -> RunningSequence:
         """Return the sequence of a request, which was checked for everything that could later fail in the batch. Raises
         InvalidInput."""
-        num_prompt = len(request.prompt_ids)
-        if request.prefix is not None:
-            check_prefix(request.prefix)
-        check_prompt_length(num_prompt, self._model.max_tokens)
-        limit = min(num_prompt + request.params.max_new_tokens, self._model.max_tokens)
+        limit = request.limit(self._model.max_tokens, self._model.vocab_size)
         stop_ids = frozenset((*self._model.stop_token_ids, *request.params.stop_token_ids))
-        sequence = RunningSequence(
-            request, stop_ids, limit, list(request.prefix.spans) if request.prefix else []
-        )
-        token_ids = sequence.known_ids()
-        if token_ids.min() < 0 or token_ids.max() >= self._model.vocab_size:
-            raise InvalidInput(
-                f"prompt and prefix have token ids from {token_ids.min()} to {token_ids.max()}, the model knows 0 to "
-                f"{self._model.vocab_size - 1}; is it the model's own tokenizer?"
-            )
-        return sequence
+        return RunningSequence(request, stop_ids, limit, list(request.prefix.spans) if request.prefix else [])
 
     def _abort(self, sequence: RunningSequence) -> None:
         with self._wake:

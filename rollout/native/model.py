@@ -4,11 +4,6 @@ Promise: `replace` changes all weights or none, because `check` finds every faul
 positions that are sampled from reach the LM head.
 
 Axis suffixes: R rows, T tokens of a padded prompt, V vocabulary.
-
-The LM head in float32 (`policy.float32_head`): logits that are not rounded to the type of the weights.
-
-Promise: the weights are the model's, in its type, and the product with them is summed in and rounded to float32, as the
-learner's is with the same setting.
 """
 
 from __future__ import annotations
@@ -257,7 +252,8 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Float32Head:
-    """Replaces the forward of an LM head of a shorter type. On a CPU it keeps a copy of the weights in float32."""
+    """Replaces the forward of an LM head of a shorter type (`policy.float32_head`): the product with the model's weights is summed
+    in and rounded to float32, as the learner's is. On a CPU it keeps a copy of the weights in float32."""
 
     def __init__(self, head: Any) -> None:
         self._head = head

@@ -10,11 +10,6 @@ their prompt once. vLLM itself reports the versions of tokens.
 
 An update of the weights (`update`) that fails before the pause leaves the old weights in use; one that fails during the
 pause ends the engine, because its weights are then unknown.
-
-The whole model's tensors from a weight channel's: the channel sends them whole, or sends an adapter to the base.
-
-For engines that load only whole tensors. The base is in this process's memory, in the type that the engine samples in; the
-merge runs while the engine decodes.
 """
 
 from __future__ import annotations
@@ -33,16 +28,14 @@ from transformers import AutoModelForCausalLM
 from paceline.errors import EngineDied, InvalidInput, PacelineError, Unavailable
 from paceline.files.model_source import model_source
 from paceline.groups import Completion, IntArray, Version
-from paceline.models.pretrained import check_model
+from paceline.models.pretrained import check_model, load_pretrained
 from paceline.rollout.engine import GenerationRequest, PromptLogprobs, check_scored_ids, empty_completion
 from paceline.rollout.vllm.arguments import engine_arguments, engine_config
 from paceline.rollout.vllm.concurrency import ConcurrencyLimit, StepReport
 from paceline.rollout.vllm.engine_thread import EngineThread, died
 from paceline.rollout.vllm.process_guard import ProcessGuard
 from paceline.rollout.vllm.requests import (
-    check_request,
     completion,
-    known_tokens,
     label_of,
     progress,
     reported_spans,
@@ -54,18 +47,19 @@ from paceline.rollout.vllm.requests import (
     version_of,
 )
 from paceline.rollout.vllm.update import WeightUpdates
-from paceline.rollout.weights.layout import end_token_ids, meta_layout, read_config
-from paceline.spec import RunSpec
+from paceline.rollout.weights.adapter import AdapterSlot
+from paceline.rollout.weights.layout import (
+    WeightLayout,
+    end_token_ids,
+    generation_dtype,
+    meta_layout,
+    read_config,
+)
+from paceline.spec import PolicySection, RunSpec
+from paceline.weights.host_weights import HostWeights
 
 if TYPE_CHECKING:
     from paceline.rollout.vllm.reports import Reports
-from typing import Protocol
-
-from paceline.models.pretrained import load_pretrained
-from paceline.rollout.weights.adapter import AdapterSlot
-from paceline.rollout.weights.layout import WeightLayout, generation_dtype
-from paceline.spec import PolicySection
-from paceline.weights.host_weights import HostWeights
 
 WATCH_S = 0.2
 """Seconds between two checks whether the engine lives, because vLLM does not report its end."""
@@ -104,7 +98,8 @@ class VllmEngine:
         if load_weights:
             # vLLM samples on with a head at random where the files lack it.
             check_model(AutoModelForCausalLM, self._arguments["model"], "policy.model_name")
-        self._weights = whole_weights(spec.policy, layout, device)
+        lora = spec.policy.lora_cfg.enabled
+        self._weights = MergedAdapter(spec.policy, layout, device) if lora else WholeWeights(layout)
         self._max_tokens: int = self._arguments["max_model_len"]
         self._end_ids = end_token_ids(spec.policy, config, _generation_config(spec.policy.model_name))
         self.max_batch_size: int = self._arguments["max_num_seqs"]
@@ -152,7 +147,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """See `Engine.generate`."""
-        limit = check_request(request, self._max_tokens, self._vocab_size)
+        limit = request.limit(self._max_tokens, self._vocab_size)
         prefix = request.prefix
         if prefix is not None and len(request.prompt_ids) + len(prefix.token_ids) >= limit:
             return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
@@ -265,7 +260,7 @@ class VllmEngine:
         try:
             queue = await self._llm.add_request(
                 sequence.name,
-                {"prompt_token_ids": known_tokens(request), "cache_salt": self._updates.label},
+                {"prompt_token_ids": request.known_ids.tolist(), "cache_salt": self._updates.label},
                 sampling_params(request, sequence.limit, stop_ids),
             )
             sequence.submitted = True
@@ -376,40 +371,31 @@ def _generation_config(model_name: str) -> Any:
         return None
 
 
-class WholeWeights(Protocol):
-    """Conversion to whole tensors. One update at a time calls `whole`; `check` may run in another thread."""
-
-    def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise InvalidInput if the channel's `weights` do not fit."""
-
-    def whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return checked `weights` as the model's tensors, tied ones under all their names; valid until the next call."""
-
-
-class ModelWeights:
-    """Whole weights of a run that trains all of them."""
+class WholeWeights:
+    """The whole model's tensors from a weight channel's. One update at a time calls `whole`; `check` may run in another thread."""
 
     def __init__(self, layout: WeightLayout) -> None:
         self._layout = layout
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """See `WholeWeights.check`."""
+        """Raise InvalidInput if the channel's `weights` do not fit."""
         self._layout.check(weights)
 
     def whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `WholeWeights.whole`."""
+        """Return checked `weights` as the model's tensors, tied ones under all their names; valid until the next call."""
         return self._layout.completed(weights)
 
 
-class MergedAdapter:
-    """Whole weights of a run that trains an adapter (`policy.lora_cfg`): the base from `policy.model_name` with the adapter merged."""
+class MergedAdapter(WholeWeights):
+    """Whole weights of a run that trains an adapter (`policy.lora_cfg`): the base from `policy.model_name`, in this process's memory
+    and in the type that the engine samples in, with the adapter merged while the engine decodes."""
 
     def __init__(self, policy: PolicySection, layout: WeightLayout, device: str) -> None:
+        super().__init__(layout)
         auto: Any = AutoModelForCausalLM
         dtype = generation_dtype(policy, device)
         module = load_pretrained(auto, policy.model_name, "policy.model_name", dtype=dtype)
         module.requires_grad_(False)
-        self._layout = layout
         self._tensors: dict[str, Tensor] = module.state_dict()
         self._slot = AdapterSlot(module, policy.lora_cfg)
 
@@ -423,8 +409,3 @@ class MergedAdapter:
         """See `WholeWeights.whole`."""
         self._slot.replace(weights)
         return self._layout.completed(self._tensors)
-
-
-def whole_weights(policy: PolicySection, layout: WeightLayout, device: str) -> WholeWeights:
-    """Return the conversion for the run's `policy`, sampled on `device`."""
-    return MergedAdapter(policy, layout, device) if policy.lora_cfg.enabled else ModelWeights(layout)

@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import InvalidInput, Unavailable
+from paceline.errors import Unavailable
 from paceline.groups import Completion, Version, VersionSpan
 from paceline.rollout.engine import (
     GenerationRequest,
     PromptLogprobs,
-    check_prefix,
-    check_prompt_length,
     empty_completion,
 )
 from paceline.rollout.stop_strings import StopScanner, cut
@@ -41,32 +39,8 @@ def version_of(label: str) -> Version:
     return Version(int(session), int(step))
 
 
-def known_tokens(request: GenerationRequest) -> list[int]:
-    """Return prompt and prefix: the tokens that vLLM has to compute before it samples."""
-    known: list[int] = request.prompt_ids.tolist()
-    return known if request.prefix is None else known + request.prefix.token_ids.tolist()
-
-
-def check_request(request: GenerationRequest, max_tokens: int, vocab_size: int) -> int:
-    """Return the most tokens that prompt and completion may have together. Raises InvalidInput for a request that
-    could later fail in the engine.
-    """
-    num_prompt = len(request.prompt_ids)
-    known = request.prompt_ids
-    if request.prefix is not None:
-        check_prefix(request.prefix)
-        known = np.concatenate([known, request.prefix.token_ids])
-    check_prompt_length(num_prompt, max_tokens)
-    if known.min() < 0 or known.max() >= vocab_size:
-        raise InvalidInput(
-            f"prompt and prefix have token ids from {known.min()} to {known.max()}, the model knows 0 to "
-            f"{vocab_size - 1}; is it the model's own tokenizer?"
-        )
-    return min(num_prompt + request.params.max_new_tokens, max_tokens)
-
-
 def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[int]) -> Any:
-    """Return vLLM's parameters of a request with `limit` from `check_request`; any of `stop_ids` ends it."""
+    """Return vLLM's parameters of a request with its `limit`; any of `stop_ids` ends it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

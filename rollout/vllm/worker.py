@@ -6,11 +6,9 @@ while the worker goes on decoding. Then, between `start_weight_update` and `fini
 read is loaded at once, each worker taking its part of the tensors. So no step that can fail from outside happens while
 the model has parts of two versions.
 
-Reader of weights in the process of an engine's worker: it maps a segment once, and verifies its part of each version.
-
-The promise: the tensors that `read` returns are views of the segment whose part of the checksums this worker has compared;
-the others compare the rest. A segment stays mapped for the versions after, the two last ones at most, and on a GPU those of
-its pages that this worker loads stay locked, so that a later version is loaded at the speed of the bus.
+A reader maps a segment once and compares its part of each version's checksums; the others compare the rest. A segment stays
+mapped for the versions after, the two last ones at most, and on a GPU those of its pages that this worker loads stay locked,
+so that a later version is loaded at the speed of the bus.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from paceline.host.cores import thread_variables
@@ -160,17 +161,26 @@ class Ranks:
         return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
+@contextmanager
+def at_signals(stop: Callable[[], object]) -> Iterator[None]:
+    """Call `stop` at each of SIGNALS inside. Main thread only."""
+    before = {number: signal.signal(number, lambda *_: stop()) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_ranks(module: str, options: list[str], ranks: int, grace_s: float) -> int:
     """Start the ranks, wait for their end, and return the return code of the first that failed, or 0. Main thread only."""
     started = Ranks()
-    before = {number: signal.signal(number, lambda *_: started.events.put(None)) for number in SIGNALS}
-    try:
-        started.start(module, options, ranks)
-        started.see_through(grace_s)
-    finally:
-        started.kill()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with at_signals(lambda: started.events.put(None)):
+        try:
+            started.start(module, options, ranks)
+            started.see_through(grace_s)
+        finally:
+            started.kill()
     return started.status
 
 

@@ -24,9 +24,8 @@ from paceline.services.common.processes.ready_file import announce
 from paceline.services.common.serving.advertise import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer, run_service
 from paceline.services.common.worker.member_metrics import member_metrics
-from paceline.services.rollout.engine_settings import engine_option
 from paceline.services.rollout.servicer import RolloutServicer
-from paceline.services.rollout.worker import RolloutWorker
+from paceline.services.rollout.worker import RolloutWorker, engine_option
 from paceline.tracing import set_up_tracing, shut_down_tracing
 from paceline.v1 import rollout_pb2_grpc
 

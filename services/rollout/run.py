@@ -2,16 +2,12 @@
 
 Order of waiting: the lease loop waits for room or for the exchange; each group's task waits for its samples and then
 for the exchange's reply. A finished group is kept until the reply. New weights arrive independently
-(`services/rollout/weights.py`).
+(`services/rollout/weights.py`). In a run with an environment this worker has no leases: it samples the turns that environment
+workers ask for (`services/rollout/servicer.py`).
 
-In a run with an environment this worker has no leases: it samples the turns that environment workers ask for
-(`services/rollout/servicer.py`).
-
-Detection of an engine that hangs while its worker lives: heartbeats go on, and otherwise its leases would never end.
-
-A lease has no deadline, because a long completion is no fault. The probe tests whether the engine still runs: a request
-of one token is submitted and aborted at once, which any engine answers between two decode steps, however long its queue
-is and whatever it generates.
+A lease has no deadline, because a long completion is no fault, and heartbeats go on while an engine hangs. So a probe tests
+whether it runs: a request of one token is submitted and aborted at once, which any engine answers between two decode steps,
+however long its queue is and whatever it generates.
 """
 
 from __future__ import annotations
@@ -37,9 +33,7 @@ from paceline.rollout.engines import create_engine
 from paceline.services.common.reporting.occupancy import Occupancy
 from paceline.services.common.reporting.progress_log import ProgressLog
 from paceline.services.common.worker.membership import Membership
-from paceline.services.rollout.group_sampler import GroupSampler
-from paceline.services.rollout.pace import Pace
-from paceline.services.rollout.template_file import TemplateFile
+from paceline.services.rollout.group_sampler import GroupSampler, Pace, TemplateFile
 from paceline.services.rollout.weights import RolloutWeights
 from paceline.spec import RunSpec
 from paceline.tracing import span

@@ -1,8 +1,9 @@
 """The rollout service: it takes leases, submits groups, and receives weights while it samples.
 
 `RolloutWorker` is a member of the pool; `services/rollout/run.py` is its work on one run, `services/rollout/servicer.py`
-answers `RolloutService`.
-Started by `paceline serve rollout` (also `paceline-rollout`).
+answers `RolloutService`. Started by `paceline serve rollout` (also `paceline-rollout`). Workers of one run may have different
+engines and sizes (`--engine KEY=VALUE`): only keys of `policy.generation` that say how a worker computes can differ; what it
+samples from is the run's.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+import click
+
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.errors import EngineDied
+from paceline.errors import EngineDied, InvalidInput, SpecError
 from paceline.services.common.gpus import refuse_cpu
 from paceline.services.common.host_agent import HostAgentConnection, goes_by_host
 from paceline.services.common.worker.assigned_run import AssignedRun
 from paceline.services.common.worker.membership import Membership
 from paceline.services.common.worker.run_setup import spec_of
-from paceline.services.rollout.engine_settings import with_engine_settings
 from paceline.services.rollout.openai.server import Endpoint
 from paceline.services.rollout.run import RolloutRun
+from paceline.spec import RunSpec
+from paceline.spec.reading import apply_override, parse_spec
 from paceline.v1 import common_pb2, worker_pb2
 from paceline.wire import PROTOCOL
 
@@ -59,7 +63,7 @@ class RolloutWorker:
         self.cpu_chosen = False
         """True when the service was started with --device cpu."""
         self.engine_settings: Sequence[str] = ()
-        """Settings of this worker's engine in place of the run's (`services/rollout/engine_settings.py`)."""
+        """Settings of this worker's engine in place of the run's (`services/rollout/worker.py`)."""
         self._grace_s = grace_s
         self._run: RolloutRun | None = None
         self._ended_run: RolloutRun | None = None
@@ -230,3 +234,52 @@ def _first(group: BaseExceptionGroup[EngineDied]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+KEYS = ("backend", "max_batch_size", "stall_s", "vllm_cfg", "vllm_kwargs")
+"""Keys below policy.generation that a worker may set."""
+OF_VLLM = ("vllm_cfg", "vllm_kwargs")
+
+
+def check_settings(
+    _context: click.Context, _option: click.Parameter, settings: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Callback of --engine. Raises click.UsageError for a setting that is not a worker's."""
+    for setting in settings:
+        dotted, equals, _ = setting.partition("=")
+        key = dotted.removeprefix("policy.generation.")
+        if not equals or key.partition(".")[0] not in KEYS:
+            raise click.UsageError(
+                f"--engine {setting!r}: it takes KEY=VALUE with a key of policy.generation that concerns this worker alone "
+                f"({', '.join(KEYS)}); other keys are set in the run's spec"
+            )
+    return tuple(setting.removeprefix("policy.generation.") for setting in settings)
+
+
+def with_engine_settings(spec: RunSpec, settings: Sequence[str]) -> RunSpec:
+    """Return the spec with the worker's own engine settings. A worker with another backend than vLLM drops the run's vLLM
+    settings. Raises InvalidInput for a combination that no spec may have."""
+    if not settings:
+        return spec
+    tree = spec.model_dump(mode="json")
+    try:
+        for setting in settings:
+            apply_override(tree, f"policy.generation.{setting}")
+        generation = tree["policy"]["generation"]
+        if generation["backend"] == "native" and not any(setting.startswith(OF_VLLM) for setting in settings):
+            for name in OF_VLLM:
+                generation.pop(name, None)
+        return parse_spec(tree)
+    except SpecError as error:
+        raise InvalidInput(f"--engine {' '.join(settings)} does not fit the run: {error}") from None
+
+
+engine_option = click.option(
+    "--engine",
+    "engine_settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=check_settings,
+    help="Setting of policy.generation for this worker alone, such as backend=vllm, max_batch_size=256 or "
+    "vllm_cfg.tensor_parallel_size=2; may be given several times.",
+)

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import signal
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.error_texts import first_line
 from paceline.errors import Conflict, InvalidInput, Unavailable
-from paceline.services.learner.launcher import SIGNALS, EndAll, Ranks
+from paceline.services.learner.launcher import EndAll, Ranks, at_signals
 from paceline.services.learner.nodes.assembly import REVISION, Assembly, SessionEnd
 from paceline.services.learner.nodes.settings import NodeSettings
 from paceline.services.learner.nodes.store import FAULTS, NodeStore, connect, serve
@@ -52,7 +50,7 @@ class NodeLauncher:
 
         Raises Unavailable when too few nodes come; Conflict when node 0 refuses this one.
         """
-        with self._signals():
+        with at_signals(self._stop):
             while True:
                 log.info(
                     "node %d of %d waits for the others at %s",
@@ -101,15 +99,6 @@ class NodeLauncher:
             ranks.kill()
             self._rendezvous.leave("has left")
         return ranks.status
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, lambda *_: self._stop()) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _stop(self) -> None:
         self._stopping.set()

@@ -19,7 +19,7 @@ import torch
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Group
 from paceline.learner.collectives import any_over_ranks
-from paceline.learner.step.comparison import GroupDifference, SamplerComparison
+from paceline.learner.step.token_statistics import GroupDifference, SamplerComparison
 from paceline.services.learner.context import RankContext
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_group

@@ -15,8 +15,7 @@ from torch import nn
 from paceline.errors import PacelineError, Unavailable
 from paceline.files.names import EXPORT, EXPORTS
 from paceline.files.storage import Folder
-from paceline.learner.checkpoints.adapter_export import export_adapter
-from paceline.learner.checkpoints.export import export_live
+from paceline.learner.checkpoints.export import export_adapter, export_live
 from paceline.learner.checkpoints.export_folder import remove_left_overs
 from paceline.learner.collectives import broadcast_bytes, succeed_on_all_ranks
 from paceline.learner.weights.gather import gather_weights

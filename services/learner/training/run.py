@@ -23,10 +23,8 @@ from paceline.data.tokens import check_vocabulary, load_tokenizer
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, storage_key
 from paceline.errors import CheckpointFault, Conflict, InvalidInput, NonFiniteLoss, Unavailable
-from paceline.learner.batch.completion_metrics import completion_metrics
-from paceline.learner.batch.examples import ExampleSource
+from paceline.learner.batch.examples import ExampleSource, check_rows
 from paceline.learner.batch.samples import sequences_from_groups
-from paceline.learner.batch.validate_examples import check_rows
 from paceline.learner.checkpoints.checkpoint import Misfit
 from paceline.learner.collectives import (
     FailedElsewhere,
@@ -56,6 +54,7 @@ from paceline.services.learner.training.publishing import Publishing
 from paceline.services.learner.training.run_reports import (
     RunReports,
     collective_time,
+    completion_metrics,
     describe,
     observed,
     pace,

@@ -16,7 +16,7 @@ from paceline.errors import InvalidInput
 from paceline.groups import Version
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.engines import create_engine
-from paceline.rollout.vllm.engine import whole_weights
+from paceline.rollout.vllm.engine import MergedAdapter
 from paceline.rollout.weights.layout import meta_layout, read_config
 from paceline.spec import LoraSection, RunSpec
 from paceline.weights.lora_names import FINGERPRINT, fingerprint
@@ -159,7 +159,7 @@ def test_an_engine_that_takes_whole_weights_gets_the_merged_models(
 ) -> None:
     model = make_model(tied=tied)
     policy = lora_spec(tmp_path, model).policy
-    weights = whole_weights(policy, meta_layout(read_config(policy)), "cpu")
+    weights = MergedAdapter(policy, meta_layout(read_config(policy)), "cpu")
     for seed in (1, 2):
         adapter, merged = make_adapter(model, seed)
         weights.check(adapter)

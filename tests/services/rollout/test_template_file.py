@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.data.tokens import load_tokenizer
 from paceline.services.demo.model import make_tokenizer
-from paceline.services.rollout.template_file import TemplateFile
+from paceline.services.rollout.group_sampler import TemplateFile
 from paceline.spec import PolicySection
 
 
