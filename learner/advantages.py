@@ -175,10 +175,8 @@ def gae(
 def value_losses(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, cliprange: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N] ½·max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²), [N] True where the bound took the gradient away).
-
-    PPO's value loss with clipping (Schulman et al. 2017's code; TRL, NeMo RL); without a bound ½(V - R)².
-    """
+    """Return ([N] ½·max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²), [N] True where the bound took the gradient
+    away). PPO's value loss with clipping (Schulman et al. 2017's code; TRL, NeMo RL); without a bound ½(V - R)²."""
     squares_N = (values_N - returns_N).square()
     if cliprange is None:
         return squares_N / 2, torch.zeros_like(squares_N, dtype=torch.bool)

@@ -44,11 +44,9 @@ class FailedElsewhere(PacelineError):
 
 
 def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None:
-    """Do this rank's `work`, which has no collective in it, and return when every rank has done its part.
-
-    Raises what `work` raised, and FailedElsewhere on the ranks whose work succeeded, so that no rank waits in a
-    collective that another rank never enters.
-    """
+    """Do this rank's `work`, which has no collective in it, and return when every rank has done its part. Raises what
+    `work` raised, and FailedElsewhere on the ranks whose work succeeded, so that no rank waits in a collective that
+    another rank never enters."""
     error: Exception | None = None
     try:
         work()

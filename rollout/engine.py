@@ -189,17 +189,13 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Return the completion of `request`, its `text` left empty, a prefix included. Cancelling aborts the request.
-
-        Raises InvalidInput: the prompt leaves no room or holds unknown tokens, or the id is in use.
-        Raises Unavailable: no weights yet, closed, or logits that are not finite. Raises EngineDied: the engine stopped on an error.
-        """
+        Raises InvalidInput: the prompt leaves no room or holds unknown tokens, or the id is in use. Raises Unavailable:
+        no weights yet, closed, or logits that are not finite. Raises EngineDied: the engine stopped on an error."""
 
     async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
-        """Return the log-probabilities of the [P] `token_ids`, which one version computes in one forward pass.
-
-        Raises InvalidInput: no tokens, more than the model takes, or unknown ones. Raises Unavailable and EngineDied as
-        `generate`.
-        """
+        """Return the log-probabilities of the [P] `token_ids`, which one version computes in one forward pass. Raises
+        InvalidInput: no tokens, more than the model takes, or unknown ones. Raises Unavailable and EngineDied as
+        `generate`."""
 
     def abort(self, request_id: str) -> None:
         """Make its `generate` return the completion so far, with finish_reason `abort`. An unknown id is no error."""

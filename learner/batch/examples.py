@@ -50,12 +50,7 @@ class SampleMaker(Protocol):
         """
 
     def mismatched_sample(
-        self,
-        row: Row,
-        other: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, other: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> TrainingSample:
         """Return the prompt of `row` with the completion of `other`."""
 

@@ -213,10 +213,9 @@ def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
 
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
-    """Delete the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; return their paths.
-
-    `keep` has paths as `str(checkpoint.path)` gives them. Newer ones may be in progress, and stay, as do those of `spared`.
-    """
+    """Delete the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; return their
+    paths. `keep` has paths as `str(checkpoint.path)` gives them. Newer ones may be in progress, and stay, as do those
+    of `spared`."""
     folders = _folders(directory)
     newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
     deleted = []
@@ -258,10 +257,8 @@ def _reference_state(reference: nn.Module | None) -> dict[str, Any]:
 
 
 def read_state(verified: Verified, state: dict[str, Any]) -> None:
-    """Fill the tensors of `state` from a verified checkpoint. A collective call of all ranks.
-
-    Raises Misfit when the checkpoint lacks an entry of `state`, Unavailable when its files cannot be read now.
-    """
+    """Fill the tensors of `state` from a verified checkpoint. A collective call of all ranks. Raises Misfit when the
+    checkpoint lacks an entry of `state`, Unavailable when its files cannot be read now."""
     with as_error(
         Misfit,
         f"checkpoint {verified.folder} refused: it does not fit the model (put the one back that it was trained from)",
@@ -286,10 +283,8 @@ def _save_state(state: dict[str, Any], folder: Folder, group: dist.ProcessGroup 
 
 @contextmanager
 def as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
-    """Raise torch's failure as `kind`, because torch's error is no Exception and would pass every handler.
-
-    Also suppress the warning about a process without a process group, which is intended.
-    """
+    """Raise torch's failure as `kind`, because torch's error is no Exception and would pass every handler. Also
+    suppress the warning about a process without a process group, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
@@ -341,10 +336,8 @@ def files_of_all_ranks(
     folder: Folder, rank: int, group: dist.ProcessGroup | None, *, shared: bool = True
 ) -> tuple[CheckpointFile, ...]:
     """Return every rank's files as that rank wrote them. A collective call, whose result and errors are for rank 0.
-
-    Raises Unavailable when a rank could not read its files, when the metadata name others, or when rank 0 does not see all;
-    where the ranks do not share `folder`, it need not see them.
-    """
+    Raises Unavailable when a rank could not read its files, when the metadata name others, or when rank 0 does not see
+    all; where the ranks do not share `folder`, it need not see them."""
     listings = [json.loads(part) for part in gather_bytes(_own(folder, rank).encode(), group)]
     if rank != 0:
         return ()

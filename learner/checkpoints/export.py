@@ -167,10 +167,8 @@ def check_has_adapter(policy: PolicySection) -> None:
 def checkpoint_weights(
     checkpoint: Location, expected_sha256: str, policy: PolicySection, *, scoring: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process group.
-
-    An adapter is merged into its base. Raises what `paceline.learner.checkpoints.verification.verify` raises.
-    """
+    """Return the whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process
+    group. An adapter is merged into its base. Raises what `paceline.learner.checkpoints.verification.verify` raises."""
     if policy.lora_cfg.enabled:
         return gather_merged(_adapted_model(checkpoint, expected_sha256, policy))
     verified = verify(checkpoint, expected_sha256)
@@ -224,11 +222,9 @@ def export_adapter(
     replace: bool = False,
     origin: Origin | None = None,
 ) -> str | os.PathLike[str]:
-    """Write `adapter` (as `gather_weights` gives it, whole) as a folder that `PeftModel.from_pretrained` reads. `origin` is the run
-    that exports it, if any.
-
-    Raises Conflict when `directory` exists; with `replace` only when it is no export.
-    """
+    """Write `adapter` (as `gather_weights` gives it, whole) as a folder that `PeftModel.from_pretrained` reads.
+    `origin` is the run that exports it, if any. Raises Conflict when `directory` exists; with `replace` only when it is
+    no export."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 

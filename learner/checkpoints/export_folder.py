@@ -30,12 +30,9 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 @contextlib.contextmanager
 def written_beside(place: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
-    """Give a folder to write into, which becomes `place` (a path or an fsspec URL) when the block ends without an error, and
-    is removed otherwise.
-
-    Raises Conflict when `place` exists; with `replace` only when it is no export. Raises Unavailable for a store that cannot
-    be written now.
-    """
+    """Give a folder to write into, which becomes `place` (a path or an fsspec URL) when the block ends without an
+    error, and is removed otherwise. Raises Conflict when `place` exists; with `replace` only when it is no export.
+    Raises Unavailable for a store that cannot be written now."""
     folder = Folder(place)
     if folder.local is None:
         with _uploaded(folder, replace) as partial:

@@ -91,10 +91,8 @@ def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
 def check_files(
     folder: Folder, manifest: CheckpointManifest, *, part: int = 0, parts: int = 1, contents: bool = True
 ) -> None:
-    """Raise Conflict unless the folder has exactly the manifest's files with its sizes and, for this part, hashes.
-
-    Each of `parts` ranks reads every parts-th file; all ranks compare names and sizes.
-    """
+    """Raise Conflict unless the folder has exactly the manifest's files with its sizes and, for this part, hashes. Each
+    of `parts` ranks reads every parts-th file; all ranks compare names and sizes."""
     listed = {file.path: file for file in manifest.files}
     present = folder.files()
     for name in sorted(listed.keys() ^ (present.keys() - {CHECKPOINT_MANIFEST})):

@@ -50,10 +50,8 @@ class ModelFolder:
         dtype: torch.dtype | None,
         scoring: bool,
     ) -> None:
-        """Begin the folder of the model that `policy` names, for `weights` in `dtype` (None: their types).
-
-        Raises InvalidInput when their names or shapes are not that model's.
-        """
+        """Begin the folder of the model that `policy` names, for `weights` in `dtype` (None: their types). Raises
+        InvalidInput when their names or shapes are not that model's."""
         self._folder, self._policy = folder, policy
         self._model = empty_model(policy.model_name, scoring)
         self.names = _checked(self._model, weights, policy.model_name)

@@ -60,11 +60,7 @@ class UploadQueue:
     sentence when the store is away and when it is back. Both are called by the upload's thread."""
 
     def __init__(
-        self,
-        store: Folder,
-        rank: int,
-        on_stored: Callable[[Checkpoint], None],
-        warn: Callable[[str], None],
+        self, store: Folder, rank: int, on_stored: Callable[[Checkpoint], None], warn: Callable[[str], None]
     ):
         self.spool = _empty_spool(store, rank)
         """Folder for the files of new checkpoints."""

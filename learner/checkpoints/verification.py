@@ -38,16 +38,10 @@ class Verified(NamedTuple):
 
 
 def verify(
-    path: Location,
-    expected_sha256: str,
-    rank: int = 0,
-    ranks: int = 1,
-    device: torch.device | None = None,
+    path: Location, expected_sha256: str, rank: int = 0, ranks: int = 1, device: torch.device | None = None
 ) -> Verified:
-    """Compare the checkpoint with the hash that its manifest must have, reading every byte once over all ranks.
-
-    Raises NotFound, Conflict, Unavailable or WrongKey as `load` does: the gravest finding of all ranks, on every rank.
-    """
+    """Compare the checkpoint with the hash that its manifest must have, reading every byte once over all ranks. Raises
+    NotFound, Conflict, Unavailable or WrongKey as `load` does: the gravest finding of all ranks, on every rank."""
     problem: PacelineError | None = None
     verified = None
     try:

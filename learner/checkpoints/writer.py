@@ -68,11 +68,9 @@ class CheckpointWriter:
         *,
         unchanged: bool = False,
     ) -> None:
-        """Copy the state after `step` steps, and start to write it. A collective call, after `finish`.
-
-        `unchanged` promises that the state does not change before `finish`, so that no copy is made. Raises Conflict when that
-        checkpoint exists and is complete.
-        """
+        """Copy the state after `step` steps, and start to write it. A collective call, after `finish`. `unchanged`
+        promises that the state does not change before `finish`, so that no copy is made. Raises Conflict when that
+        checkpoint exists and is complete."""
         if self._thread is not None:
             raise RuntimeError("a checkpoint is still being written; finish it first")
         self._started_s = time.perf_counter()
@@ -127,10 +125,8 @@ class CheckpointWriter:
         return self._thread is not None and not self._thread.is_alive()
 
     def finish(self) -> Checkpoint | None:
-        """Wait for the checkpoint that was begun, if any, and return it on rank 0.
-
-        Raises Unavailable when it could not be written (a full disk), which leaves it torn.
-        """
+        """Wait for the checkpoint that was begun, if any, and return it on rank 0. Raises Unavailable when it could not
+        be written (a full disk), which leaves it torn."""
         if self._thread is None:
             return None
         self._thread.join()

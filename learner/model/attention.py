@@ -166,10 +166,8 @@ def _by_runs(
 
 def _with_sinks(mask_LL: Tensor | None, length: int, sinks_H: Tensor) -> Tensor:
     """Return [1, H, L, L + 1], to add to scores whose last key is zero: there the sinks, else 0 where a token attends.
-
-    A key of zeros has the score 0, so the sum there is the sink's logit; its value is zero too. The scores exist in memory,
-    L · L of each head.
-    """
+    A key of zeros has the score 0, so the sum there is the sink's logit; its value is zero too. The scores exist in
+    memory, L · L of each head."""
     if mask_LL is None:
         mask_LL = _band(length, length, sinks_H.device)
     shape = (1, len(sinks_H), length)

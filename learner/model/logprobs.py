@@ -130,11 +130,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 class _OnlineSoftmax:
-    """Sums over the vocabulary, tile by tile, relative to the largest logit so far.
-
-    With d = z − max z: Σ exp(d), and Σ exp(d)·d, from which H = log Σ exp(d) − Σ exp(d)·d / Σ exp(d). Both are relative to
-    the largest logit, so the entropy of large logits loses no digits.
-    """
+    """Sums over the vocabulary, tile by tile, relative to the largest logit so far. With d = z − max z: Σ exp(d), and Σ
+    exp(d)·d, from which H = log Σ exp(d) − Σ exp(d)·d / Σ exp(d). Both are relative to the largest logit, so the
+    entropy of large logits loses no digits."""
 
     def __init__(self, targets_N: Tensor, device: torch.device, with_entropy: bool) -> None:
         def zeros() -> Tensor:
@@ -185,10 +183,8 @@ class _OnlineSoftmax:
 
 
 def _slopes(logp_MW: Tensor, grad_M: Tensor, entropy_M: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return the loss's gradient by the logits but for the part at the targets; `logp_MW` is overwritten.
-
-    `entropy_M` are the entropies and their gradients, where they have one.
-    """
+    """Return the loss's gradient by the logits but for the part at the targets; `logp_MW` is overwritten. `entropy_M`
+    are the entropies and their gradients, where they have one."""
     if entropy_M is None:
         return logp_MW.exp_().mul_(-grad_M[:, None])
     values_M, slopes_M = entropy_M

@@ -27,12 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.functional import pad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from paceline.errors import InvalidInput
 from paceline.host.onednn import is_faster, product
@@ -165,11 +160,9 @@ def _predicting_states(model: Any, packed: PackedBatch, policy: PolicySection) -
 def _build(
     policy: PolicySection, dtype: torch.dtype, *, exact: torch.dtype | None = None, scoring: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Return the modules of a model, with this package's forward, on the meta device, and the files to fill them from; where
-    transformers alone can read the files (quantized), the whole model and None.
-
-    The parameters have type `dtype`, or `exact` where the files have no other.
-    """
+    """Return the modules of a model, with this package's forward, on the meta device, and the files to fill them from;
+    where transformers alone can read the files (quantized), the whole model and None. The parameters have type `dtype`,
+    or `exact` where the files have no other."""
     name = policy.model_name
     try:
         files: WeightFiles | None

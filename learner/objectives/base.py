@@ -109,22 +109,13 @@ class Objective(ABC):
         return load_policy(policy, device, seed)
 
     def samples(
-        self,
-        row: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
         """Return the samples of a row of the data set (`paceline.learner.batch.examples.SampleMaker`)."""
         raise ValueError(f"{type(self).__name__} trains on rollouts and reads no examples")
 
     def mismatched_sample(
-        self,
-        row: Row,
-        other: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, other: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> TrainingSample:
         """Return the prompt of `row` with the completion of `other`, where `measures_mismatched`."""
         raise ValueError(f"{type(self).__name__} measures nothing on mismatched completions")

@@ -44,11 +44,9 @@ def at_level(
 
 
 def log_linear_proximal(current_N: Tensor, behaviour_N: Tensor, ages_N: Tensor) -> Tensor:
-    """Return [N] log π_prox without asking the model: log μ + α·(log π - log μ), detached.
-
-    α = (v_prox - v_μ)/(v_θ - v_μ) in [0, 1], where step s trains from v_prox = s to v_θ = s + 1; with age = s - v_μ that
-    is age/(age + 1), and 0 for a token of the newest version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`).
-    """
+    """Return [N] log π_prox without asking the model: log μ + α·(log π - log μ), detached. α = (v_prox - v_μ)/(v_θ -
+    v_μ) in [0, 1], where step s trains from v_prox = s to v_θ = s + 1; with age = s - v_μ that is age/(age + 1), and 0
+    for a token of the newest version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`)."""
     ages_N = ages_N.clamp(min=0).to(current_N.dtype)
     return (behaviour_N + ages_N / (ages_N + 1) * (current_N.detach() - behaviour_N)).detach()
 

@@ -86,12 +86,7 @@ class PairLogRatios:
 
 
 def preference_loss(
-    pairs: PairLogRatios,
-    kind: PairLoss,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    average: bool = False,
+    pairs: PairLogRatios, kind: PairLoss, *, beta: float, label_smoothing: float = 0.0, average: bool = False
 ) -> Tensor:
     """Return Σ weight · loss(d), d = chosen - rejected log-ratio; with `average`, each divided by its length first.
 

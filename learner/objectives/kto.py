@@ -36,11 +36,7 @@ class Kto(Objective):
         self._section = spec.kto
 
     def samples(
-        self,
-        row: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
         prompt, completion, desirable = read_labeled_completion(row, self._data)
         reference_sum = reference_S[0] if reference_S else None
@@ -51,12 +47,7 @@ class Kto(Objective):
         ]
 
     def mismatched_sample(
-        self,
-        row: Row,
-        other: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, other: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> TrainingSample:
         prompt, _, desirable = read_labeled_completion(row, self._data)
         completion = read_labeled_completion(other, self._data).completion

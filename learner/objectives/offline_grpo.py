@@ -34,11 +34,7 @@ class OfflineGrpo(Objective):
         self.with_entropy_gradient = spec.loss_fn.entropy_bonus > 0
 
     def samples(
-        self,
-        row: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
         """Return a sample for each trace; one of a text has no log-probabilities of μ yet."""
         traces = read_traces(row, self._spec)

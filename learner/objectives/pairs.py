@@ -32,11 +32,7 @@ class PairObjective(Objective):
         self._data = data
 
     def samples(
-        self,
-        row: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
         prompt, chosen, rejected, margin = read_preference(row, self._data)
         labels = [

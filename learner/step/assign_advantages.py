@@ -46,12 +46,9 @@ def with_advantages(
     critic: Critic | None,
     step: int = 0,
 ) -> list[Update]:
-    """Return the updates with an advantage for each token, not clipped yet; dummies get 0. The weights of the rewards are
-    those of `step`.
-
-    All ranks call it together, after `with_frozen_logprobs`. Traces have theirs from the data set; other examples and the
-    rollouts of a distillation get none.
-    """
+    """Return the updates with an advantage for each token, not clipped yet; dummies get 0. The weights of the rewards
+    are those of `step`. All ranks call it together, after `with_frozen_logprobs`. Traces have theirs from the data set;
+    other examples and the rollouts of a distillation get none."""
     if spec.trains_traces:
         return _of_data_set(batch, updates, device)
     if not spec.samples or spec.has_teacher:
@@ -281,9 +278,7 @@ def advantages_of_turns(
     step: int,
 ) -> list[Float64Array]:
     """Return [T] advantages of each sequence's tokens, by `environment.advantage`; tokens outside of turns get 0.
-
-    advantages_C: of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the samples.
-    """
+    advantages_C: of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the samples."""
     rewards: list[list[float]] = [[] for _ in advantages_C]
     for sample, sequence in zip(samples_S.tolist(), batch, strict=True):
         rewards[sample] += [turn.reward for turn in sequence.row.turns] if sequence.row is not None else []

@@ -192,10 +192,9 @@ def _update_part(
 
 
 def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Return float32 `values` in bfloat16, each rounded up or down by chance so that its expectation is the value.
-
-    A bfloat16 is the upper half of a float32: a random number below 2¹⁶ is added to the lower half, which is then cut off.
-    """
+    """Return float32 `values` in bfloat16, each rounded up or down by chance so that its expectation is the value. A
+    bfloat16 is the upper half of a float32: a random number below 2¹⁶ is added to the lower half, which is then cut
+    off."""
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
     return (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)

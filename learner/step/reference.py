@@ -239,9 +239,8 @@ def with_frozen_logprobs(
     current: Callable[[PackedBatch], tuple[Tensor, Tensor]],
     reference: Reference,
 ) -> list[Update]:
-    """Return the updates with the frozen log-probabilities of each micro-batch: log π_prox, which is `current` before the
-    first update, where the step needs it; log π_ref where each token needs it.
-    """
+    """Return the updates with the frozen log-probabilities of each micro-batch: log π_prox, which is `current` before
+    the first update, where the step needs it; log π_ref where each token needs it."""
     with_frozen = []
     for update in updates:
         micro_batches = []

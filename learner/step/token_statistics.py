@@ -127,10 +127,9 @@ class SamplerComparison:
 
 
 def group_difference(group_id: int, differences: Collection[np.ndarray]) -> GroupDifference:
-    """Return the mean of a group with the larger of two standard errors: by the spread of its tokens, as if they were independent,
-    and by the spread of its completions, whose tokens may have a common error. `differences` has an array [T] in nats
-    for each completion, with one token in all at least.
-    """
+    """Return the mean of a group with the larger of two standard errors: by the spread of its tokens, as if they were
+    independent, and by the spread of its completions, whose tokens may have a common error. `differences` has an array
+    [T] in nats for each completion, with one token in all at least."""
     tokens = np.concatenate(list(differences))
     mean, number = float(tokens.mean()), len(tokens)
     sums_C = np.array([float((values - mean).sum()) for values in differences])

@@ -171,10 +171,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, held_out: Sequence[TrainingSample]) -> dict[str, float]:
-        """Measure the objective on held-out examples, and return metrics as of a step, equal on all ranks.
-
-        All ranks call it together, each with its share of the examples. No state changes, no random number is drawn.
-        """
+        """Measure the objective on held-out examples, and return metrics as of a step, equal on all ranks. All ranks
+        call it together, each with its share of the examples. No state changes, no random number is drawn."""
         measured = [sample for sample in held_out if not sample.is_mismatched]
         updates = plan_updates(measured, 0, self.spec, self.objective, self.device, num_updates=1)
         self.model.train(False)  # an adapter may drop inputs while it is trained
@@ -310,12 +308,7 @@ class Trainer:
         return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
 
     def _non_finite(
-        self,
-        update: Update,
-        results: Sequence[LossResult],
-        loss: float,
-        norm: float,
-        value_norm: float,
+        self, update: Update, results: Sequence[LossResult], loss: float, norm: float, value_norm: float
     ) -> NonFiniteLoss:
         bad_ids: set[int] = set()
         for micro, result in zip(update.micro_batches, results, strict=True):

@@ -28,12 +28,7 @@ from torch import Tensor
 
 from paceline.errors import EngineDied, InvalidInput, Unavailable
 from paceline.groups import Completion, IntArray, Version
-from paceline.rollout.engine import (
-    GenerationRequest,
-    PromptLogprobs,
-    check_scored_ids,
-    empty_completion,
-)
+from paceline.rollout.engine import GenerationRequest, PromptLogprobs, check_scored_ids, empty_completion
 from paceline.rollout.native.batch import DecodeBatch, Ended, RunningSequence
 from paceline.rollout.native.model import NativeModel, load_native_model
 from paceline.spec import RunSpec
@@ -149,10 +144,8 @@ class NativeEngine:
             self._abort(sequence)
 
     async def update_weights(self, version: Version, weights: Mapping[str, Tensor]) -> float:
-        """See `Engine.update_weights`. The pause is the copy and the recomputation of keys and values.
-
-        Without in-flight updates running sequences are decoded to their end first, which is not part of the pause.
-        """
+        """See `Engine.update_weights`. The pause is the copy and the recomputation of keys and values. Without
+        in-flight updates running sequences are decoded to their end first, which is not part of the pause."""
         if isinstance(weights, HostWeights):
             await asyncio.to_thread(self._prepare, weights)
         await asyncio.to_thread(self._model.check, weights)
@@ -249,9 +242,7 @@ class NativeEngine:
 
     def _joining(self) -> list[RunningSequence]:
         """Return the requests that join now: as soon as all waiting ones fit, else when an eighth of the batch is free.
-
-        A prefill pass for each single sequence that ends would cost as much as a decode step of the whole batch.
-        """
+        A prefill pass for each single sequence that ends would cost as much as a decode step of the whole batch."""
         free = self._batch.num_free
         with self._wake:
             if free < min(len(self._waiting), max(1, self.max_batch_size // 8)):

@@ -89,10 +89,8 @@ class NativeModel:
                     layer.forward = partial(_linear, layer)
 
     def prefill(self, ids_RT: Tensor, lengths_R: Tensor, cache: SlotCache) -> Tensor:
-        """Return [R, V] logits after the last token of each row of right-padded `ids_RT`; `cache.begin_prefill` must come before.
-
-        No mask is needed: attention is causal, so no token attends to the padding on its right.
-        """
+        """Return [R, V] logits after the last token of each row of right-padded `ids_RT`; `cache.begin_prefill` must
+        come before. No mask is needed: attention is causal, so no token attends to the padding on its right."""
         positions_1T = torch.arange(ids_RT.shape[1], device=self.device)[None]
         self._last_R = lengths_R - 1
         try:
@@ -151,9 +149,8 @@ class NativeModel:
         return logprobs_RT, top_ids_RT, tops_RT
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise InvalidInput if `weights` do not fit, see `WeightLayout.check`; where the run trains an adapter, `weights` are
-        one.
-        """
+        """Raise InvalidInput if `weights` do not fit, see `WeightLayout.check`; where the run trains an adapter,
+        `weights` are one."""
         if self._adapter is not None:
             self._adapter.check(weights)
         else:
@@ -197,10 +194,8 @@ class NativeModel:
 
 def load_native_model(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
     """Return the model that `policy.model_name` describes; its memory is not initialised without `load_weights`, except
-    where the run trains an adapter, whose base is loaded here.
-
-    Raises InvalidInput: files that cannot be loaded, or an architecture that is not supported.
-    """
+    where the run trains an adapter, whose base is loaded here. Raises InvalidInput: files that cannot be loaded, or an
+    architecture that is not supported."""
     try:
         return _load(policy, device, load_weights)
     except Exception as error:

@@ -87,9 +87,8 @@ class VllmEngine:
     """See `paceline.rollout.engine.Engine`. `device` is cpu or cuda; `load_weights` as in `create_engine`."""
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
-        """Begin to start the engine, and return at once; `ready` waits for it. Raises InvalidInput when vLLM or the model's
-        config cannot be used.
-        """
+        """Begin to start the engine, and return at once; `ready` waits for it. Raises InvalidInput when vLLM or the
+        model's config cannot be used."""
         config = read_config(spec.policy)
         self._spec = spec
         layout = meta_layout(config)

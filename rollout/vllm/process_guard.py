@@ -65,9 +65,8 @@ class ProcessGuard:
         guard.wait()  # the guard itself goes on as a separate process
 
     def started(self) -> None:
-        """Report that all of the engine's processes have started, and wait until the guard has noted their shared memory; from
-        now on it checks less often.
-        """
+        """Report that all of the engine's processes have started, and wait until the guard has noted their shared
+        memory; from now on it checks less often."""
         self._owner.write(b"s")
         self._owner.flush()
         ready, _, _ = select.select([self._end], [], [], KILL_S)
@@ -112,9 +111,8 @@ class _Engine:
         return pids
 
     def _mapped(self, pid: int) -> set[str]:
-        """Return the files of shared memory that a process has mapped: only those made since the guard began, and none in
-        folders, because a user may keep a model there.
-        """
+        """Return the files of shared memory that a process has mapped: only those made since the guard began, and none
+        in folders, because a user may keep a model there."""
         lines = _read(pid, "maps").decode(errors="replace").splitlines()
         names = {line.partition(SHARED_MEMORY)[2].removesuffix(" (deleted)") for line in lines}
         return {name for name in names if name and "/" not in name} - self._others

@@ -72,12 +72,9 @@ class Receipts:
         return self._orders
 
     async def verified(self, content_hash: str, order: int, timeout_s: float) -> list[int]:
-        """Wait for all receipts of an order, and return the bytes that each reader has verified.
-
-        Raises the error of a reader that failed: WireError for other bytes than the sender's, InvalidInput for numbers
-        that are not finite, Unavailable for memory that it could not read; and Unavailable when a receipt is missing
-        after `timeout_s`.
-        """
+        """Wait for all receipts of an order, and return the bytes that each reader has verified. Raises the error of a
+        reader that failed: WireError for other bytes than the sender's, InvalidInput for numbers that are not finite,
+        Unavailable for memory that it could not read; and Unavailable when a receipt is missing after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         missing = set(range(self.num_readers))
         num_bytes = [0] * self.num_readers

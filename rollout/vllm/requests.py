@@ -13,11 +13,7 @@ import numpy as np
 
 from paceline.errors import Unavailable
 from paceline.groups import Completion, Version, VersionSpan
-from paceline.rollout.engine import (
-    GenerationRequest,
-    PromptLogprobs,
-    empty_completion,
-)
+from paceline.rollout.engine import GenerationRequest, PromptLogprobs, empty_completion
 from paceline.rollout.stop_strings import StopScanner, cut
 
 LOWEST_TEMPERATURE = 0.01

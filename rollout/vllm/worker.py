@@ -229,9 +229,8 @@ class WorkerExtension:
     weight_transfer_engine: SegmentTransfer
 
     def paceline_make_stage_buffers(self) -> None:
-        """Make the memory in which a later pipeline stage takes the earlier one's output. vLLM makes it in its warm-up, which
-        it skips on a CPU without compilation.
-        """
+        """Make the memory in which a later pipeline stage takes the earlier one's output. vLLM makes it in its warm-up,
+        which it skips on a CPU without compilation."""
         from vllm.distributed import get_pp_group
 
         runner = self.model_runner

@@ -49,9 +49,8 @@ class BackgroundLoop:
         stopping: threading.Event | None = None,
         grace_s: float = 0.0,
     ) -> ResultT:
-        """Return the coroutine's result, and check the started coroutines meanwhile. Raises TimeoutError after `timeout_s`, or
-        `grace_s` after `stopping` was set, whichever comes first.
-        """
+        """Return the coroutine's result, and check the started coroutines meanwhile. Raises TimeoutError after
+        `timeout_s`, or `grace_s` after `stopping` was set, whichever comes first."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         deadline_s, shortened = time.monotonic() + timeout_s, False
         try:

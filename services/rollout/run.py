@@ -106,13 +106,7 @@ class RolloutRun:
         """Groups in a row with an unforeseen error."""
         store_url = run_store(spec.weights.store, run_id, directory)
         self.weights = RolloutWeights(
-            run_id,
-            member_id,
-            membership,
-            engine,
-            spec.weights.max_wait_s,
-            store_url,
-            agent,
+            run_id, member_id, membership, engine, spec.weights.max_wait_s, store_url, agent
         )
 
     @classmethod
@@ -125,10 +119,8 @@ class RolloutRun:
         device: str,
         agent: AgentClient | None = None,
     ) -> RolloutRun:
-        """Load tokenizer and engine; weights come later, by this host's `agent` or from the object store.
-
-        Raises InvalidInput for a model that cannot be used, EngineDied when the engine did not start.
-        """
+        """Load tokenizer and engine; weights come later, by this host's `agent` or from the object store. Raises
+        InvalidInput for a model that cannot be used, EngineDied when the engine did not start."""
         started_s = time.monotonic()
         log.info("run %s: loading %s", assignment.run_id, named_size(spec.policy.model_name))
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
@@ -140,14 +132,7 @@ class RolloutRun:
             raise
         log.info("run %s: the engine is ready after %.1f s", assignment.run_id, time.monotonic() - started_s)
         return cls(
-            spec,
-            assignment.run_id,
-            member_id,
-            membership,
-            engine,
-            tokenizer,
-            assignment.directory,
-            agent,
+            spec, assignment.run_id, member_id, membership, engine, tokenizer, assignment.directory, agent
         )
 
     @property
@@ -245,11 +230,8 @@ class RolloutRun:
 
     async def drain(self, grace_s: float) -> int:
         """Take no further lease; let running samples finish, then return the rest unfinished. Returns the number of
-        unfinished leases.
-
-        External requests have the same time, and then end as they are. Returns within `grace_s` seconds, also when no
-        coordinator accepts the returned leases: it then notices the worker's silence.
-        """
+        unfinished leases. External requests have the same time, and then end as they are. Returns within `grace_s`
+        seconds, also when no coordinator accepts the returned leases: it then notices the worker's silence."""
         self._draining.set()
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_external.wait())
@@ -358,10 +340,8 @@ class RolloutRun:
             return await self._sampler.sample(lease, prefix)
 
     async def _blame(self, lease: pb.Lease, error: Exception) -> None:
-        """Return a group with an unforeseen error, as a fault of its data.
-
-        Raises the error where the engine is the likelier cause: the engine does not answer, or several groups in a row had an error.
-        """
+        """Return a group with an unforeseen error, as a fault of its data. Raises the error where the engine is the
+        likelier cause: the engine does not answer, or several groups in a row had an error."""
         self._unexpected += 1
         probe = f"probe/{lease.group_id}/{lease.attempt}"
         if self._unexpected > MAX_UNEXPECTED or not await answers(self.engine, probe, PROBE_S):
@@ -374,10 +354,7 @@ class RolloutRun:
     ) -> None:
         group = Group(lease.group_id, prompt_ids, tuple(completions))
         result = pb.GroupResult(
-            group_id=lease.group_id,
-            attempt=lease.attempt,
-            digest=group.digest(),
-            generate_s=generate_s,
+            group_id=lease.group_id, attempt=lease.attempt, digest=group.digest(), generate_s=generate_s
         )
         request = pb.ExchangeRequest(run_id=self.run_id, group=result)
         reply, _ = await self._membership.request(request, encode_result(prompt_ids, completions))

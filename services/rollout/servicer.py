@@ -123,10 +123,8 @@ def _check_bounds(request: rollout_pb2.GenerateRequest, max_tokens: int) -> None
 
 
 def _check_weights(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> None:
-    """Raises Conflict when the request wants another run or other weights than this worker has now.
-
-    Steps of published versions only grow, also from one session of the learner to the next, so the step comes first.
-    """
+    """Raises Conflict when the request wants another run or other weights than this worker has now. Steps of published
+    versions only grow, also from one session of the learner to the next, so the step comes first."""
     version = run.engine.version
     assert version is not None
     if request.run_id and request.run_id != run.run_id:

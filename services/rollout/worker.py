@@ -32,11 +32,9 @@ log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """One member of the rollout pool: at most one run at a time.
-
-    A set-up that fails is retried after a growing pause for as long as the run is assigned; `pause` is that backoff. `host` is
-    this machine's address for weights, `bind` the one to listen on, if another.
-    """
+    """One member of the rollout pool: at most one run at a time. A set-up that fails is retried after a growing pause
+    for as long as the run is assigned; `pause` is that backoff. `host` is this machine's address for weights, `bind`
+    the one to listen on, if another."""
 
     def __init__(
         self,

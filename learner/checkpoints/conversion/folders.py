@@ -46,11 +46,9 @@ def is_dcp(source: Location) -> bool:
 def to_dcp(
     source: str, destination: Location, *, dtype: torch.dtype | None = None, adapter: Path | None = None
 ) -> None:
-    """Write the weights of a model folder as a checkpoint, with its config and tokenizer beside.
-
-    `dtype` None keeps the types; a LoRA adapter in peft's folder is merged. Raises Conflict when `destination` exists,
-    InvalidInput for damaged or foreign files, Unreadable.
-    """
+    """Write the weights of a model folder as a checkpoint, with its config and tokenizer beside. `dtype` None keeps the
+    types; a LoRA adapter in peft's folder is merged. Raises Conflict when `destination` exists, InvalidInput for
+    damaged or foreign files, Unreadable."""
     with (
         _weight_files(source, changed=bool(dtype or adapter)) as files,
         written_beside(destination) as partial,
@@ -215,11 +213,9 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
 
 
 def quantize_folder(source: str, destination: Location, kind: Literal["int8", "float8"]) -> None:
-    """Write the model of a folder with the weights of its linear layers, but for the LM head, in eight bits.
-
-    The weights have a scale for each output; activations keep their type. The whole model is in memory. Raises InvalidInput
-    without torchao, Conflict when `destination` exists.
-    """
+    """Write the model of a folder with the weights of its linear layers, but for the LM head, in eight bits. The
+    weights have a scale for each output; activations keep their type. The whole model is in memory. Raises InvalidInput
+    without torchao, Conflict when `destination` exists."""
     if importlib.util.find_spec("torchao") is None:
         raise InvalidInput("--quantize needs torchao: pip install 'paceline[quantize]'")
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig

@@ -46,10 +46,8 @@ class NodeLauncher:
         self._backoff = ExponentialBackoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def run(self, ranks: int, grace_s: float) -> int:
-        """Run sessions until a signal; return the status of the last, 0 between two. Main thread only.
-
-        Raises Unavailable when too few nodes come; Conflict when node 0 refuses this one.
-        """
+        """Run sessions until a signal; return the status of the last, 0 between two. Main thread only. Raises
+        Unavailable when too few nodes come; Conflict when node 0 refuses this one."""
         with at_signals(self._stop):
             while True:
                 log.info(
@@ -115,10 +113,8 @@ def run_node(
     grace_s: float,
     wait_s: float,
 ) -> int:
-    """Run this node's ranks in session after session; return the status of the last. Main thread only.
-
-    Raises InvalidInput when node 0 cannot listen on `host`; Unavailable when too few nodes come within `wait_s`; Conflict.
-    """
+    """Run this node's ranks in session after session; return the status of the last. Main thread only. Raises
+    InvalidInput when node 0 cannot listen on `host`; Unavailable when too few nodes come within `wait_s`; Conflict."""
     rendezvous = Rendezvous(settings, ranks, host, wait_s)
     return NodeLauncher(settings, rendezvous, module, options).run(ranks, grace_s)
 
@@ -162,10 +158,8 @@ class Rendezvous:
         self._watching: threading.Thread | None = None
 
     def meet(self, is_stopping: Callable[[], bool]) -> Place | None:
-        """Return this node's place in the next session; None when it is to stop before there is one.
-
-        Raises Unavailable when too few nodes have come within the wait; Conflict when node 0 refuses this one.
-        """
+        """Return this node's place in the next session; None when it is to stop before there is one. Raises Unavailable
+        when too few nodes have come within the wait; Conflict when node 0 refuses this one."""
         if self._watching is not None:
             self._watching.join()  # each operation of the store has a deadline
         began_s, present = time.monotonic(), ""

@@ -165,11 +165,9 @@ class SessionCheckpoints:
         return self._writer.in_progress and not self._writer.ready
 
     def load(self, trainer: Trainer, pause: Callable[[float], object]) -> None:
-        """Load the checkpoint that the session begins from.
-
-        Raises CheckpointFault when the checkpoint is missing, damaged or cannot be read, Misfit when it is of another model,
-        WrongKey when it is encrypted with another storage key, Unavailable when it is in a store that is away; on all ranks the same.
-        """
+        """Load the checkpoint that the session begins from. Raises CheckpointFault when the checkpoint is missing,
+        damaged or cannot be read, Misfit when it is of another model, WrongKey when it is encrypted with another
+        storage key, Unavailable when it is in a store that is away; on all ranks the same."""
         if not self._assignment.checkpoint_path:
             return
         for pause_s in LOAD_PAUSES_S:

@@ -44,10 +44,8 @@ class RunExports:
                     remove_left_overs(folder.local)
 
     def write_final(self, model: nn.Module, origin: Origin) -> Folder:
-        """Export the trained model and return the folder. `origin` is what its manifest says of the run.
-
-        Raises what rank 0 met, and FailedElsewhere on the other ranks.
-        """
+        """Export the trained model and return the folder. `origin` is what its manifest says of the run. Raises what
+        rank 0 met, and FailedElsewhere on the other ranks."""
         path = self._directory / EXPORT
         failure = self._export_model(path, model, origin)
 

@@ -205,9 +205,7 @@ class _WeightChannelFactory:
                     self._warn(self._fallback(result))
 
         members = HostMembers(
-            self._weights.max_wait_s,
-            on_result,
-            is_heard=lambda: self._rank.membership.has_stream,
+            self._weights.max_wait_s, on_result, is_heard=lambda: self._rank.membership.has_stream
         )
         offers = self._offers()
         channel = Rank0HostChannel(

@@ -37,11 +37,7 @@ class RunReports:
     a copy of the newest report of each kind."""
 
     def __init__(
-        self,
-        run_id: str,
-        session: int,
-        send: Callable[[worker_pb2.ConnectRequest], None],
-        is_first: bool,
+        self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None], is_first: bool
     ) -> None:
         self._run_id, self._session = run_id, session
         self._send, self._is_first = send, is_first
@@ -176,10 +172,8 @@ def pace(metrics: Mapping[str, float], ranks: int, device: torch.device) -> dict
 @contextlib.contextmanager
 def collective_time(wanted: bool, device: torch.device) -> Iterator[dict[str, float]]:
     """Yield a dict that has the metrics of the block once it has ended; nothing is profiled unless `wanted`.
-
-    `learner/collectives_s` counts a moment once, however many collectives run in it. On GPUs `learner/exposed_collectives_s` is the
-    part in which the GPU computed nothing else.
-    """
+    `learner/collectives_s` counts a moment once, however many collectives run in it. On GPUs
+    `learner/exposed_collectives_s` is the part in which the GPU computed nothing else."""
     metrics: dict[str, float] = {}
     if not wanted:
         yield metrics
