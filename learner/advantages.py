@@ -115,7 +115,6 @@ def _sample_std(values_S: Float64Array) -> float:
 
 
 def _are_equal(values: list[Tensor], device: torch.device) -> bool:
-    """Return whether all finite values of all ranks are equal."""
     ends = [torch.stack((value_N.max(), (-value_N).max())) for value_N in values if len(value_N)]
     none = torch.full((2,), -math.inf, dtype=torch.float64, device=device)
     high, minus_low = max_over_ranks(torch.stack([none, *ends]).amax(dim=0)).tolist()

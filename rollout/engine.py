@@ -74,7 +74,6 @@ class SamplingParams:
 
     @classmethod
     def from_spec(cls, generation: GenerationSection) -> SamplingParams:
-        """Return the parameters of `policy.generation`."""
         return cls(**{field.name: getattr(generation, field.name) for field in fields(cls)})
 
     @classmethod
@@ -256,7 +255,6 @@ def check_prefix(prefix: Completion) -> None:
 
 
 def empty_completion() -> Completion:
-    """Return the completion of a request that was aborted before its first token."""
     return Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")
 
 

@@ -305,6 +305,5 @@ def pack_samples(sequences: Sequence[TrainingSample], device: torch.device) -> P
 
 
 def _trained(values_T: np.ndarray | None, sequence: TrainingSample) -> np.ndarray:
-    """Return the values at the tokens that train."""
     assert values_T is not None
     return values_T if sequence.trained_T is None else values_T[sequence.trained_T]

@@ -159,7 +159,6 @@ def _pieces_of_checkpoint(
 
 
 def check_has_adapter(policy: PolicySection) -> None:
-    """Raise InvalidInput for a run that trains no adapter."""
     if not policy.lora_cfg.enabled:
         raise InvalidInput("the run trains no adapter (policy.lora_cfg.enabled is false); export the model")
 
@@ -181,7 +180,6 @@ def checkpoint_weights(
 
 
 def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySection) -> PreTrainedModel:
-    """Return the base with the checkpoint's adapter."""
     verified = verify(checkpoint, expected_sha256)
     name = policy.model_name
     model: PreTrainedModel = load_pretrained(

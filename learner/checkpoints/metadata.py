@@ -69,7 +69,6 @@ class ListedUnpickler(pickle.Unpickler):
     allowed: ClassVar[dict[str, set[str]]] = METADATA_NAMES
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class of that name, if it is on the list."""
         if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles an enum's member so
             return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -121,7 +120,6 @@ def decode_metadata(data: bytes, files: Collection[str]) -> Metadata:
 
 
 def files_of(metadata: Metadata) -> set[str]:
-    """Return the files that hold the state."""
     return {str(info.relative_path) for info in metadata.storage_data.values()}
 
 

@@ -34,7 +34,6 @@ class TensorHeader:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

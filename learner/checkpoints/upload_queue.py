@@ -73,13 +73,11 @@ class UploadQueue:
 
     @property
     def names(self) -> list[str]:
-        """Names of the queued checkpoints, oldest first."""
         with self._changed:
             return [queued.name for queued in self._queue]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of this rank's queued files."""
         with self._changed:
             return sum(queued.size_bytes for queued in self._queue)
 

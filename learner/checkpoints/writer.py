@@ -97,7 +97,6 @@ class CheckpointWriter:
 
     @property
     def _has_copy(self) -> bool:
-        """Return whether the memory for a copy is there already."""
         return self._pinned is not None and self._pinned.state_dict_cache is not None
 
     def _copy(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -146,7 +145,6 @@ class CheckpointWriter:
 
 
 def on_gpu(model: nn.Module) -> bool:
-    """Return whether the model's parameters are in a GPU's memory."""
     return next(model.parameters()).is_cuda
 
 

@@ -75,7 +75,6 @@ def _weights_in_memory(model: nn.Module) -> Iterator[None]:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Return whether `add_adapter` was called on it."""
     return hasattr(model, "base_fingerprint")
 
 

@@ -15,7 +15,6 @@ from paceline.spec import RunSpec
 
 
 def objective_of(spec: RunSpec) -> Objective:
-    """Return the objective of the spec's algorithm."""
     match spec.algorithm:
         case "grpo":
             return Grpo(spec)

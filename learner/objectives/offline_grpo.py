@@ -57,7 +57,6 @@ class OfflineGrpo(Objective):
         return [TrainingSample(-1, zero, zero, np.zeros(1, np.float32), advantage=0.0)]
 
     def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
-        """Return the policy loss of `loss_fn`."""
         result = policy_loss(tokens, counts, self._spec.loss_fn)
         return replace(result, sums={**result.sums, **_order_sums(tokens, packed)})
 

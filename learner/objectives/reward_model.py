@@ -25,7 +25,6 @@ class RewardModel(PairObjective):
         self._centring = spec.rm.centring
 
     def load_model(self, policy: PolicySection, device: torch.device, seed: int) -> PreTrainedModel:
-        """Return a model with a new scoring head."""
         return load_reward_model(policy, device)
 
     def encode(

@@ -102,7 +102,6 @@ def with_clipped_advantages(
 def _of_data_set(
     batch: Sequence[TrainingSample], updates: Sequence[Update], device: torch.device
 ) -> list[Update]:
-    """Return the updates with the advantages that the samples carry."""
     advantages_S = torch.tensor([sample.advantage or 0.0 for sample in batch], dtype=torch.float32)
     return _replaced(
         updates,
@@ -209,7 +208,6 @@ def _scores(
 def _with_turns(
     batch: Sequence[TrainingSample], by_token: Sequence[Float64Array], micro: MicroBatch, device: torch.device
 ) -> MicroBatch:
-    """Return the micro-batch with the advantages of its sequences' tokens."""
     values = [
         by_token[i][np.ones(len(by_token[i]), bool) if (t := batch[i].trained_T) is None else t]
         for i in micro.indices

@@ -37,7 +37,6 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.op
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give all parameter groups this rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -120,7 +119,6 @@ class PartwiseAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
         if closure is not None:
             raise ValueError("an update has no closure here")
         index = 0

@@ -230,7 +230,6 @@ def _flops(micro: MicroBatch, spec: RunSpec, shape: ModelShape | None) -> float:
 def _update_indices(
     batch: Sequence[TrainingSample], num_updates: int, device: torch.device
 ) -> list[list[int]]:
-    """Return the indices of each update's samples in the batch."""
     group_ids = union_over_ranks([s.group_id for s in batch], device)
     update_of = {group_id: i * num_updates // len(group_ids) for i, group_id in enumerate(group_ids)}
     return [[i for i, s in enumerate(batch) if update_of[s.group_id] == u] for u in range(num_updates)]

@@ -113,7 +113,6 @@ class PrecomputedReference(Reference):
         return math.fsum(label.reference_logprob or 0.0 for label in packed.labels_S)
 
     def _sums(self, reference: LocalReference, sequences: list[TrainingSample]) -> np.ndarray:
-        """Return [S] the sum of each sequence."""
         sums_S = np.zeros(len(sequences))
         for indices, packed, logprobs_N in _passes(
             reference, sequences, self._policy.row_tokens, self._device
@@ -223,7 +222,6 @@ def _frozen_reference(
 
 
 def _shard(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

@@ -61,7 +61,6 @@ class TokenStatistics:
 
 
 def _indices(samples: Sequence[TrainingSample]) -> list[int]:
-    """Return the index of each sample in its group."""
     seen: Counter[int] = Counter()
     indices = []
     for sample in samples:

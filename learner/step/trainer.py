@@ -300,7 +300,6 @@ class Trainer:
         )
 
     def _sum_metrics(self, results: Sequence[LossResult]) -> dict[str, float]:
-        """Return the metric sums over micro-batches and ranks."""
         names = list(results[0].sums)
         totals = torch.stack(
             [torch.stack([result.sums[name].double() for name in names]) for result in results]
@@ -356,7 +355,6 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """What the loss is multiplied by."""
         return float(self._optimizer.param_groups[0][SCALE]) if self.is_dynamic else 1.0
 
     def divide(self, models: Iterable[nn.Module]) -> None:

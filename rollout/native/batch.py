@@ -67,11 +67,9 @@ class RunningSequence:
 
     @property
     def prompt_length(self) -> int:
-        """P."""
         return len(self.request.prompt_ids)
 
     def known_ids(self) -> IntArray:
-        """Return prompt and prefix: the tokens that it joins with."""
         return np.asarray(self.request.known_ids, np.int32)
 
     def add_span(self, version: Version, num_tokens: int) -> None:
@@ -112,7 +110,6 @@ class DecodeBatch:
 
     @property
     def num_free(self) -> int:
-        """Sequences that can join."""
         return self.num_slots - len(self.sequences)
 
     def add(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
@@ -195,7 +192,6 @@ class DecodeBatch:
         self._append(logits_UV if source_R is None else logits_UV[source_R], first, end)
 
     def _restore(self, sequences: list[RunningSequence], state: PromptState) -> None:
-        """Add sequences of one prompt that was computed before."""
         first, end, _ = self._place(sequences)
         self._cache.write_rows(first, end, state.layers_HTD)
         self._append(state.logits_V.expand(end - first, -1), first, end)
@@ -246,7 +242,6 @@ class DecodeBatch:
         self._note_masks(sequences)
 
     def _append(self, logits_RV: Tensor, first: int, end: int) -> None:
-        """Sample and store the next token of slots [first, end)."""
         counts, floats = self._counts[first:end], self._floats[first:end]
         total_R = counts[:, TOTAL]
         if self._penalises:
@@ -324,7 +319,6 @@ class DecodeBatch:
         return completions
 
     def _close_gaps(self, leaving: list[int]) -> None:
-        """Move the last sequences that stay into the slots of those that leave."""
         num_left = len(self.sequences) - len(leaving)
         gone = set(leaving)
         targets = [index for index in sorted(gone) if index < num_left]
@@ -406,7 +400,6 @@ class PromptState:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the tensors."""
         tensors = [self.logits_V, *(tensor for _, *pair in self.layers_HTD for tensor in pair)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

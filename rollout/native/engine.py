@@ -76,12 +76,10 @@ class NativeEngine:
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch."""
         return len(self._batch.sequences)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not in the batch yet."""
         return len(self._waiting)
 
     @property
@@ -98,11 +96,9 @@ class NativeEngine:
         """See `Engine.ready`: at once."""
 
     async def watch(self) -> None:
-        """See `Engine.watch`."""
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """See `Engine.generate`."""
         sequence = self._sequence_of(request)
         done = 0 if request.prefix is None else len(request.prefix.token_ids)
         if sequence.prompt_length + done >= sequence.limit and request.prefix is not None:
@@ -138,7 +134,6 @@ class NativeEngine:
         return await answer
 
     def abort(self, request_id: str) -> None:
-        """See `Engine.abort`."""
         sequence = self._by_id.get(request_id)
         if sequence is not None:
             self._abort(sequence)

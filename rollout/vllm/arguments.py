@@ -109,6 +109,5 @@ def _set_environment(guard: ProcessGuard, device: str) -> None:
 
 
 def replicas(policy: PolicySection) -> int:
-    """Return the number of worker processes that hold weights."""
     config = policy.generation.vllm_cfg
     return config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size

@@ -128,24 +128,19 @@ class VllmEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not in the batch yet."""
         return len(self._live) - self.num_running
 
     @property
     def capacity(self) -> int:
-        """See `Engine.capacity`."""
         return self._concurrency.limit
 
     async def ready(self) -> None:
-        """See `Engine.ready`."""
         await asyncio.shield(asyncio.wrap_future(self._thread.started))
 
     async def watch(self) -> None:
-        """See `Engine.watch`."""
         await asyncio.shield(asyncio.wrap_future(self._thread.ended))
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """See `Engine.generate`."""
         limit = request.limit(self._max_tokens, self._vocab_size)
         prefix = request.prefix
         if prefix is not None and len(request.prompt_ids) + len(prefix.token_ids) >= limit:
@@ -173,7 +168,6 @@ class VllmEngine:
         return await self._thread.result(self._thread.submit(self._score(token_ids.tolist())))
 
     def abort(self, request_id: str) -> None:
-        """See `Engine.abort`."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._thread.call(self._abort, sequence)
@@ -198,7 +192,6 @@ class VllmEngine:
         return self._updates.verified_bytes, loaded
 
     async def close(self) -> None:
-        """See `Engine.close`."""
         self._thread.closing = self.closed = True
         started = self._thread.started
         while not started.done():
@@ -399,12 +392,10 @@ class MergedAdapter(WholeWeights):
         self._slot = AdapterSlot(module, policy.lora_cfg)
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """See `WholeWeights.check`."""
         if isinstance(weights, HostWeights):
             weights.verify()  # the engine's workers see the merged weights only
         self._slot.check(weights)
 
     def whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `WholeWeights.whole`."""
         self._slot.replace(weights)
         return self._layout.completed(self._tensors)

@@ -39,7 +39,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, and return at once."""
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
@@ -75,7 +74,6 @@ class EngineThread:
             raise Unavailable("the engine is closed")
 
     def join(self) -> None:
-        """Wait for the end."""
         self._thread.join()
 
     def _run(self) -> None:

@@ -25,12 +25,10 @@ LabelSpan = tuple[str, int, int]
 
 
 def label_of(version: Version) -> str:
-    """Return the label of a version within vLLM."""
     return f"{version.session}.{version.step}"
 
 
 def version_of(label: str) -> Version:
-    """Return the version of a label."""
     session, step = label.split(".")
     return Version(int(session), int(step))
 

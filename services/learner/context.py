@@ -80,7 +80,6 @@ class BackgroundLoop:
                 self.loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """Cancel everything, and end the thread and its loop."""
         if self.loop.is_closed():
             return
         for task in self._tasks:

@@ -141,7 +141,6 @@ class Ranks:
             deadline_s = min(deadline_s, time.monotonic() + wait_s)
 
     def kill(self) -> None:
-        """Kill the remaining processes."""
         for process in self.processes:
             process.kill()
 
@@ -163,7 +162,6 @@ class Ranks:
 
 @contextmanager
 def at_signals(stop: Callable[[], object]) -> Iterator[None]:
-    """Call `stop` at each of SIGNALS inside. Main thread only."""
     before = {number: signal.signal(number, lambda *_: stop()) for number in SIGNALS}
     try:
         yield

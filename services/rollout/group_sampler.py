@@ -187,13 +187,11 @@ class Pace:
         """Time, tokens and seconds without a lease at the last heartbeat."""
 
     def begin_work(self) -> None:
-        """Note that the worker has a lease."""
         if self._empty_since_s is not None:
             self._empty_s += self._clock() - self._empty_since_s
             self._empty_since_s = None
 
     def end_work(self) -> None:
-        """Note that the worker has no lease any more."""
         self._empty_since_s = self._clock()
 
     def gauges(self, generated_tokens: int) -> dict[str, float]:

@@ -151,7 +151,6 @@ class RolloutRun:
         return len(self._running_by_group)
 
     async def close(self) -> None:
-        """Close receivers and engine."""
         self.weights.close()
         await self.engine.close()
 

@@ -139,7 +139,6 @@ class RolloutWeights:
         log.warning("expelled from epoch %d, holding %s: %s", expelled.epoch, version, expelled.reason)
 
     def close(self) -> None:
-        """Close the receivers."""
         self._store_receiver.close()
         if self._host_receiver is not None:
             self._host_receiver.close()
@@ -168,7 +167,6 @@ class RolloutWeights:
         self._on_ack(version, ok, message, transfer=transfer)
 
     def _report_agent(self) -> None:
-        """Report that this host has another agent."""
         if self._agent is not None and (identity := self._agent.identity) is not None:
             report = self._membership.report(worker_pb2.ConnectRequest(host_agent=identity))
             asyncio.run_coroutine_threadsafe(report, self._loop)

@@ -227,7 +227,6 @@ async def _ended(cancelled: asyncio.Task[None]) -> None:
 
 
 def _first(group: BaseExceptionGroup[EngineDied]) -> BaseException:
-    """Return the first error in a group of groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

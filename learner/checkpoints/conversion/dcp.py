@@ -135,7 +135,6 @@ class DcpCheckpoint:
         """Names of the model by those in the checkpoint."""
 
     def headers(self) -> list[TensorHeader]:
-        """Return name, stored type and shape of every tensor."""
         return [
             TensorHeader(name, self._tensors[stored].properties.dtype, tuple(self._tensors[stored].size))
             for stored, name in self._names.items()

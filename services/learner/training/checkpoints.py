@@ -287,7 +287,6 @@ class SessionCheckpoints:
             self._deleting.submit(self._delete_all_but, paths)
 
     def close(self) -> None:
-        """End the threads."""
         with contextlib.suppress(PacelineError):
             self._writer.finish()  # nobody needs it any more; but its thread must not run into the next run
         if self._uploads is not None:

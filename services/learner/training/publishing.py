@@ -78,7 +78,6 @@ class Publishing:
         return self._channel is not None and self._channel.wants_snapshot
 
     def write_snapshot(self) -> None:
-        """Write the newest version in full to the object store."""
         if self._channel is not None:
             self._channel.write_snapshot()
 
@@ -90,7 +89,6 @@ class Publishing:
         self._channel.publish(Version(self._assignment.session, step), self._model)
 
     def set_members(self, roster: worker_pb2.Epoch) -> None:
-        """Set the members that receive weights from now on."""
         if roster.run_id != self._assignment.run_id:
             return
         with self._opening:
@@ -100,13 +98,11 @@ class Publishing:
                     self._channel.set_members(roster.number, roster.member_ids, roster.host_member_ids)
 
     def acknowledge(self, ack: worker_pb2.WeightAck) -> None:
-        """Take a member's answer to an offer."""
         if self._channel is not None and ack.run_id == self._assignment.run_id:
             version = Version(ack.version.session, ack.version.step)
             self._channel.acknowledge(ack.member_id, version, ack.ok, ack.message, ack.damaged)
 
     def progress(self, progress: worker_pb2.WeightProgress) -> None:
-        """Note that a member still works on an offered version."""
         if self._channel is not None and progress.run_id == self._assignment.run_id:
             version = Version(progress.version.session, progress.version.step)
             loading = progress.phase in (worker_pb2.WEIGHT_PHASE_RECEIVED, worker_pb2.WEIGHT_PHASE_LOADING)
@@ -118,7 +114,6 @@ class Publishing:
             self._channel.interrupt(reason)
 
     def close(self) -> None:
-        """End the channel's threads."""
         if self._channel is not None:
             self._channel.close()
 
@@ -300,7 +295,6 @@ class WeightReports:
         self._send(worker_pb2.ConnectRequest(staged=staged))
 
     def offer(self, offer: StoreOffer) -> None:
-        """Send an offer to its member."""
         self._send(worker_pb2.ConnectRequest(weight_offer=offer.to_proto(self._max_wait_s)))
 
     def host_version(self, version: worker_pb2.HostVersion) -> None:

@@ -112,7 +112,6 @@ class LearnerRun:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """Return the gauges of this rank's heartbeats."""
         return self._checkpoints.gauges
 
     @property

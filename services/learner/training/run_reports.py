@@ -93,7 +93,6 @@ def observed(spec: RunSpec, rank: int, groups: Sequence[Group]) -> TokenStatisti
 def report_of(
     numbers: Sequence[TokenNumbers], run_id: str, session: int, step: int
 ) -> worker_pb2.ConnectRequest:
-    """Return the report about a step."""
     report = worker_pb2.TokenStatistics(run_id=run_id, session=session, step=step)
     tokens = 0
     for each in numbers:
@@ -203,7 +202,6 @@ def collective_time(wanted: bool, device: torch.device) -> Iterator[dict[str, fl
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(intervals):
         total += max(0.0, stop - max(start, end))

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
-from paceline.rollout.vllm.receipts import ReadOrder, Receipts
-from paceline.rollout.vllm.worker import LoadRecord, ReadWeights, SegmentReader
+from paceline.rollout.vllm.receipts import LoadRecord, ReadOrder, ReadWeights, Receipts, SegmentReader
 from paceline.weights.host_weights import HostWeights
 from paceline.weights.segment_pair import SegmentPair
 
@@ -23,7 +22,7 @@ READER = """
 import json, sys
 import torch
 from paceline.rollout.vllm.receipts import ReadOrder
-from paceline.rollout.vllm.worker import SegmentReader
+from paceline.rollout.vllm.receipts import SegmentReader
 order = json.loads(sys.argv[1])
 order["manifest"] = bytes.fromhex(order["manifest"])
 def take(weights):
