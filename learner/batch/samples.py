@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -266,14 +266,9 @@ def pack_samples(sequences: Sequence[TrainingSample], device: torch.device) -> P
     lengths_S = np.array([s.num_trained_tokens for s in sequences])
     ends_S = np.cumsum(row_lengths_S)
     # Completion token t of a sequence is predicted from row position end - T + t.
-    predictors_N = np.concatenate(
-        [
-            _trained(np.arange(end - len(s.completion_ids), end), s)
-            for end, s in zip(ends_S, sequences, strict=True)
-        ]
-    )
+    positions = zip(ends_S, sequences, strict=True)
+    predictors = [_trained(np.arange(end - len(s.completion_ids), end), s) for end, s in positions]
     tokens = [np.concatenate((s.prompt_ids, s.completion_ids[:-1])) for s in sequences]
-    supervised = any(s.behaviour_logprobs_T is None for s in sequences)
 
     def integers(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
@@ -281,29 +276,27 @@ def pack_samples(sequences: Sequence[TrainingSample], device: torch.device) -> P
     def floats(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.float32)).to(device, non_blocking=True)
 
+    def trained(name: str, convert: Callable[[np.ndarray], Tensor]) -> Tensor | None:
+        if any(getattr(s, name) is None for s in sequences):
+            return None
+        return convert(np.concatenate([_trained(getattr(s, name), s) for s in sequences]))
+
     return PackedBatch(
         input_ids=integers(np.concatenate(tokens))[None],
         position_ids=integers(np.concatenate([np.arange(n) for n in row_lengths_S]))[None],
         layout=SequenceLayout.of(row_lengths_S.tolist(), device),
-        predictors_N=integers(predictors_N),
+        predictors_N=integers(np.concatenate(predictors)),
         targets_N=integers(np.concatenate([_trained(s.completion_ids, s) for s in sequences])),
         lengths_N=floats(np.repeat(lengths_S, lengths_S)),
         sample_lengths_N=floats(np.repeat([s.num_sample_tokens for s in sequences], lengths_S)),
         sequence_N=integers(np.repeat(np.arange(len(sequences)), lengths_S)),
-        behaviour_N=None
-        if supervised
-        else floats(np.concatenate([_trained(s.behaviour_logprobs_T, s) for s in sequences])),
+        behaviour_N=trained("behaviour_logprobs_T", floats),
         group_ids_S=tuple(s.group_id for s in sequences),
-        versions_N=None
-        if any(s.versions_T is None for s in sequences)
-        else integers(np.concatenate([_trained(s.versions_T, s) for s in sequences])),
-        reference_N=None
-        if any(s.reference_logprobs_T is None for s in sequences)
-        else floats(np.concatenate([_trained(s.reference_logprobs_T, s) for s in sequences])),
+        versions_N=trained("versions_T", integers),
+        reference_N=trained("reference_logprobs_T", floats),
         labels_S=tuple(s.label for s in sequences if s.label is not None),
     )
 
 
-def _trained(values_T: np.ndarray | None, sequence: TrainingSample) -> np.ndarray:
-    assert values_T is not None
+def _trained(values_T: np.ndarray, sequence: TrainingSample) -> np.ndarray:
     return values_T if sequence.trained_T is None else values_T[sequence.trained_T]

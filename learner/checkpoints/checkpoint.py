@@ -128,8 +128,7 @@ def whole_state(
     reference: nn.Module | None = None,
 ) -> dict[str, Any]:
     """Return this rank's part of a checkpoint; its tensors are those that training goes on with."""
-    state = _state(model, optimizer) | _value_state(critic) | _reference_state(reference)
-    return state | {"rng": {str(_rank()): _generators(model)}}
+    return _whole_state(model, optimizer, critic, reference) | {"rng": {str(_rank()): _generators(model)}}
 
 
 def write(
@@ -150,7 +149,13 @@ def write(
     `num_threads` is the number of threads that computed the state, when another thread calls; `extra` is for the manifest. Return the checkpoint on
     rank 0 and None on the others. Raises Unavailable.
     """
-    _save_state(state, folder, group)
+    with as_error(Unavailable, f"checkpoint {folder} could not be written"):
+        save_collectively(
+            state,
+            storage_writer=state_writer(folder, storage_key()),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
     files = files_of_all_ranks(folder, _rank(), group, shared=shared)
     if _rank() != 0:
         return None
@@ -188,7 +193,7 @@ def load(
     rank, ranks = _rank(), world_size()
     verified = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
     manifest = verified.manifest
-    state = _state(model, optimizer) | _value_state(critic) | _reference_state(reference)
+    state = _whole_state(model, optimizer, critic, reference)
     if ranks == manifest.world_size:
         state["rng"] = {str(rank): _generators(model)}
     read_state(verified, state)
@@ -246,14 +251,16 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     return state
 
 
-def _value_state(critic: Critic | None) -> dict[str, Any]:
-    if critic is None:
-        return {}
-    return {f"value_{name}": part for name, part in _state(critic.model, critic.optimizer).items()}
-
-
-def _reference_state(reference: nn.Module | None) -> dict[str, Any]:
-    return {} if reference is None else {"reference": get_model_state_dict(reference)}
+def _whole_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    critic: Critic | None,
+    reference: nn.Module | None,
+) -> dict[str, Any]:
+    state = _state(model, optimizer)
+    if critic is not None:
+        state |= {f"value_{name}": part for name, part in _state(critic.model, critic.optimizer).items()}
+    return state if reference is None else state | {"reference": get_model_state_dict(reference)}
 
 
 def read_state(verified: Verified, state: dict[str, Any]) -> None:
@@ -267,16 +274,6 @@ def read_state(verified: Verified, state: dict[str, Any]) -> None:
             state,
             storage_reader=state_reader(verified.folder, verified.metadata),
             planner=StatePlanner(),
-            no_dist=not dist.is_initialized(),
-        )
-
-
-def _save_state(state: dict[str, Any], folder: Folder, group: dist.ProcessGroup | None) -> None:
-    with as_error(Unavailable, f"checkpoint {folder} could not be written"):
-        save_collectively(
-            state,
-            storage_writer=state_writer(folder, storage_key()),
-            process_group=group,
             no_dist=not dist.is_initialized(),
         )
 
@@ -295,7 +292,7 @@ def as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
                     raise failure[0] from error
             reasons = {f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()}
             if any(isinstance(failure[0], OSError) for failure in error.failures.values()):
-                raise Unavailable(f"{what}: {'; '.join(sorted(reasons))}") from error
+                kind = Unavailable
             raise kind(f"{what}: {'; '.join(sorted(reasons))}") from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,9 +88,7 @@ def export_live(
                 for piece in stream:
                     folder.add(piece)
                 folder.finish(origin)
-        except (
-            Exception
-        ) as error:  # transformers, the disk and the allocators raise errors without a common base
+        except Exception as error:  # of transformers, the disk and the allocators, without a common base
             failure = error
     for _ in stream:
         pass  # the other ranks go on to gather
@@ -182,9 +181,8 @@ def checkpoint_weights(
 def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySection) -> PreTrainedModel:
     verified = verify(checkpoint, expected_sha256)
     name = policy.model_name
-    model: PreTrainedModel = load_pretrained(
-        AutoModelForCausalLM, name, "policy.model_name", dtype=torch.float32
-    )
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = load_pretrained(auto, name, "policy.model_name", dtype=torch.float32)
     add_adapter(model, policy.lora_cfg, seed=0)
     state = {name: tensor for name, tensor in model.state_dict().items() if is_part_of_adapter(name)}
     read_state(verified, {"model": state})
@@ -199,11 +197,8 @@ def compare_weights(
     largest = 0.0
     for name in sorted(first.keys() & second.keys()):
         a, b = first[name].contiguous(), second[name].contiguous()
-        if (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        ):
+        alike = a.dtype == b.dtype and a.shape == b.shape
+        if alike and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             continue
         names.append(name)
         if a.shape == b.shape:

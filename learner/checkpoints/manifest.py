@@ -77,9 +77,8 @@ def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
     try:
         data = folder.read(CHECKPOINT_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
-        reason = (
-            "it has no manifest, so writing it was never finished" if folder.exists() else "no such folder"
-        )
+        torn = "it has no manifest, so writing it was never finished"
+        reason = torn if folder.exists() else "no such folder"
         raise NotFound(f"no checkpoint at {folder}: {reason}") from error
     try:
         manifest = CheckpointManifest.model_validate(json.loads(data))
@@ -88,9 +87,7 @@ def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
     return manifest, hashlib.sha256(data).hexdigest()
 
 
-def check_files(
-    folder: Folder, manifest: CheckpointManifest, *, part: int = 0, parts: int = 1, contents: bool = True
-) -> None:
+def check_files(folder: Folder, manifest: CheckpointManifest, *, part: int = 0, parts: int = 1) -> None:
     """Raise Conflict unless the folder has exactly the manifest's files with its sizes and, for this part, hashes. Each
     of `parts` ranks reads every parts-th file; all ranks compare names and sizes."""
     listed = {file.path: file for file in manifest.files}
@@ -103,8 +100,7 @@ def check_files(
             raise Conflict(
                 f"checkpoint {folder} refused: file {name!r} has {present[name]} bytes, not {file.size_bytes}"
             )
-    if not contents:
-        return
+
     for file in manifest.files[part::parts]:
         digest = folder.sha256(file.path)
         if digest != file.sha256:

@@ -108,9 +108,8 @@ class ModelFolder:
         if scoring:
             name = self._policy.tokenizer_name or self._policy.model_name
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name))
-            model.config.pad_token_id = padding_token_id(
-                tokenizer
-            )  # transformers scores the last other token
+            # transformers scores the last other token.
+            model.config.pad_token_id = padding_token_id(tokenizer)
         floating = {tensor.dtype for tensor in stored.values() if tensor.is_floating_point()}
         if len(floating) == 1:
             model.config.dtype = str(floating.pop()).removeprefix("torch.")

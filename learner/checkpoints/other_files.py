@@ -119,9 +119,7 @@ def check_tokenizer(source: str, folder: Path) -> Any:
 
     try:
         wanted = AutoTokenizer.from_pretrained(tokenizer_source(source))
-    except (
-        Exception
-    ):  # a model without a tokenizer is complete; tokenizers' libraries raise errors without a common base
+    except Exception:  # a model without a tokenizer is complete; their libraries' errors have no common base
         return None
     found = AutoTokenizer.from_pretrained(folder)
     for name, fact in FACTS.items():

@@ -223,14 +223,8 @@ def _placed(
         _shard(model, policy, device, resharded)
     if files is not None:
         with files:
-            offloaded = sharded and _offloads(policy, device)
-            fill(
-                model,
-                files,
-                torch.device("cpu") if offloaded else device,
-                f"{FIELD} {policy.model_name!r}",
-                device,
-            )
+            place = torch.device("cpu") if sharded and _offloads(policy, device) else device
+            fill(model, files, place, f"{FIELD} {policy.model_name!r}", device)
     return model if sharded else model.to(device)  # type: ignore[no-any-return]
 
 
@@ -247,9 +241,8 @@ def _shard(model: Any, policy: PolicySection, device: torch.device, resharded: b
         fully_shard(layer, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if resharded and head is not None and embedding.weight is not head.weight:
-        fully_shard(
-            embedding, **options
-        )  # else it would stay gathered with the head, which the loss reads in the root
+        # Else it would stay gathered with the head, which the loss reads in the root.
+        fully_shard(embedding, **options)
     fully_shard(model, **options)
 
 
@@ -277,9 +270,8 @@ def use_onednn_linear(model: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
-    if (
-        not inputs.dtype == module.weight.dtype == torch.float32
-    ):  # cast after loading: few CPUs have such a kernel in oneDNN
+    # Cast after loading: few CPUs have such a kernel in oneDNN.
+    if not inputs.dtype == module.weight.dtype == torch.float32:
         return nn.functional.linear(inputs, module.weight, module.bias)
     out: Tensor = _OneDnnProduct.apply(inputs, module.weight)  # type: ignore[no-untyped-call]
     return out if module.bias is None else out + module.bias
@@ -313,10 +305,7 @@ def _outer(left_NO: Tensor, right_NI: Tensor) -> Tensor:
 
 KEPT_OPERATIONS = frozenset(
     {
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::_grouped_mm",
+        *("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm"),
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",

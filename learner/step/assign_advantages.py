@@ -103,16 +103,11 @@ def _of_data_set(
     batch: Sequence[TrainingSample], updates: Sequence[Update], device: torch.device
 ) -> list[Update]:
     advantages_S = torch.tensor([sample.advantage or 0.0 for sample in batch], dtype=torch.float32)
-    return _replaced(
-        updates,
-        [
-            replace(
-                micro,
-                advantages_N=advantages_S[torch.tensor(micro.indices)].to(device)[micro.packed.sequence_N],
-            )
-            for micro in _real(updates)
-        ],
-    )
+
+    def advantages_of(micro: MicroBatch) -> Tensor:
+        return advantages_S[torch.tensor(micro.indices)].to(device)[micro.packed.sequence_N]
+
+    return _replaced(updates, [replace(m, advantages_N=advantages_of(m)) for m in _real(updates)])
 
 
 def _by_value_model(
@@ -132,22 +127,16 @@ def _by_value_model(
         raw.append(advantages_N)
         with_returns.append(states)
     advantages = whitened(raw, [given(states.scored_N) for states in with_returns], device)
-    updates = _replaced(
-        updates,
-        [
-            replace(micro, advantages_N=advantages_N, states=states)
-            for micro, advantages_N, states in zip(real, advantages, with_returns, strict=True)
-        ],
-    )
-    tokens_U = torch.tensor(
-        [
-            sum(given(_states(m).scored_N).sum().item() for m in u.micro_batches if not m.is_dummy)
-            for u in updates
-        ],
-        dtype=torch.float64,
-        device=device,
-    )
-    sums_U = sum_over_ranks(tokens_U).tolist()
+    assigned = [
+        replace(micro, advantages_N=advantages_N, states=states)
+        for micro, advantages_N, states in zip(real, advantages, with_returns, strict=True)
+    ]
+    updates = _replaced(updates, assigned)
+    tokens_U = [
+        sum(given(_states(m).scored_N).sum().item() for m in u.micro_batches if not m.is_dummy)
+        for u in updates
+    ]
+    sums_U = sum_over_ranks(torch.tensor(tokens_U, dtype=torch.float64, device=device)).tolist()
     return [replace(update, num_scored_tokens=total) for update, total in zip(updates, sums_U, strict=True)]
 
 

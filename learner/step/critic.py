@@ -57,16 +57,11 @@ class Critic:
     def with_states(self, batch: Sequence[TrainingSample], updates: Sequence[Update]) -> list[Update]:
         """Begin a step: return its updates with the value of every state."""
         self._sums, self._norms = {}, []
-        return [
-            replace(
-                update,
-                micro_batches=tuple(
-                    replace(micro, states=self._states_of([batch[i] for i in micro.indices]))
-                    for micro in update.micro_batches
-                ),
-            )
-            for update in updates
-        ]
+
+        def with_states(micro: MicroBatch) -> MicroBatch:
+            return replace(micro, states=self._states_of([batch[i] for i in micro.indices]))
+
+        return [replace(u, micro_batches=tuple(map(with_states, u.micro_batches))) for u in updates]
 
     def accumulate(self, update: Update, micro: MicroBatch, scale: float, *, is_last: bool) -> None:
         """Run one micro-batch forward and backward; the value loss is the mean over the update's scored tokens, times `scale`

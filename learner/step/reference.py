@@ -30,7 +30,7 @@ from paceline.learner.collectives import max_over_ranks, rows_of_all_ranks, sum_
 from paceline.learner.model.adapter import adapter_off
 from paceline.learner.model.policy import load_reference, packed_logprobs
 from paceline.learner.objectives.corrections import m2_limit_of, second_moments
-from paceline.learner.step.plan import FrozenLogprobs, Update, given
+from paceline.learner.step.plan import FrozenLogprobs, MicroBatch, Update, given
 from paceline.spec import RunSpec
 
 BLOCK_ROWS = 1024
@@ -212,12 +212,10 @@ def _frozen_reference(
     frozen = spec.frozen_policy
     if frozen is None:
         return Reference()
-    model = policy
     if spec.has_teacher:
         check_same_tokenizer(spec.policy, frozen)
-        model = load_reference(frozen, device)
-    elif not spec.policy.lora_cfg.enabled:
-        model = load_reference(frozen, device)
+    separate = spec.has_teacher or not spec.policy.lora_cfg.enabled
+    model = load_reference(frozen, device) if separate else policy
     return LocalReference(model, temperature, spec.policy.logprob_chunk_tokens)
 
 
@@ -239,15 +237,12 @@ def with_frozen_logprobs(
 ) -> list[Update]:
     """Return the updates with the frozen log-probabilities of each micro-batch: log π_prox, which is `current` before
     the first update, where the step needs it; log π_ref where each token needs it."""
-    with_frozen = []
-    for update in updates:
-        micro_batches = []
-        for micro in update.micro_batches:
-            proximal_N = current(micro.packed)[0] if _needs_proximal(spec) else None
-            frozen = FrozenLogprobs(proximal_N, reference.logprobs(micro.packed))
-            micro_batches.append(replace(micro, frozen=frozen))
-        with_frozen.append(replace(update, micro_batches=tuple(micro_batches)))
-    return with_frozen
+
+    def with_frozen(micro: MicroBatch) -> MicroBatch:
+        proximal_N = current(micro.packed)[0] if _needs_proximal(spec) else None
+        return replace(micro, frozen=FrozenLogprobs(proximal_N, reference.logprobs(micro.packed)))
+
+    return [replace(u, micro_batches=tuple(map(with_frozen, u.micro_batches))) for u in updates]
 
 
 def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device) -> list[Update]:

@@ -92,9 +92,7 @@ class Trainer:
         updates = plan_updates(
             trained, step, self.spec, self.objective, self.device, num_updates, self._shape
         )
-        with watch.measure(
-            "frozen_s"
-        ):  # the metric has all of it: frozen policies, advantages, the value model, limit and KL
+        with watch.measure("frozen_s"):  # all of it: frozen policies, advantages, value model, limit and KL
             updates = with_frozen_logprobs(updates, self.spec, self._logprobs, self.reference)
             updates = with_advantages(trained, updates, self.spec, self.device, self.critic, step)
             updates, largest = with_clipped_advantages(updates, self.spec, self.device)
@@ -117,7 +115,7 @@ class Trainer:
             with watch.measure("optimizer_s"):
                 if self.critic is not None:
                     self.critic.step(factor)
-                if step >= self._first_policy_step:
+                if self.critic is None or step >= self.spec.value.policy_training_start_step:
                     self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
             for name, value in update_sums.items():
@@ -190,10 +188,6 @@ class Trainer:
         metrics = {"loss": sums["loss"], "sequences": float(update.denominators.sequences)}
         return {**metrics, **self.objective.metrics({**sums, **self._batch_kl(updates)})}
 
-    @property
-    def _first_policy_step(self) -> int:
-        return 0 if self.critic is None else self.spec.value.policy_training_start_step
-
     @torch.no_grad()
     def _with_batch_kl(self, updates: Sequence[Update], batch: Sequence[TrainingSample]) -> list[Update]:
         """Return the updates with the mean Σ_t log π - log π_ref over the mismatched samples of the global batch."""
@@ -236,9 +230,8 @@ class Trainer:
         """Run every micro-batch forward and backward; afterwards the gradients are those of the global batch, times the scale."""
         results = []
         comparison, self.comparison = self.comparison, None  # later updates start from other weights
-        scale = (
-            self.world_size * self._loss_scale.factor
-        )  # FSDP averages gradients over ranks, the loss is a sum
+        # FSDP averages gradients over ranks, the loss is a sum.
+        scale = self.world_size * self._loss_scale.factor
         for i, micro in enumerate(update.micro_batches):
             is_last = i == len(update.micro_batches) - 1
             set_gradient_sync(self.model, self.device, is_last)
@@ -284,11 +277,8 @@ class Trainer:
         result = self.objective.loss(tokens, micro.packed, update.denominators)
         if not micro.is_dummy:
             return result
-        return LossResult(
-            result.loss * 0.0,
-            {name: torch.zeros_like(value) for name, value in result.sums.items()},
-            result.token_losses_N,
-        )
+        zeros = {name: torch.zeros_like(value) for name, value in result.sums.items()}
+        return replace(result, loss=result.loss * 0.0, sums=zeros)
 
     def _logprobs(self, packed: PackedBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         return packed_logprobs(
@@ -301,9 +291,8 @@ class Trainer:
 
     def _sum_metrics(self, results: Sequence[LossResult]) -> dict[str, float]:
         names = list(results[0].sums)
-        totals = torch.stack(
-            [torch.stack([result.sums[name].double() for name in names]) for result in results]
-        ).sum(0)
+        sums = [torch.stack([result.sums[name].double() for name in names]) for result in results]
+        totals = torch.stack(sums).sum(0)
         return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
 
     def _non_finite(
@@ -317,10 +306,8 @@ class Trainer:
         norms = f"gradient norm {norm}" + ("" if self.critic is None else f", the value model's {value_norm}")
         if group_ids:
             return NonFiniteLoss(f"loss {loss} ({norms}) from groups {group_ids}", tuple(group_ids))
-        everyone = [
-            g for micro in update.micro_batches if not micro.is_dummy for g in micro.packed.group_ids_S
-        ]
-        group_ids = union_over_ranks(everyone, self.device)
+        trained = [m.packed.group_ids_S for m in update.micro_batches if not m.is_dummy]
+        group_ids = union_over_ranks([g for ids in trained for g in ids], self.device)
         return NonFiniteLoss(
             f"loss {loss}, {norms}; every token's loss is finite, the update had groups {group_ids}",
             tuple(group_ids),

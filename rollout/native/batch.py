@@ -278,9 +278,8 @@ class DecodeBatch:
         """Return the sequences, by index, whose newest token completes a stop string."""
         for sequence, last_id in zip(self.sequences, last_ids, strict=True):
             scanner, num_tokens = sequence.scanner, self._step - sequence.birth - sequence.prompt_length
-            if (
-                scanner is not None and scanner.num_tokens < num_tokens
-            ):  # those that only see others join have no new token
+            # Those that only see others join have no new token.
+            if scanner is not None and scanner.num_tokens < num_tokens:
                 scanner.push([last_id])
         return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]
 
@@ -310,12 +309,8 @@ class DecodeBatch:
             why = reason or ("stop" if stopped else "length")
             taken = slice(sequence.prompt_length, total)
             # Copies, so that a completion does not keep the arrays of all alive.
-            completions.append(
-                (
-                    sequence,
-                    Completion(ids_L[taken].copy(), logprobs_L[taken].copy(), tuple(sequence.spans), why),
-                )
-            )
+            ids_T, logprobs_T = ids_L[taken].copy(), logprobs_L[taken].copy()
+            completions.append((sequence, Completion(ids_T, logprobs_T, tuple(sequence.spans), why)))
         return completions
 
     def _close_gaps(self, leaving: list[int]) -> None:

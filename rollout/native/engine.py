@@ -106,9 +106,7 @@ class NativeEngine:
             return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         with self._wake:
-            self._refuse_if_ended()
-            if self.version is None:
-                raise Unavailable("the engine has no weights yet; call update_weights first")
+            self._refuse_if_unready()
             if request.request_id in self._by_id:
                 raise InvalidInput(f"request_id {request.request_id!r} is in use; give every request its own")
             self._by_id[request.request_id] = sequence
@@ -126,9 +124,7 @@ class NativeEngine:
         check_scored_ids(token_ids, self._model.max_tokens, self._model.vocab_size)
         answer: asyncio.Future[PromptLogprobs] = asyncio.get_running_loop().create_future()
         with self._wake:
-            self._refuse_if_ended()
-            if self.version is None:
-                raise Unavailable("the engine has no weights yet; call update_weights first")
+            self._refuse_if_unready()
             self._scorings.append(Scoring(np.asarray(token_ids, np.int32), answer))
             self._wake.notify()
         return await answer
@@ -180,6 +176,11 @@ class NativeEngine:
                 self._by_id.pop(sequence.request.request_id, None)
                 self._wake.notify()
 
+    def _refuse_if_unready(self) -> None:
+        self._refuse_if_ended()
+        if self.version is None:
+            raise Unavailable("the engine has no weights yet; call update_weights first")
+
     def _refuse_if_ended(self) -> None:
         if self._error is not None:
             raise _died(self._error)
@@ -206,12 +207,8 @@ class NativeEngine:
             # No deadline: an idle engine waits for its callers, and close() is one of them.
             self._wake.wait_for(
                 lambda: (
-                    batch.sequences
-                    or self._waiting
-                    or self._aborted
-                    or self._updates
-                    or self._scorings
-                    or self._closing
+                    (batch.sequences or self._closing)
+                    or any((self._waiting, self._aborted, self._updates, self._scorings))
                 )
             )
             if self._closing:
@@ -259,12 +256,8 @@ class NativeEngine:
                 if self._by_id.get(sequence.request.request_id) is sequence:
                     del self._by_id[sequence.request.request_id]
                 broken = not np.isfinite(completion.logprobs).all()
-                answers.append(
-                    (
-                        self._answers.pop(sequence),
-                        _not_finite(sequence, self.version) if broken else completion,
-                    )
-                )
+                value = _not_finite(sequence, self.version) if broken else completion
+                answers.append((self._answers.pop(sequence), value))
         _resolve(answers)
 
     def _tell_progress(self) -> None:
@@ -282,19 +275,15 @@ class NativeEngine:
             waiting, self._waiting = list(self._waiting), deque()
             updates, self._updates = list(self._updates), deque()
             scorings, self._scorings = list(self._scorings), deque()
+        left: list[asyncio.Future[Any]] = [*(u.answer for u in updates), *(s.answer for s in scorings)]
         if error is None:
             with torch.inference_mode():
                 self._answer(self._batch.remove(list(self._batch.sequences)))
             self._answer([_unstarted(sequence) for sequence in waiting])
-            left: list[asyncio.Future[Any]] = [
-                *(update.answer for update in updates),
-                *(scoring.answer for scoring in scorings),
-            ]
             _resolve([(answer, Unavailable("the engine was closed")) for answer in left])
             self._ended.set_result(None)
             return
-        futures: list[asyncio.Future[Any]] = [*self._answers.values(), *(update.answer for update in updates)]
-        futures += [scoring.answer for scoring in scorings]
+        futures = [*self._answers.values(), *left]
         self._answers.clear()
         self._by_id.clear()
         _resolve([(future, _died(error)) for future in futures])
@@ -378,13 +367,10 @@ def score_next(
         scored = model.score(torch.from_numpy(ids_RT).to(device), torch.from_numpy(lengths_R).to(device))
     except InvalidInput as error:
         return [(one.answer, error) for one in taken]
-    logprobs_RT, top_ids_RT, tops_RT = (tensor.cpu().numpy() for tensor in scored)
+    rows = zip(*(tensor.cpu().numpy() for tensor in scored), strict=True)
     return [
-        (
-            one.answer,
-            _answer(logprobs_RT[row, :length], top_ids_RT[row, :length], tops_RT[row, :length], version),
-        )
-        for row, (one, length) in enumerate(zip(taken, lengths_R.tolist(), strict=True))
+        (one.answer, _answer(*(values_T[:length] for values_T in row), version))
+        for one, length, row in zip(taken, lengths_R.tolist(), rows, strict=True)
     ]
 
 

@@ -91,19 +91,14 @@ class SlotCache(Cache):
             return key_states, value_states
         keys_SHCD[self._rows_R, :, self._positions_R] = key_states[:, :, 0]
         values_SHCD[self._rows_R, :, self._positions_R] = value_states[:, :, 0]
-        return (
-            keys_SHCD[: self._num_rows, :, : self._kv_length],
-            values_SHCD[: self._num_rows, :, : self._kv_length],
-        )
+        used = slice(self._num_rows), slice(None), slice(self._kv_length)
+        return keys_SHCD[used], values_SHCD[used]
 
     def read_row(self, row: int, num_tokens: int) -> tuple[tuple[int, Tensor, Tensor], ...]:
         """Return each layer's index, and copies [H, T, D] of the keys and values of a row's first `num_tokens` positions."""
+        at = row, slice(None), slice(num_tokens)
         return tuple(
-            (
-                layer,
-                keys_SHCD[row, :, :num_tokens].clone(),
-                self._values_SHCD[layer][row, :, :num_tokens].clone(),
-            )
+            (layer, keys_SHCD[at].clone(), self._values_SHCD[layer][at].clone())
             for layer, keys_SHCD in self._keys_SHCD.items()
         )
 

@@ -145,9 +145,7 @@ class VllmEngine:
         prefix = request.prefix
         if prefix is not None and len(request.prompt_ids) + len(prefix.token_ids) >= limit:
             return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
-        self._thread.refuse_if_ended()
-        if self.version is None:
-            raise Unavailable("the engine has no weights yet; call update_weights first")
+        self._refuse_if_unready()
         if request.request_id in self._live:
             raise InvalidInput(f"request_id {request.request_id!r} is in use; give every request its own")
         name = f"{request.request_id}#{next(self._numbers)}"
@@ -162,10 +160,13 @@ class VllmEngine:
     async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
         """See `Engine.prompt_logprobs`: vLLM's own, of a request that samples one token more."""
         check_scored_ids(token_ids, self._max_tokens - 1, self._vocab_size)
+        self._refuse_if_unready()
+        return await self._thread.result(self._thread.submit(self._score(token_ids.tolist())))
+
+    def _refuse_if_unready(self) -> None:
         self._thread.refuse_if_ended()
         if self.version is None:
             raise Unavailable("the engine has no weights yet; call update_weights first")
-        return await self._thread.result(self._thread.submit(self._score(token_ids.tolist())))
 
     def abort(self, request_id: str) -> None:
         sequence = self._live.get(request_id)
@@ -344,14 +345,9 @@ class VllmEngine:
 
     def _on_step(self, preempted: int) -> None:
         latest = [report.latest for report in self._reports]
-        self._concurrency.step(
-            StepReport(
-                sum(stats.running for stats in latest),
-                sum(stats.waiting for stats in latest),
-                max(stats.kv_use for stats in latest),
-                preempted,
-            )
-        )
+        running, waiting = sum(each.running for each in latest), sum(each.waiting for each in latest)
+        kv_use = max(each.kv_use for each in latest)
+        self._concurrency.step(StepReport(running, waiting, kv_use, preempted))
 
 
 def _generation_config(model_name: str) -> Any:

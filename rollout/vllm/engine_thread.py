@@ -87,9 +87,8 @@ class EngineThread:
         self._at_end()
         with self._gate:
             self._over = True
-        for round_ in range(
-            2
-        ):  # work that was submitted last becomes a task in the first round, and is cancelled in the second
+        # Work that was submitted last becomes a task in the first round, and is cancelled in the second.
+        for round_ in range(2):
             for task in asyncio.all_tasks(self._loop):
                 task.cancel()
             self._loop.run_until_complete(asyncio.sleep(0.01 * round_))

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.host.cores import thread_variables
 from paceline.services.common.processes.parent_death import STARTER_VARIABLE, die_with_starter
@@ -45,16 +46,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """The end of a rank."""
 
     place: int
     status: int
 
 
-@dataclass(frozen=True)
-class EndAll:
+class EndAll(NamedTuple):
     """An order to end all ranks, for a reason outside of them."""
 
     reason: str
@@ -130,13 +129,10 @@ class Ranks:
                 alive.discard(event.place)
                 if self._failed(event):
                     wait_s = OTHERS_END_S
-                    log.error(
-                        "rank %d %s%s",
-                        self.first_rank + event.place,
-                        ending(event.status),
-                        f"; {self._named(alive)} cannot go on without it" if alive else "",
-                    )
-                    self.on_loss(f"rank {self.first_rank + event.place} {ending(event.status)}")
+                    lost = f"rank {self.first_rank + event.place} {ending(event.status)}"
+                    others = f"; {self._named(alive)} cannot go on without it" if alive else ""
+                    log.error("%s%s", lost, others)
+                    self.on_loss(lost)
                     self.status = self.status or event.status
             deadline_s = min(deadline_s, time.monotonic() + wait_s)
 

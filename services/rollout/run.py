@@ -167,19 +167,11 @@ class RolloutRun:
                 # One group is requested ahead, so that the engine never has room without work.
                 room = self.engine.capacity + group_size - running
                 if room < group_size and running:
-                    self._room.clear()
-                    with contextlib.suppress(
-                        TimeoutError
-                    ):  # the capacity may have grown without a sample's end
-                        async with asyncio.timeout(CAPACITY_S):
-                            await self._room.wait()
+                    await self._await_room(CAPACITY_S)  # the capacity may have grown without a sample's end
                     continue
-                request = pb.ExchangeRequest(
-                    run_id=self.run_id,
-                    lease=pb.LeaseRequest(
-                        room=room, wait_s=LEASE_WAIT_S, held=pb.Held(group_ids=self._running_by_group)
-                    ),
-                )
+                held = pb.Held(group_ids=self._running_by_group)
+                lease_request = pb.LeaseRequest(room=room, wait_s=LEASE_WAIT_S, held=held)
+                request = pb.ExchangeRequest(run_id=self.run_id, lease=lease_request)
                 reply, payloads = await self._membership.request(request)
                 if reply.status == pb.REPLY_STATUS_STALE:
                     guard.cancel()
@@ -198,18 +190,20 @@ class RolloutRun:
                     self._take(lease)
                     tasks.create_task(self._generate(lease, payload))
             guard.cancel()  # from here on the drain's grace is the limit
-        await (
-            self._no_external.wait()
-        )  # the engine closes after this call; `drain` has a deadline for external requests
+        # The engine closes after this call; `drain` has a deadline for external requests.
+        await self._no_external.wait()
 
     async def _pause_requests(self, refusal: str) -> None:
         """Wait before the next request for leases, because the exchange refuses one. Groups under way go on: if this
         worker ended, they would be lost, and the end would count as their crash."""
         pause_s = self.refused_pause.next_s()
         log.error("asking for leases again in %.0f s, the exchange refuses: %s", pause_s, refusal)
+        await self._await_room(pause_s)
+
+    async def _await_room(self, timeout_s: float) -> None:
         self._room.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
+            async with asyncio.timeout(timeout_s):
                 await self._room.wait()
 
     async def _end_if_hung(self) -> None:
@@ -279,9 +273,8 @@ class RolloutRun:
             self._note_occupancy()
             if not self._turns:
                 self._pace.end_work()
-        self._turn_tokens += len(completion.token_ids) - (
-            len(request.prefix.token_ids) if request.prefix else 0
-        )
+        begun = len(request.prefix.token_ids) if request.prefix else 0
+        self._turn_tokens += len(completion.token_ids) - begun
         return completion
 
     def text(self, completion: Completion) -> str:

@@ -72,7 +72,9 @@ class RolloutWeights:
                 run_id=run_id,
                 client=agent,
                 on_weights=self._on_weights,
-                on_ack=self._on_host_ack,
+                on_ack=lambda version, ok, message, transfer: self._on_ack(
+                    version, ok, message, transfer=transfer
+                ),
                 on_agent=self._report_agent,
             )
 
@@ -109,13 +111,8 @@ class RolloutWeights:
         """Tell the learner that weights are being received or loaded, for as long as they are. Runs until cancelled."""
         while True:
             await asyncio.sleep(self._report_s)
-            at_work = {
-                progress.version: progress
-                for progress in (
-                    *(self._host_receiver.at_work if self._host_receiver is not None else ()),
-                    *self._store_receiver.at_work,
-                )
-            }
+            by_host = self._host_receiver.at_work if self._host_receiver is not None else ()
+            at_work = {each.version: each for each in (*by_host, *self._store_receiver.at_work)}
             for version, progress in at_work.items():
                 if self._membership.waiting_reports:
                     break  # they would be outdated on arrival
@@ -160,11 +157,6 @@ class RolloutWeights:
             # The engine answers or raises; the learner has its own deadline.
             self._pause_s = swap.result()
             self._swap_s = time.monotonic() - started_s
-
-    def _on_host_ack(
-        self, version: Version, ok: bool, message: str, transfer: worker_pb2.HostTransfer | None
-    ) -> None:
-        self._on_ack(version, ok, message, transfer=transfer)
 
     def _report_agent(self) -> None:
         if self._agent is not None and (identity := self._agent.identity) is not None:

@@ -159,9 +159,7 @@ class RolloutWorker:
                     await self.membership.report(worker_pb2.ConnectRequest(host_agent=identity))
             except EngineDied:
                 raise
-            except (
-                Exception
-            ) as error:  # anything that cannot be loaded now may be there later, and an exit would not help
+            except Exception as error:  # what cannot be loaded now may be there later; an exit would not help
                 await self.assigned.failed(assignment.run_id, error, self.membership.report)
                 await asyncio.sleep(self._set_up_pause.next_s())
             else:
@@ -169,25 +167,23 @@ class RolloutWorker:
                 return run
 
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+        run = self._run
         match directive.WhichOneof("directive"):
             case "welcome":
                 await self._report_ready()
-                if self._run is not None:
-                    await self._run.weights.answer_again()
+                if run is not None:
+                    await run.weights.answer_again()
             case "run":
                 self.assigned.assign(directive.run)
             case "idle":
                 await self.assigned.idle()
-            case "weight_offer":
-                if self._run is not None:
-                    self._run.weights.offer(directive.weight_offer)
-            case "host_plan":
-                if self._run is not None:
-                    self._run.weights.take_plan(directive.host_plan)
-            case "expelled":
-                if self._run is not None and self._run.run_id == directive.expelled.run_id:
-                    self._run.weights.expelled(directive.expelled)
-                    await self._report_ready()
+            case "weight_offer" if run is not None:
+                run.weights.offer(directive.weight_offer)
+            case "host_plan" if run is not None:
+                run.weights.take_plan(directive.host_plan)
+            case "expelled" if run is not None and run.run_id == directive.expelled.run_id:
+                run.weights.expelled(directive.expelled)
+                await self._report_ready()
             case "drain":
                 self._grace_s = directive.drain.grace_s
                 self.drained.set()

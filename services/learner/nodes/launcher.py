@@ -30,6 +30,7 @@ from paceline.services.learner.nodes.store import FAULTS, NodeStore, connect, se
 from paceline.services.learner.rank_group import SESSION_VARIABLE, STORE_VARIABLE
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+BEAT_S, POLL_S = 1.0, 0.2
 LONG_SESSION_S = 300.0
 """Seconds after which a session's end is no repetition of the one before."""
 log = logging.getLogger(__name__)
@@ -102,25 +103,6 @@ class NodeLauncher:
         self._stopping.set()
         if self._ranks is not None:
             self._ranks.events.put(None)
-
-
-def run_node(
-    settings: NodeSettings,
-    module: str,
-    options: list[str],
-    ranks: int,
-    host: str,
-    grace_s: float,
-    wait_s: float,
-) -> int:
-    """Run this node's ranks in session after session; return the status of the last. Main thread only. Raises
-    InvalidInput when node 0 cannot listen on `host`; Unavailable when too few nodes come within `wait_s`; Conflict."""
-    rendezvous = Rendezvous(settings, ranks, host, wait_s)
-    return NodeLauncher(settings, rendezvous, module, options).run(ranks, grace_s)
-
-
-BEAT_S = 1.0
-POLL_S = 0.2
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,9 +99,7 @@ class BatchClient:
         request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                reply, payloads = self._request(
-                    pb.ExchangeRequest(run_id=self._run_id, session=self._session, batch=request), grace_s=0.0
-                )
+                reply, payloads = self._request(0.0, batch=request)
             except Unavailable:
                 if rank.stopping.is_set():
                     return None
@@ -141,10 +139,7 @@ class BatchClient:
             metrics=metrics if self._rank.rank == 0 else {},
             comparisons=[pb.Comparison(**compared._asdict()) for compared in comparisons],
         )
-        reply, _ = self._request(
-            pb.ExchangeRequest(run_id=self._run_id, session=self._session, receipt=receipt),
-            self._rank.grace_s,
-        )
+        reply, _ = self._request(self._rank.grace_s, receipt=receipt)
         if reply.status == pb.REPLY_STATUS_INVALID:
             raise PacelineError(f"the receipt of step {step} was refused: {reply.message}")
         if reply.status == pb.REPLY_STATUS_STALE:
@@ -153,9 +148,10 @@ class BatchClient:
             self.receipted = step + 1
             self.audit_head = reply.receipt.audit_head
 
-    def _request(self, request: pb.ExchangeRequest, grace_s: float) -> tuple[pb.ExchangeReply, list[bytes]]:
+    def _request(self, grace_s: float, **content: Any) -> tuple[pb.ExchangeReply, list[bytes]]:
         """Return the reply. Raises Unavailable `grace_s` after this rank has been told to stop."""
         rank = self._rank
+        request = pb.ExchangeRequest(run_id=self._run_id, session=self._session, **content)
         try:
             return rank.background.wait(
                 rank.membership.request(request), REQUEST_TIMEOUT_S, rank.stopping, grace_s

@@ -43,17 +43,15 @@ from paceline.weights.object_store import WeightStore
 from paceline.weights.offers import StoreOffer
 from paceline.weights.store_format import run_store
 
+Warn = Callable[[str], None]
+
 
 class Publishing:
     """One rank's side. Without `open` nothing is published. `open`, `publish` and `write_snapshot` are collective calls; the
     other methods are called by the control plane's thread, and ignore messages of another run."""
 
     def __init__(
-        self,
-        assignment: worker_pb2.RunAssignment,
-        spec: RunSpec,
-        rank: RankContext,
-        warn: Callable[[str], None],
+        self, assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Warn
     ) -> None:
         self._assignment, self._spec, self._rank, self._warn = assignment, spec, rank, warn
         self._channel: WeightChannel | None = None
@@ -123,11 +121,7 @@ MOST_CODING_THREADS = 24
 
 
 def make_channel(
-    assignment: worker_pb2.RunAssignment,
-    spec: RunSpec,
-    rank: RankContext,
-    warn: Callable[[str], None],
-    model: nn.Module,
+    assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Warn, model: nn.Module
 ) -> WeightChannel:
     """Return the channel that `weights.channel` names; `warn` puts a sentence into the run's events. A collective call. Raises
     InvalidInput for an object store that cannot be used."""
@@ -145,11 +139,7 @@ class _WeightChannelFactory:
     """The parts that all channels of a run have in common."""
 
     def __init__(
-        self,
-        assignment: worker_pb2.RunAssignment,
-        spec: RunSpec,
-        rank: RankContext,
-        warn: Callable[[str], None],
+        self, assignment: worker_pb2.RunAssignment, spec: RunSpec, rank: RankContext, warn: Warn
     ) -> None:
         self._run_id = assignment.run_id
         self._weights = spec.weights
@@ -172,15 +162,13 @@ class _WeightChannelFactory:
         if hosts is not None:
             return self._by_host(hosts, model)
         if self._rank.rank == 0:
-            several = self._store.is_local and not is_loopback(self._rank.weights_host)
-            self._warn(
+            text = (
                 "a host of the learner has no agent for weights, its log says why; every worker reads them in "
                 f"{self._store.url}, as with weights.channel: delta"
-                + (
-                    ". Where ranks or workers do not share that folder, set weights.store to a place that all reach"
-                    * several
-                )
             )
+            if self._store.is_local and not is_loopback(self._rank.weights_host):
+                text += ". Where ranks or workers do not share that folder, set weights.store to a place that all reach"
+            self._warn(text)
         return self.delta(on_device=False)
 
     def _by_host(self, hosts: Hosts, model: nn.Module) -> HostChannel:
