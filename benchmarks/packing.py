@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.learner.batch.packing import pack, pack_evenly
+from paceline.learner.step.plan import pack, pack_evenly
 from paceline.models.shape import shape_of
 from paceline.models.work import training_flops
 from paceline.services.coordinator.ledger.batch_split import balance

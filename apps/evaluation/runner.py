@@ -19,7 +19,7 @@ from paceline.data.overlap import text_of
 from paceline.data.prompts import PromptSource, open_prompts
 from paceline.errors import InvalidInput
 from paceline.reward.runner import RewardRunner
-from paceline.services.rollout.gather import gather_or_cancel
+from paceline.services.rollout.group_sampler import gather_or_cancel
 from paceline.spec import RunSpec
 
 Json = dict[str, Any]

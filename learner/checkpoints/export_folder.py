@@ -16,6 +16,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from paceline.errors import Conflict, PacelineError
 from paceline.files.names import EXPORT_MANIFEST
 from paceline.files.spool import spool_folder
@@ -144,12 +146,4 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def _lives(pid: int) -> bool:
     """Return whether another process of this number exists; this process never calls it during an export."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return pid != os.getpid() and psutil.pid_exists(pid)

@@ -37,11 +37,8 @@ OF_TOKENIZERS = (
 )
 """Names of a tokenizer's files, which a model folder has beside others."""
 PROBES = (
-    "Hello, world!",
-    "  two spaces,\n\n\ta tab ",
-    "naïve 12345 × 67 日本語 🙂",
-    "def f(x):\n    return x[0]",
-    "a",
+    *("Hello, world!", "  two spaces,\n\n\ta tab ", "naïve 12345 × 67 日本語 🙂"),
+    *("def f(x):\n    return x[0]", "a"),
 )
 
 

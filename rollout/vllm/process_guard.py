@@ -12,6 +12,7 @@ Run as a file, it imports no module of this project. Linux only: it reads /proc.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -130,11 +131,11 @@ class _Engine:
         # The owner's resource tracker removes the owner's semaphores, but it may have been killed with it.
         owner_lives = bool(_read(self._owner, "maps"))
         for name in self._files if owner_lives else self._files | self._owners_files:
-            with _Ignoring(OSError):
+            with contextlib.suppress(OSError):
                 os.unlink(SHARED_MEMORY + name)
 
     def _kill(self, pid: int) -> None:
-        with _Ignoring(OSError):
+        with contextlib.suppress(OSError):
             process = os.pidfd_open(pid)
             try:
                 # Checked again with the process held, because another process may have got its number in between.
@@ -142,19 +143,6 @@ class _Engine:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
             finally:
                 os.close(process)
-
-
-class _Ignoring:
-    """Replacement of contextlib.suppress, without the import."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        self._error = error
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        return kind is not None and issubclass(kind, self._error)
 
 
 def watch_folder(path: str) -> int:

@@ -3,13 +3,14 @@ may be corrected on the disk meanwhile, and a worker's pace is measured for its 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.chat.completion_texts import END_THINK, THINK, completion_text, opens_reasoning
 from paceline.data.tokens import encode_prompt, load_tokenizer
@@ -18,7 +19,6 @@ from paceline.files.stamps import stamp
 from paceline.groups import Completion, IntArray
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
 from paceline.rollout.stop_strings import StopStrings
-from paceline.services.rollout.gather import gather_or_cancel
 from paceline.spec import PolicySection, RunSpec
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_completions
@@ -206,3 +206,16 @@ class Pace:
             "tokens_per_s": (generated_tokens - tokens) / elapsed_s,
             "wait_fraction": min(1.0, (empty_s - earlier_empty_s) / elapsed_s),
         }
+
+
+ResultT = TypeVar("ResultT")
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Return their results, in order. The first error cancels the others, and is raised when they have ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -22,7 +22,7 @@ from paceline.groups import Completion, IntArray, Version, VersionSpan
 from paceline.rollout.engine import MAX_ID, MAX_STOP_IDS, GenerationRequest, SamplingParams, sample_seed
 from paceline.services.common.serving.accepted_calls import ACCEPTED
 from paceline.services.common.serving.grpc_server import with_status
-from paceline.services.rollout.gather import gather_or_cancel
+from paceline.services.rollout.group_sampler import gather_or_cancel
 from paceline.services.rollout.openai.engine_requests import MAX_CHARS_PER_TOKEN
 from paceline.services.rollout.run import RolloutRun
 from paceline.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc

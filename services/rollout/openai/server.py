@@ -30,7 +30,7 @@ from paceline.services.common.access.rights import COMPLETIONS
 from paceline.services.common.access.worker_callers import WorkerCallers
 from paceline.services.common.serving.http_guard import HttpGuard
 from paceline.services.common.serving.json_http import JsonListener, event_stream, send_event
-from paceline.services.rollout.gather import gather_or_cancel
+from paceline.services.rollout.group_sampler import gather_or_cancel
 from paceline.services.rollout.openai.engine_requests import EngineAsk, num_prompts, samplers_of
 from paceline.services.rollout.openai.gate import Gate
 from paceline.services.rollout.openai.recording import FeedbackAsk, Recorder, rows_of
