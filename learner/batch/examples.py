@@ -7,9 +7,8 @@ chosen and rejected completions is on one rank, its sequences share a group id, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +19,7 @@ from paceline.groups import FloatArray
 from paceline.learner.batch.encoding import ExampleEncoder
 from paceline.learner.batch.samples import TrainingSample
 from paceline.learner.collectives import max_over_ranks, world_size
+from paceline.learner.objectives.base import Objective
 from paceline.spec import RunSpec
 
 
@@ -30,35 +30,10 @@ class RowPair(NamedTuple):
     completions: int
 
 
-Row = dict[str, Any]
-
-
-class SampleMaker(Protocol):
-    """The part of an objective that turns rows into samples."""
-
-    @property
-    def measures_mismatched(self) -> bool:
-        """Return whether each example also has a sample with the completion of another one."""
-
-    def samples(
-        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
-    ) -> list[TrainingSample]:
-        """Return the samples of a row, with `number` as their group id.
-
-        Args:
-            reference_S: Σ_t log π_ref of each sample, if it is known.
-        """
-
-    def mismatched_sample(
-        self, row: Row, other: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
-    ) -> TrainingSample:
-        """Return the prompt of `row` with the completion of `other`."""
-
-
 class ExampleSource:
     """Examples of a run, by step, or with `validation` the held-out ones; `maker` is the run's objective."""
 
-    def __init__(self, spec: RunSpec, tokenizer: Any, maker: SampleMaker, *, validation: bool = False):
+    def __init__(self, spec: RunSpec, tokenizer: Any, maker: Objective, *, validation: bool = False):
         assert spec.examples is not None, "the spec samples; it has no examples"
         self._section = spec.examples
         self._maker = maker

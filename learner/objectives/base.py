@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.learner.batch.encoding import ExampleEncoder
-from paceline.learner.batch.examples import Row
+from paceline.learner.batch.encoding import ExampleEncoder, Row
 from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from paceline.learner.model.policy import load_policy
 from paceline.spec import PolicySection
@@ -111,7 +110,8 @@ class Objective(ABC):
     def samples(
         self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
-        """Return the samples of a row of the data set (`paceline.learner.batch.examples.SampleMaker`)."""
+        """Return the samples of a row of the data set, with `number` as their group id; `reference_S` has Σ_t log π_ref of each
+        sample, if it is known."""
         raise ValueError(f"{type(self).__name__} trains on rollouts and reads no examples")
 
     def mismatched_sample(

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.example_rows import read_labeled_completion
-from paceline.learner.batch.encoding import ExampleEncoder
-from paceline.learner.batch.examples import Row
+from paceline.learner.batch.encoding import ExampleEncoder, Row
 from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from paceline.learner.objectives.base import (
     Denominators,

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from paceline.advantages import advantages, group_preset
 from paceline.data.examples import read_traces
-from paceline.learner.batch.encoding import ExampleEncoder
-from paceline.learner.batch.examples import Row
+from paceline.learner.batch.encoding import ExampleEncoder, Row
 from paceline.learner.batch.samples import PackedBatch, TrainingSample
 from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays, completion_sums
 from paceline.learner.objectives.policy import policy_loss

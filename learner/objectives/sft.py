@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.data.example_rows import read_demonstration
-from paceline.learner.batch.encoding import ExampleEncoder
-from paceline.learner.batch.examples import Row
+from paceline.learner.batch.encoding import ExampleEncoder, Row
 from paceline.learner.batch.samples import PackedBatch, TrainingSample
 from paceline.learner.objectives.base import (
     Denominators,
