@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from paceline.data.tokens import check_same_tokenizer
-from paceline.learner.batch.examples import ExampleSource, RowPair
 from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample, pack_samples
 from paceline.learner.collectives import max_over_ranks, rows_of_all_ranks, sum_over_ranks, world_size
 from paceline.learner.model.adapter import adapter_off
 from paceline.learner.model.policy import load_reference, packed_logprobs
 from paceline.learner.objectives.corrections import m2_limit_of, second_moments
+from paceline.learner.objectives.examples import ExampleSource, RowPair
 from paceline.learner.step.plan import FrozenLogprobs, MicroBatch, Update, given, pack
 from paceline.spec import RunSpec
 

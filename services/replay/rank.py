@@ -24,9 +24,9 @@ from paceline.files.names import BLOBS_NAME
 from paceline.host.freed_memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
-from paceline.learner.batch.examples import ExampleSource
 from paceline.learner.batch.samples import TrainingSample, sequences_from_groups
 from paceline.learner.checkpoints import checkpoint as checkpoints
+from paceline.learner.objectives.examples import ExampleSource
 from paceline.learner.step.trainer import Trainer
 from paceline.services.common.processes.parent_death import die_with_starter
 from paceline.services.coordinator.blobs.store import BlobStore

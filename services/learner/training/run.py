@@ -23,7 +23,6 @@ from paceline.data.tokens import check_vocabulary, load_tokenizer
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, storage_key
 from paceline.errors import CheckpointFault, Conflict, InvalidInput, NonFiniteLoss, Unavailable
-from paceline.learner.batch.examples import ExampleSource, check_rows
 from paceline.learner.batch.samples import sequences_from_groups
 from paceline.learner.checkpoints.checkpoint import Misfit
 from paceline.learner.collectives import (
@@ -33,6 +32,7 @@ from paceline.learner.collectives import (
     succeed_on_all_ranks,
 )
 from paceline.learner.model.mesh import mesh_of
+from paceline.learner.objectives.examples import ExampleSource, check_rows
 from paceline.learner.step.trainer import Trainer
 from paceline.models.export_origin import Origin
 from paceline.services.common.gpus import refuse_cpu

@@ -10,8 +10,8 @@ import pytest
 from tiny_policy import CPU
 
 from paceline.errors import InvalidInput
-from paceline.learner.batch.examples import ExampleSource, RowPair, check_rows
 from paceline.learner.objectives import objective_of
+from paceline.learner.objectives.examples import ExampleSource, RowPair, check_rows
 from paceline.services.demo.model import make_tokenizer
 from paceline.spec import RunSpec
 
