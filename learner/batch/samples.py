@@ -192,14 +192,14 @@ def _of_rows(group: Group, rows: Rows, spec: RunSpec) -> list[TrainingSample]:
     """Return the rows of a group. Rows of a truncated sample have the finish reason `length`."""
     assert group.rewards_CF is not None
     leaves_out = spec.grpo.overlong_filtering or spec.environment.truncated == "leave_out"
-    sampled = [
-        np.zeros(len(row.token_ids), bool)
-        if leaves_out and row.finish_reason == "length"
-        else np.ones(len(row.token_ids), bool)
-        if row.sampled_T is None
-        else row.sampled_T
-        for row in group.completions
-    ]
+
+    def sampled_of(row: Completion) -> np.ndarray:
+        left_out = leaves_out and row.finish_reason == "length"
+        return (
+            np.full(len(row.token_ids), not left_out) if left_out or row.sampled_T is None else row.sampled_T
+        )
+
+    sampled = [sampled_of(row) for row in group.completions]
     tokens: Counter[int] = Counter()
     for sample, mask in zip(rows.samples, sampled, strict=True):
         tokens[sample] += int(mask.sum())

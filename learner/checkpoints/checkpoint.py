@@ -212,9 +212,7 @@ def load(
 
 def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
     """Return (session, step) and folder of every complete checkpoint, oldest first."""
-    return [
-        (_position(folder), folder) for folder in _folders(directory) if folder.exists(CHECKPOINT_MANIFEST)
-    ]
+    return [(_position(f), f) for f in _folders(directory) if f.exists(CHECKPOINT_MANIFEST)]
 
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
@@ -365,12 +363,8 @@ def files_of_all_ranks(
 def _own(folder: Folder, rank: int) -> str:
     """Return this rank's files as JSON: a list, or a text with the reason why there is none."""
     try:
-        names = [
-            name
-            for name in folder.files()
-            if name.startswith(f"__{rank}_") or (rank == 0 and name == METADATA)
-        ]
-        return json.dumps([file.model_dump() for file in hash_files(folder, names)])
+        own = [n for n in folder.files() if n.startswith(f"__{rank}_") or (rank == 0 and n == METADATA)]
+        return json.dumps([file.model_dump() for file in hash_files(folder, own)])
     except Exception as error:  # the clients of object stores raise errors without a common base
         return json.dumps(f"{type(error).__name__}: {error}")
 

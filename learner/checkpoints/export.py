@@ -49,14 +49,31 @@ def export_pretrained(
     """
     weights = {name: Weight(tensor.detach()) for name, tensor in tensors.items()}
     policy = PolicySection(model_name=model_name, tokenizer_name=tokenizer_name)
+    _write(directory, pieces(weights, dtype), weights, policy, dtype, scoring, replace=replace)
+    return directory
+
+
+def _write(
+    directory: Location,
+    stream: Iterator[Piece],
+    weights: Mapping[str, Weight],
+    policy: PolicySection,
+    dtype: torch.dtype | None,
+    scoring: bool,
+    *,
+    replace: bool = False,
+    origin: Origin | None = None,
+) -> None:
+    """Write the pieces of a `stream` of `weights`, of tied tensors those of one name."""
     with (
         written_beside(directory, replace=replace) as partial,
         ModelFolder(partial, weights, policy, dtype, scoring) as folder,
     ):
-        for piece in pieces({name: weights[name] for name in folder.names}, dtype):
-            folder.add(piece)
-        folder.finish()
-    return directory
+        names = set(folder.names)
+        for piece in stream:
+            if piece.name in names:
+                folder.add(piece)
+        folder.finish(origin)
 
 
 def export_live(
@@ -81,13 +98,7 @@ def export_live(
     failure: Exception | None = None
     if is_first_rank():
         try:
-            with (
-                written_beside(directory, replace=True) as partial,
-                ModelFolder(partial, weights, policy, dtype, scoring) as folder,
-            ):
-                for piece in stream:
-                    folder.add(piece)
-                folder.finish(origin)
+            _write(directory, stream, weights, policy, dtype, scoring, replace=True, origin=origin)
         except Exception as error:  # of transformers, the disk and the allocators, without a common base
             failure = error
     for _ in stream:
@@ -137,13 +148,7 @@ def export_checkpoint(
         state = model.state_dict()
         weights = {name: Weight(state[name]) for name in own_names(model)}
         stream = _pieces_of_checkpoint(verified, weights, wanted)
-    with (
-        written_beside(directory) as partial,
-        ModelFolder(partial, weights, policy, wanted, scoring) as folder,
-    ):
-        for piece in stream:
-            folder.add(piece)
-        folder.finish(origin)
+    _write(directory, stream, weights, policy, wanted, scoring, origin=origin)
     return directory
 
 

@@ -36,34 +36,22 @@ def written_beside(place: str | os.PathLike[str], *, replace: bool = False) -> I
     error, and is removed otherwise. Raises Conflict when `place` exists; with `replace` only when it is no export.
     Raises Unavailable for a store that cannot be written now."""
     folder = Folder(place)
-    if folder.local is None:
-        with _uploaded(folder, replace) as partial:
-            yield partial
-        return
-    directory = folder.local
-    _check(directory, replace)
-    remove_left_overs(directory.parent)
-    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
+    directory, present = folder.local, set[str]()
+    if directory is None:
+        present = _present(folder, replace)
+        partial = spool_folder() / "exports" / f".{uuid.uuid4().hex}.partial-{os.getpid()}"
+    else:
         _check(directory, replace)
-        _put(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _uploaded(folder: Folder, replace: bool) -> Iterator[Path]:
-    """See `written_beside`, for a folder of a store."""
-    present = _present(folder, replace)
-    spool = spool_folder() / "exports"
-    remove_left_overs(spool)
-    partial = spool / f".{uuid.uuid4().hex}.partial-{os.getpid()}"
+        partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    remove_left_overs(partial.parent)
     partial.mkdir(parents=True)
     try:
         yield partial
-        _upload(partial, folder, present)
+        if directory is None:
+            _upload(partial, folder, present)
+        else:
+            _check(directory, replace)
+            _put(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

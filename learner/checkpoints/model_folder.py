@@ -8,7 +8,7 @@ trained in (experts) wait in memory, for the others of their layer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,6 +37,7 @@ from paceline.spec import PolicySection
 
 LAYER = re.compile(r".*?\.layers\.\d+\.")
 NAMES_SHOWN = 3
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class ModelFolder:
@@ -145,21 +146,25 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _checked(model: PreTrainedModel, weights: Mapping[str, Weight], model_name: str) -> list[str]:
     """Return `own_names`. Raises InvalidInput where `weights` are of another model."""
-    expected = model.state_dict()
-    names = own_names(model)
-    wrong = [f"{name} is missing" for name in names if name not in weights]
-    wrong += [f"{name} is not in the model" for name in weights if name not in expected]
-    wrong += [
-        f"{name} has shape {tuple(weights[name].tensor.shape)}, not {tuple(expected[name].shape)}"
-        for name in names
-        if name in weights and weights[name].tensor.shape != expected[name].shape
-    ]
-    if wrong:
-        more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
-        raise InvalidInput(
-            f"these weights are not of model {model_name!r}: {'; '.join(wrong[:NAMES_SHOWN])}{more}"
-        )
+    names, known = own_names(model), _shapes(model.state_dict())
+    given = _shapes({name: weight.tensor for name, weight in weights.items()})
+    foreign = [name for name in weights if name not in known]
+    if wrong := misfits(given, {name: known[name] for name in names}, foreign):
+        raise InvalidInput(f"these weights are not of model {model_name!r}: {wrong}")
     return names
+
+
+def misfits(given: Shapes, expected: Shapes, foreign: Sequence[str] = ()) -> str:
+    """Return which shapes are not as `expected`, for people; empty where all fit."""
+    wrong = [f"{name} is missing" for name in expected if name not in given]
+    wrong += [f"{name} is not in the model" for name in foreign]
+    wrong += [
+        f"{name} has shape {given[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in given and given[name] != shape
+    ]
+    more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
+    return "; ".join(wrong[:NAMES_SHOWN]) + more
 
 
 def _groups(

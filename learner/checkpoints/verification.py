@@ -42,20 +42,20 @@ def verify(
 ) -> Verified:
     """Compare the checkpoint with the hash that its manifest must have, reading every byte once over all ranks. Raises
     NotFound, Conflict, Unavailable or WrongKey as `load` does: the gravest finding of all ranks, on every rank."""
-    problem: PacelineError | None = None
-    verified = None
+    found: Verified | PacelineError
     try:
-        verified = _verify_part(Folder(path), expected_sha256, rank, ranks)
+        found = _verify_part(Folder(path), expected_sha256, rank, ranks)
     except (NotFound, Conflict, WrongKey) as error:
-        problem = error
+        found = error
     except Exception as error:  # the clients of object stores raise errors without a common base
-        problem = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
-        problem.__cause__ = error
+        found = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
+        found.__cause__ = error
+    problem = found if isinstance(found, PacelineError) else None
     problem = _gravest_of_ranks(problem, path, device) if ranks > 1 else problem
     if problem is not None:
         raise problem
-    assert verified is not None
-    return verified
+    assert isinstance(found, Verified)
+    return found
 
 
 def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) -> Verified:

@@ -50,20 +50,14 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each sequence of a packed row, with the signature that transformers requires.
-
-    Dropout is not applied: a policy's log-probabilities must be those of the sampler.
+    """Return ([1, T, H, D], None): causal attention within each sequence of a packed row, with the signature that transformers
+    requires. Dropout is not applied: a policy's log-probabilities must be those of the sampler.
 
     Args:
         query: [1, H, T, D].
-        key: [1, K, T, D], K dividing H (grouped queries).
-        value: [1, K, T, D].
-        layout: the row's sequences.
+        key: [1, K, T, D], K dividing H (grouped queries); value as key.
         sliding_window: tokens that a token attends to, itself included; None: all before it.
         s_aux: [H] attention sinks, the logits of a key without a value that every token attends to.
-
-    Returns:
-        ([1, T, H, D], None).
     """
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:

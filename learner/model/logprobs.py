@@ -51,18 +51,8 @@ def chunked_logprobs(
     Returns:
         (logprobs_N with gradient, entropy_N with one only with entropy_gradient), float32, in nats.
     """
-    settings = (
-        1.0 / temperature,
-        chunk_tokens,
-        vocabulary_tile,
-        with_entropy,
-        entropy_gradient,
-        float32_head,
-    )
-    logprobs_N, entropy_N = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, targets_N, *settings
-    )
-    return logprobs_N, entropy_N
+    settings = 1.0 / temperature, chunk_tokens, vocabulary_tile, with_entropy, entropy_gradient, float32_head
+    return _ChunkedLogprobs.apply(hidden_NH, weight_VH, targets_N, *settings)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -67,9 +67,8 @@ class ExampleSource:
         """Return the pairs whose completions the run (or a measurement) compares with the reference, ascending, each once."""
         pairs = {RowPair(row, row) for row in self.rows_used()}
         if self._maker.measures_mismatched:
-            pairs |= {
-                RowPair(self._order.index(c), self._order.index(self._other(c))) for c in range(self._drawn)
-            }
+            index = self._order.index
+            pairs |= {RowPair(index(c), index(self._other(c))) for c in range(self._drawn)}
         return sorted(pairs)
 
     def of_row(self, row: int) -> list[TrainingSample]:
@@ -81,9 +80,8 @@ class ExampleSource:
         try:
             if pair.completions != pair.prompt:
                 return [self._mismatched(pair, number)]
-            samples = self._maker.samples(
-                self._rows[pair.prompt], number, self._encoder, self._reference_sums(pair)
-            )
+            row, sums = self._rows[pair.prompt], self._reference_sums(pair)
+            samples = self._maker.samples(row, number, self._encoder, sums)
             return self._with_behaviour(pair.prompt, samples)
         except InvalidInput as error:
             raise InvalidInput(f"row {pair.prompt} of {self._name}: {error}") from None
@@ -131,9 +129,8 @@ class ExampleSource:
             row = self._order.index(cursor)
             sequences += self.of_pair(RowPair(row, row), cursor)
             if self._maker.measures_mismatched:
-                sequences.append(
-                    self._mismatched(RowPair(row, self._order.index(self._other(cursor))), cursor)
-                )
+                other = self._order.index(self._other(cursor))
+                sequences.append(self._mismatched(RowPair(row, other), cursor))
         return sequences
 
     def _mismatched(self, pair: RowPair, number: int) -> TrainingSample:

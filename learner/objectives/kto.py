@@ -38,12 +38,8 @@ class Kto(Objective):
         self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
         prompt, completion, desirable = read_labeled_completion(row, self._data)
-        reference_sum = reference_S[0] if reference_S else None
-        return [
-            encoder.of_row(row).completion(
-                number, prompt, completion, PreferenceLabel(desirable, reference_logprob=reference_sum)
-            )
-        ]
+        label = PreferenceLabel(desirable, reference_logprob=reference_S[0] if reference_S else None)
+        return [encoder.of_row(row).completion(number, prompt, completion, label)]
 
     def mismatched_sample(
         self, row: Row, other: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.advantages import advantages, group_preset
 from paceline.data.examples import read_traces
+from paceline.data.traces.rows import Trace
 from paceline.learner.batch.encoding import ExampleEncoder, Row
 from paceline.learner.batch.samples import PackedBatch, TrainingSample
 from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays, completion_sums
@@ -39,15 +40,15 @@ class OfflineGrpo(Objective):
         traces = read_traces(row, self._spec)
         rewards_C = np.array([np.nan if trace.reward is None else trace.reward for trace in traces])
         advantages_C = advantages(rewards_C, group_preset(self._spec.offline_grpo.advantage))
+
+        def sample(trace: Trace) -> TrainingSample:
+            if trace.tokens is not None:
+                return encoder.recorded(number, trace.tokens)
+            of_trace = encoder.of_row({"tools": trace.tools, "finish_reason": trace.finish_reason})
+            return of_trace.completion(number, trace.prompt, trace.completion)
+
         return [
-            replace(
-                encoder.of_row({"tools": trace.tools, "finish_reason": trace.finish_reason}).completion(
-                    number, trace.prompt, trace.completion
-                )
-                if trace.tokens is None
-                else encoder.recorded(number, trace.tokens),
-                advantage=float(advantage),
-            )
+            replace(sample(trace), advantage=float(advantage))
             for trace, advantage in zip(traces, advantages_C, strict=True)
         ]
 

@@ -36,7 +36,7 @@ class PairObjective(Objective):
         prompt, chosen, rejected, margin = read_preference(row, self._data)
         labels = [
             (chosen, PreferenceLabel(True, margin)),
-            *((worse, PreferenceLabel(False)) for worse in rejected),
+            *((each, PreferenceLabel(False)) for each in rejected),
         ]
         sums: Sequence[float | None] = reference_S or [None] * len(labels)
         encoder = encoder.of_row(row)
@@ -59,9 +59,8 @@ class PairObjective(Objective):
         reward (half counts where both are equal), `margin` mean difference of rewards, `chosen_reward`, `rejected_reward`
         their means."""
         metrics = super().metrics(sums, num_updates)
-        metrics |= {
-            name: sums[name] / num_updates for name in ("preference_loss", "sft_loss") if name in sums
-        }
+        parts = ("preference_loss", "sft_loss")
+        metrics |= {name: sums[name] / num_updates for name in parts if name in sums}
         if sums["pairs"]:
             metrics |= {
                 "accuracy": sums["pairs_won"] / sums["pairs"],

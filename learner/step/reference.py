@@ -116,9 +116,8 @@ class PrecomputedReference(Reference):
         for indices, packed, logprobs_N in _passes(
             reference, sequences, self._policy.row_tokens, self._device
         ):
-            totals_S = logprobs_N.new_zeros(len(packed.group_ids_S)).index_add(
-                0, packed.sequence_N, logprobs_N
-            )
+            zeros_S = logprobs_N.new_zeros(len(packed.group_ids_S))
+            totals_S = zeros_S.index_add(0, packed.sequence_N, logprobs_N)
             sums_S[indices] = totals_S.tolist()[: len(indices)]
         return sums_S
 
@@ -249,12 +248,9 @@ def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device
     if not (spec.samples or spec.trains_traces) or spec.loss_fn.m2_threshold is None:
         return list(updates)
     micro_batches = [m for update in updates for m in update.micro_batches if not m.is_dummy]
-    moments = [
-        second_moments(given(m.frozen.proximal_N) - given(m.packed.behaviour_N)) for m in micro_batches
-    ]
-    limit = m2_limit_of(
-        torch.cat([torch.zeros(0, device=device), *moments]), spec.loss_fn.m2_threshold, sum_over_ranks
-    )
+    log_rhos = [given(m.frozen.proximal_N) - given(m.packed.behaviour_N) for m in micro_batches]
+    moments_N = torch.cat([torch.zeros(0, device=device), *map(second_moments, log_rhos)])
+    limit = m2_limit_of(moments_N, spec.loss_fn.m2_threshold, sum_over_ranks)
     return [replace(update, m2_limit=limit) for update in updates]
 
 

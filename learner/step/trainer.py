@@ -89,9 +89,8 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         trained = [sample for sample in batch if not sample.is_mismatched]
         num_updates = self.spec.policy.num_updates_per_step
-        updates = plan_updates(
-            trained, step, self.spec, self.objective, self.device, num_updates, self._shape
-        )
+        run = self.spec, self.objective, self.device
+        updates = plan_updates(trained, step, *run, num_updates, self._shape)
         with watch.measure("frozen_s"):  # all of it: frozen policies, advantages, value model, limit and KL
             updates = with_frozen_logprobs(updates, self.spec, self._logprobs, self.reference)
             updates = with_advantages(trained, updates, self.spec, self.device, self.critic, step)

@@ -149,9 +149,7 @@ class DecodeBatch:
 
     def watched(self) -> list[Ended]:
         """Return the completion so far of each sequence with a progress callback; none leaves."""
-        watched = [
-            index for index, sequence in enumerate(self.sequences) if sequence.request.on_progress is not None
-        ]
+        watched = [i for i, each in enumerate(self.sequences) if each.request.on_progress is not None]
         return self._read(watched, "abort") if watched else []
 
     def change_version(self, version: Version, recompute_after: int | None) -> None:
@@ -186,9 +184,8 @@ class DecodeBatch:
         )
         for row, (leader, *_), logits_V in zip(leaders, shared, logits_UV, strict=True):
             ids = leader.known_ids()
-            self._prompts.put(
-                ids.tobytes(), PromptState(self._cache.read_row(row, len(ids)), logits_V.clone())
-            )
+            state = PromptState(self._cache.read_row(row, len(ids)), logits_V.clone())
+            self._prompts.put(ids.tobytes(), state)
         self._append(logits_UV if source_R is None else logits_UV[source_R], first, end)
 
     def _restore(self, sequences: list[RunningSequence], state: PromptState) -> None:
@@ -223,18 +220,14 @@ class DecodeBatch:
         counts, floats = [], []
         for sequence, ids in zip(sequences, known, strict=True):
             params, prompt = sequence.request.params, sequence.prompt_length
-            min_total = prompt + params.min_new_tokens
-            counts.append(
-                (len(ids), prompt, sequence.limit, min_total, mix_seed(sequence.request.seed), params.top_k)
-            )
+            min_total, seed = prompt + params.min_new_tokens, mix_seed(sequence.request.seed)
+            counts.append((len(ids), prompt, sequence.limit, min_total, seed, params.top_k))
             floats.append((params.temperature, params.top_p, params.min_p, params.repetition_penalty))
         width = max(self._stops_SK.shape[1], *(len(sequence.stop_ids) for sequence in sequences))
         if width > self._stops_SK.shape[1]:
             added = width - self._stops_SK.shape[1]
             self._stops_SK = torch.nn.functional.pad(self._stops_SK, (0, added), value=-1)
-        stops = [
-            sorted(sequence.stop_ids) + [-1] * (width - len(sequence.stop_ids)) for sequence in sequences
-        ]
+        stops = [sorted(each.stop_ids) + [-1] * (width - len(each.stop_ids)) for each in sequences]
         device = self.model.device
         self._counts[first:end] = torch.tensor(counts, device=device)
         self._floats[first:end] = torch.tensor(floats, device=device)

@@ -36,12 +36,8 @@ from paceline.spec import PolicySection
 FIELD = "policy.model_name"
 ONEDNN_ROWS = 32
 """Fewest rows of a product for which oneDNN is faster."""
-
-
 SCORED_LOGITS = 1 << 26
 """Float32 logits that scoring holds at a time."""
-
-
 WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"})
 """Model types that give every layer the window of their config, where it names one."""
 
@@ -93,10 +89,9 @@ class NativeModel:
         come before. No mask is needed: attention is causal, so no token attends to the padding on its right."""
         positions_1T = torch.arange(ids_RT.shape[1], device=self.device)[None]
         self._last_R = lengths_R - 1
+        inputs = {"input_ids": ids_RT, "position_ids": positions_1T, "past_key_values": cache}
         try:
-            output = self.module(
-                input_ids=ids_RT, position_ids=positions_1T, past_key_values=cache, use_cache=True
-            )
+            output = self.module(**inputs, use_cache=True)
         finally:
             self._last_R = self._hidden_RTH = None
         return output.logits[:, 0]  # type: ignore[no-any-return]

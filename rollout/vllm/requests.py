@@ -112,11 +112,8 @@ def stopped(
 
 def completion(request: GenerationRequest, output: Any) -> Completion:
     """Return the completion of a request that has ended. Raises Unavailable if the model's numbers were not finite."""
-    reason = output.finish_reason
-    ended = _joined(
-        request, output, reported_spans(output), reason if reason in ("stop", "length") else "abort"
-    )
-    return _finite(request, ended)
+    reason = output.finish_reason if output.finish_reason in ("stop", "length") else "abort"
+    return _finite(request, _joined(request, output, reported_spans(output), reason))
 
 
 def reported_spans(output: Any) -> list[LabelSpan]:

@@ -89,9 +89,8 @@ class GroupSampler:
             prompt_ids, begun = earlier
         else:
             tools = json.loads(lease.tools_json) if lease.tools_json else None
-            prompt_ids = encode_prompt(
-                self._tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs, tools
-            )
+            template = data.apply_chat_template, data.chat_template_kwargs
+            prompt_ids = encode_prompt(self._tokenizer, prompt, *template, tools)
             begun = [None] * lease.num_generations
         if self._on_warning is not None and opens_reasoning(self._tokenizer, prompt_ids):
             on_warning, self._on_warning = self._on_warning, None

@@ -73,10 +73,9 @@ def main(
         worker.engine_settings = engine_settings
         worker.cpu_chosen = device == "cpu"
         server = GrpcServer(host, port, worker_guard(coordinator))
-        servicer = RolloutServicer(worker)
-        server.add(
-            servicer, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
-        )
+
+        add_to_server = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
+        server.add(RolloutServicer(worker), add_to_server, "paceline.v1.RolloutService")
         worker.address = f"{reachable}:{server.port}"
         worker.assigned.on_readiness = partial(server.set_serving, "paceline.v1.RolloutService")
         if http_port is not None:

@@ -151,10 +151,8 @@ def _check_tokens(completions: list[Completion], pinned: common_pb2.PolicyVersio
 async def _prompt_ids(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> IntArray:
     if request.prompt_ids:
         return np.array(request.prompt_ids, np.int32)
-    data = run.spec.data
-    return await asyncio.to_thread(
-        encode_prompt, run.tokenizer, request.prompt, data.apply_chat_template, data.chat_template_kwargs
-    )
+    template = run.spec.data.apply_chat_template, run.spec.data.chat_template_kwargs
+    return await asyncio.to_thread(encode_prompt, run.tokenizer, request.prompt, *template)
 
 
 def _params(params: common_pb2.SamplingParams, run: RolloutRun) -> SamplingParams:

@@ -28,14 +28,12 @@ from paceline.learner.checkpoints.conversion.weights import ModelWeights, refuse
 from paceline.learner.checkpoints.export_folder import written_beside
 from paceline.learner.checkpoints.manifest import write_export_manifest
 from paceline.learner.checkpoints.metadata import METADATA
-from paceline.learner.checkpoints.model_folder import empty_model, stored_tensors
+from paceline.learner.checkpoints.model_folder import empty_model, misfits, stored_tensors
 from paceline.learner.checkpoints.other_files import CONFIG, check_tokenizer, copy_other_files
 from paceline.learner.checkpoints.safetensors_writer import MAX_FILE_BYTES, SafetensorsWriter, TensorHeader
 from paceline.learner.checkpoints.verification import Location
 from paceline.models.pretrained import check_model, check_weights, skeleton
 from paceline.models.weight_files import WeightFiles, find_weight_files
-
-NAMES_SHOWN = 3
 
 
 def is_dcp(source: Location) -> bool:
@@ -105,10 +103,7 @@ def from_dcp(
             f"{folder} has no {CONFIG} beside its weights; name with --config the model folder that training began from"
         )
     described = Path(model_source(config or str(folder), "--config"))
-    headers = [
-        TensorHeader(header.name, _converted(header.dtype, dtype), header.shape)
-        for header in stored.headers()
-    ]
+    headers = [TensorHeader(h.name, _converted(h.dtype, dtype), h.shape) for h in stored.headers()]
     _check_names(headers, described, folder)
     with written_beside(destination) as partial:
         with SafetensorsWriter(partial, headers, max_file_bytes) as writer:
@@ -183,18 +178,11 @@ def _check_names(headers: list[TensorHeader], described: Path, checkpoint: Folde
     """Raise InvalidInput where the files of the model that the config describes have tensors that these are not."""
     config = json.loads((described / CONFIG).read_bytes())
     scoring = any("SequenceClassification" in name for name in config.get("architectures") or ())
-    expected = stored_tensors(empty_model(str(described), scoring))
-    shapes = {header.name: header.shape for header in headers}
-    wrong = [f"{name} is missing" for name in expected if name not in shapes]
-    wrong += [
-        f"{name} has shape {shapes[name]}, not {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in shapes and shapes[name] != tuple(tensor.shape)
-    ]
-    if wrong:
-        more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
+    stored = stored_tensors(empty_model(str(described), scoring))
+    expected = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    if wrong := misfits({header.name: header.shape for header in headers}, expected):
         raise InvalidInput(
-            f"{checkpoint}: its weights are not those of the model in {described}: {'; '.join(wrong[:NAMES_SHOWN])}{more}. "
+            f"{checkpoint}: its weights are not those of the model in {described}: {wrong}. "
             "A run's checkpoint is exported with `paceline export RUN`; of others name the model with --config, and with "
             "--key the entry that has the weights"
         )
