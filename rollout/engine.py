@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 MAX_ID = 2**31 - 1
 """Engines keep ids in 32 or 64 bits."""
-
 MAX_STOP_IDS = 256
 """Stop tokens of one request; the longest list sets the width of the batch's table."""
 

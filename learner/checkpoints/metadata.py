@@ -42,7 +42,6 @@ METADATA_NAMES = {
     "torch.serialization": {"_get_layout"},
 }
 """Names that `.metadata` may use, by module, besides the dtypes of `torch`."""
-
 PLANS = {
     **METADATA_NAMES,
     "torch.distributed.checkpoint.api": {"CheckpointException"},

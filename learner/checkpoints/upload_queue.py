@@ -30,7 +30,6 @@ OTHER_RANKS_PAUSE_S = 0.5
 """Seconds between checks for the files of other ranks."""
 CLOSE_S = 5.0
 """Seconds to wait, at the end, for an upload under way."""
-
 log = logging.getLogger(__name__)
 
 

@@ -24,7 +24,6 @@ FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
     (WrongKey, "checkpoint {} cannot be decrypted: another rank has another storage key"),
 )
 """Kinds of a rank's finding, the gravest last, and the message of the other ranks."""
-
 Location = str | os.PathLike[str]
 """A local path or an fsspec URL."""
 

@@ -33,7 +33,6 @@ from paceline.learner.step.critic import Critic
 
 SPARE_BYTES = 1 << 30
 """Memory that is left to the host beside the copy of a state."""
-
 log = logging.getLogger(__name__)
 
 

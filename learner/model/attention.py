@@ -32,7 +32,6 @@ IMPLEMENTATION = "paceline_packed"
 HOPPER = (9, 0)
 """Compute capability of the GPUs that FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) has kernels for."""
 log = logging.getLogger(__name__)
-
 UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias", "sinks")
 """Arguments that some architectures pass to attention, and neither path supports."""
 

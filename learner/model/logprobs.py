@@ -17,7 +17,6 @@ from torch import Tensor
 
 VOCABULARY_TILE = 16_384
 """Tokens of the vocabulary whose logits exist at one time: 64 MiB in float32 with 1,024 tokens."""
-
 MIN_LOGPROB = -1e4
 """Floor of log p in products with p; exp of it is 0, so the product is exact, also for a logit of minus infinity."""
 

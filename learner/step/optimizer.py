@@ -96,7 +96,6 @@ def _half_cosine(x: float) -> float:
 
 PART_NUMEL = 1 << 22
 """Elements of a parameter that are updated at a time."""
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -34,7 +34,6 @@ from paceline.rollout.stop_strings import StopScanner
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass, which bound its activations. A single longer prompt is computed whole."""
-
 TOTAL, PROMPT, LIMIT, MIN_TOTAL, SEED, TOP_K = range(6)
 TEMPERATURE, TOP_P, MIN_P, PENALTY = range(4)
 

@@ -35,7 +35,6 @@ from paceline.spec import RunSpec
 from paceline.weights.host_weights import HostWeights
 
 log = logging.getLogger(__name__)
-
 CLOSE_TIMEOUT_S = 60.0
 """Seconds for which `close` waits for the decode step in progress."""
 

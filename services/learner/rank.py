@@ -53,10 +53,8 @@ from paceline.v1 import common_pb2, learner_pb2, learner_pb2_grpc, worker_pb2
 from paceline.wire import PROTOCOL
 
 ASSIGNMENT_POLL_S = 2.0
-
 OUTBOX_SIZE = 8
 """Reports on the stream, which a newer report can no longer replace."""
-
 log = logging.getLogger(__name__)
 
 
@@ -268,10 +266,8 @@ class LearnerRank:
 
 MAX_REPLACEABLE = 1024
 """Replaceable reports that may wait; beyond this number the oldest is dropped."""
-
 TOKEN_STATISTICS = 8
 """Steps whose token statistics may wait; those of an older one are replaced."""
-
 Key = tuple[str, str | int]
 
 

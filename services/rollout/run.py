@@ -46,18 +46,14 @@ from paceline.wire import encode_completions, encode_result
 LEASE_WAIT_S = 10.0
 RETURN_S = 5.0
 """Part of a drain's grace for the return of unfinished groups, besides the time that their bytes take."""
-
 RETURN_BYTES_PER_S = 8 << 20
 """Upload rate of a worker among many that drain."""
-
 TOKEN_BYTES = 8
 """Bytes of a token's id and its log-probability."""
-
 MAX_UNEXPECTED = 4
 """Unforeseen errors in a row that count as faults of their groups; with more of them the worker itself is at fault."""
 PROBE_S = 30.0
 MAX_ERROR_CHARS = 2000
-
 CAPACITY_S = 0.5
 """Seconds between two checks of the engine's capacity while there is no room."""
 log = logging.getLogger(__name__)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from paceline.services.rollout.worker import RolloutWorker
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
 MAX_SESSION_CHARS = 256
 BEGUN_VERSION = Version(0, 0)
 """Version of the tokens that a request brings; they are no part of the answer."""

@@ -30,11 +30,9 @@ from paceline.weights.offers import StoreOffer
 from paceline.weights.packing import check_fits
 
 log = logging.getLogger(__name__)
-
 REPORT_S = 1.0
 """Seconds between two reports on weights that are being received or loaded; a quarter of the learner's patience at
 most."""
-
 PHASES = {
     "receiving": worker_pb2.WEIGHT_PHASE_RECEIVING,
     "received": worker_pb2.WEIGHT_PHASE_RECEIVED,

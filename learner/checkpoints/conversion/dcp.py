@@ -47,7 +47,6 @@ from paceline.learner.weights.gather import unwrapped
 KEY = "model"
 """Entry of the state dict that has the weights, as trainers name it."""
 KEYS_SHOWN = 8
-
 Chunk = Callable[[str, tuple[int, ...], Tensor], None]
 """Takes name, offset along each axis, and values of a part of a tensor."""
 

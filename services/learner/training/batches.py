@@ -25,7 +25,6 @@ from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_group
 
 log = logging.getLogger(__name__)
-
 ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = math.inf

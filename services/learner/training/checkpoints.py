@@ -46,13 +46,10 @@ from paceline.v1 import worker_pb2
 
 LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
 """Seconds before each further try at the last checkpoint."""
-
 LOAD_PAUSES_S = (1.0, 2.0, 4.0)
 """Seconds before each further try at a checkpoint that is missing or cannot be read."""
-
 SEEN_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 3.0)
 """Seconds before each further check for a file that rank 0 has written: a network file system may show it late."""
-
 log = logging.getLogger(__name__)
 
 

@@ -67,7 +67,6 @@ from paceline.weights.plain_network import check_plain, check_store
 
 ORDER_STORE_S = 30.0
 """Seconds that an ordered checkpoint may wait for the store, and training with it."""
-
 log = logging.getLogger(__name__)
 
 

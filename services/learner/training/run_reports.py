@@ -110,7 +110,6 @@ def report_of(
 
 MAX_TEXT = 2000
 """Characters of an exception's text that are reported."""
-
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Texts of torch's errors that mean a lack of memory."""
 
