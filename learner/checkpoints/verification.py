@@ -49,7 +49,7 @@ def verify(
     except Exception as error:  # the clients of object stores raise errors without a common base
         found = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
         found.__cause__ = error
-    problem = found if isinstance(found, PacelineError) else None
+    problem: PacelineError | None = found if isinstance(found, PacelineError) else None
     problem = _gravest_of_ranks(problem, path, device) if ranks > 1 else problem
     if problem is not None:
         raise problem

@@ -368,12 +368,14 @@ def score_next(
         return [(one.answer, error) for one in taken]
     rows = zip(*(tensor.cpu().numpy() for tensor in scored), strict=True)
     return [
-        (one.answer, _answer(*(values_T[:length] for values_T in row), version))
+        (one.answer, _answer([values_T[:length] for values_T in row], version))
         for one, length, row in zip(taken, lengths_R.tolist(), rows, strict=True)
     ]
 
 
-def _answer(logprobs_T: Any, top_ids_T: Any, tops_T: Any, version: Version) -> PromptLogprobs | Unavailable:
+def _answer(row: list[Any], version: Version) -> PromptLogprobs | Unavailable:
+    """Return the answer from a text's [P] log-probabilities, likeliest tokens and their log-probabilities."""
+    logprobs_T, top_ids_T, tops_T = row
     if not np.isfinite(logprobs_T[1:]).all():
         return Unavailable(
             f"the model's logits under {tuple(version)} are not finite for a given text; newer weights or "

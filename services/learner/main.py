@@ -108,8 +108,8 @@ def main(
     from paceline.services.learner.nodes.launcher import NodeLauncher, Rendezvous  # imports torch
 
     try:
-        rendezvous = Rendezvous(settings, num_ranks, host, node_wait_s)
-        node = NodeLauncher(settings, rendezvous, "paceline.services.learner.rank", options)
+        meeting = Rendezvous(settings, num_ranks, host, node_wait_s)
+        node = NodeLauncher(settings, meeting, "paceline.services.learner.rank", options)
         end_as(node.run(num_ranks, grace_s))
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
