@@ -142,11 +142,8 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[Traini
     """Return one sample for each completion of scored groups; with an environment one for each row.
 
     With grpo.overlong_filtering (and for episodes with `environment.truncated: leave_out`) a completion that was cut off
-    stays in the batch without tokens.
-
-    Raises:
-        InvalidInput: a group has no rewards, or another number of them than the spec has functions; or it has no
-            log-probabilities of the reference although the reward pool has to serve them.
+    stays in the batch without tokens. Raises InvalidInput for a group without rewards, or with another number of them than the
+    spec has functions; and for one without log-probabilities of the reference although the reward pool has to serve them.
     """
     sequences = []
     for group in groups:

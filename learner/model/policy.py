@@ -53,11 +53,9 @@ def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> P
     With policy.lora_cfg it is frozen and has an adapter, with float32 masters, whose first values follow from `seed`. A
     frozen model has the compute type where its files do, so that nothing is lost, else float32.
 
-    Each rank reads its rows of every tensor alone; its peak of host memory is its share of the model and some buffers.
-
-    Raises:
-        InvalidInput: no such folder or hub name, an architecture whose forward cannot be packed, or weights that are damaged
-            or not of this model.
+    Each rank reads its rows of every tensor alone; its peak of host memory is its share of the model and some buffers. Raises
+    InvalidInput for no such folder or hub name, an architecture whose forward cannot be packed, or weights that are damaged or
+    not of this model.
     """
     lora = policy.lora_cfg
     model, files = _build(
@@ -72,10 +70,8 @@ def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrained
     """Return the model as `load_policy` does, with a head of one score in place of the LM head (`rm`).
 
     A model that has such a head keeps it; else its weights are drawn from torch's generator, so seed all ranks alike.
-    Its forward gives (scores, zeros) where a policy's gives (log-probabilities, entropies).
-
-    Raises:
-        InvalidInput: as `load_policy`, or an architecture without sequence classification.
+    Its forward gives (scores, zeros) where a policy's gives (log-probabilities, entropies). Raises InvalidInput as `load_policy`,
+    and for an architecture without sequence classification.
     """
     return _prepared(*_build(policy, torch.float32, scoring=True), policy, device)
 

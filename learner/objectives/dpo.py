@@ -96,8 +96,7 @@ def preference_loss(
     - `hinge`: max(0, 1 - βd) (SLiC, Zhao et al. 2023).
     - `ipo`: (d̄ - 1/2β)², d̄ from per-token means always (Azar et al. 2023; per token as TRL, with its authors).
 
-    Raises:
-        ValueError: label_smoothing outside [0, 0.5), or set for a loss that has none; TRL ignores it there.
+    Raises ValueError for label_smoothing outside [0, 0.5), or set for a loss that has none; TRL ignores it there.
     """
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be in [0, 0.5)")

@@ -145,10 +145,7 @@ class ExampleSource:
 def check_rows(source: ExampleSource, device: torch.device, rank: int) -> None:
     """Check every row that the run will use, before its first step: a row that cannot be trained would end the run in the middle,
     on the one rank that draws it, while the others wait in a collective. A collective call: each rank checks every w-th row.
-
-    Raises:
-        InvalidInput: a row is longer than the model allows, or the chat template refuses it; on every rank for the same row.
-    """
+    Raises InvalidInput for a row that is longer than the model allows, or that the chat template refuses; on every rank alike."""
     rows = source.rows_used()
     bad = next((i for i in range(rank, len(rows), world_size()) if _is_bad(source, rows[i])), len(rows))
     first = len(rows) - int(max_over_ranks(torch.tensor([len(rows) - bad], device=device)).item())

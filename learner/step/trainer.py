@@ -77,10 +77,9 @@ class Trainer:
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks.
 
-        Raises:
-            NonFiniteLoss: loss or gradient norm is NaN or infinite. Raised on every rank, the optimizer untouched by
-                that update and the gradients cleared; earlier updates of the same step stay. With
-                policy.skip_non_finite_updates it is left in `skipped` instead, and the step goes on.
+        Raises NonFiniteLoss where loss or gradient norm is NaN or infinite, on every rank, the optimizer untouched by that update
+        and the gradients cleared; earlier updates of the same step stay. With policy.skip_non_finite_updates it is left in
+        `skipped` instead, and the step goes on.
         """
         started_s = time.perf_counter()
         watch = Stopwatch(self.device)
