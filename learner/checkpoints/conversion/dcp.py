@@ -40,7 +40,7 @@ from paceline.files.storage import Folder
 from paceline.learner.checkpoints.checkpoint import as_error
 from paceline.learner.checkpoints.conversion.weights import ModelWeights
 from paceline.learner.checkpoints.metadata import METADATA, decode_metadata
-from paceline.learner.checkpoints.safetensors_writer import TensorHeader
+from paceline.learner.checkpoints.model_folder import TensorHeader
 from paceline.learner.checkpoints.state_files import state_reader
 from paceline.learner.weights.gather import unwrapped
 

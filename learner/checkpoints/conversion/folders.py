@@ -28,9 +28,15 @@ from paceline.learner.checkpoints.conversion.weights import ModelWeights, refuse
 from paceline.learner.checkpoints.export_folder import written_beside
 from paceline.learner.checkpoints.manifest import write_export_manifest
 from paceline.learner.checkpoints.metadata import METADATA
-from paceline.learner.checkpoints.model_folder import empty_model, misfits, stored_tensors
+from paceline.learner.checkpoints.model_folder import (
+    MAX_FILE_BYTES,
+    SafetensorsWriter,
+    TensorHeader,
+    empty_model,
+    misfits,
+    stored_tensors,
+)
 from paceline.learner.checkpoints.other_files import CONFIG, check_tokenizer, copy_other_files
-from paceline.learner.checkpoints.safetensors_writer import MAX_FILE_BYTES, SafetensorsWriter, TensorHeader
 from paceline.learner.checkpoints.verification import Location
 from paceline.models.pretrained import check_model, check_weights, skeleton
 from paceline.models.weight_files import WeightFiles, find_weight_files
