@@ -28,8 +28,8 @@ from typing import Any, TextIO
 import torch
 
 from paceline.data.tokens import load_tokenizer
-from paceline.learner.batch.examples import ExampleSource
 from paceline.learner.checkpoints.export import export_pretrained
+from paceline.learner.objectives.examples import ExampleSource
 from paceline.learner.step.trainer import Trainer
 from paceline.learner.weights.gather import gather_weights
 from paceline.spec import RunSpec

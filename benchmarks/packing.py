@@ -10,8 +10,8 @@ even by tokens. Each figure is the mean of 20 batches.
 
 from __future__ import annotations
 from collections.abc import Sequence
-from paceline.learner.batch.packing import pack
-from paceline.learner.batch.packing import pack_evenly
+from paceline.learner.step.plan import pack
+from paceline.learner.step.plan import pack_evenly
 from paceline.models.shape import shape_of
 from paceline.models.shape import training_flops
 from paceline.services.coordinator.ledger.tables.batches import balance

@@ -18,8 +18,7 @@ def write_random_model(folder: Path, config: Any, shard_bytes: int) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from paceline.learner.checkpoints.model_folder import own_names
-    from paceline.learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
+    from paceline.learner.checkpoints.model_folder import SafetensorsWriter, TensorHeader, own_names
 
     folder.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):

@@ -44,11 +44,9 @@ class FailedElsewhere(PacelineError):
 
 
 def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None:
-    """Do this rank's `work`, which has no collective in it, and return when every rank has done its part.
-
-    Raises what `work` raised, and FailedElsewhere on the ranks whose work succeeded, so that no rank waits in a
-    collective that another rank never enters.
-    """
+    """Do this rank's `work`, which has no collective in it, and return when every rank has done its part. Raises what
+    `work` raised, and FailedElsewhere on the ranks whose work succeeded, so that no rank waits in a collective that
+    another rank never enters."""
     error: Exception | None = None
     try:
         work()
@@ -63,33 +61,14 @@ def succeed_on_all_ranks(work: Callable[[], None], device: torch.device) -> None
 
 def union_over_ranks(numbers: Sequence[int], device: torch.device) -> list[int]:
     """Return all distinct numbers that any rank has, ascending."""
-    distinct = sorted(set(numbers))
-    if world_size() == 1:
-        return distinct
-    longest = int(max_over_ranks(torch.tensor([len(distinct)], device=device)).item())
-    # Ranks have unequal counts, a gather needs equal ones: the flag marks the filled positions.
-    padded = torch.zeros(2, max(longest, 1), dtype=torch.int64, device=device)
-    padded[0, : len(distinct)] = torch.tensor(distinct, dtype=torch.int64)
-    padded[1, : len(distinct)] = 1
-    gathered = [torch.empty_like(padded) for _ in range(world_size())]
-    dist.all_gather(gathered, padded)
-    return sorted({int(n) for part in gathered for n in part[0][part[1] == 1].tolist()})
+    own = torch.tensor(sorted(set(numbers)), dtype=torch.int64, device=device)
+    return sorted({int(n) for part in _parts_of_all_ranks(own) for n in part.tolist()})
 
 
 def rows_of_all_ranks(own_RK: Tensor) -> tuple[Tensor, int]:
     """Return (the rows of all ranks in order of rank, where this rank's begin); any number of rows of K numbers each."""
-    if world_size() == 1:
-        return own_RK, 0
-    counts = [torch.zeros(1, dtype=torch.int64, device=own_RK.device) for _ in range(world_size())]
-    dist.all_gather(counts, torch.tensor([len(own_RK)], device=own_RK.device))
-    lengths = [int(count.item()) for count in counts]
-    padded = own_RK.new_zeros(max(lengths), own_RK.shape[1])
-    padded[: len(own_RK)] = own_RK
-    gathered = [torch.empty_like(padded) for _ in lengths]
-    if max(lengths):
-        dist.all_gather(gathered, padded)
-    rows = torch.cat([part[:length] for part, length in zip(gathered, lengths, strict=True)])
-    return rows, sum(lengths[: dist.get_rank()])
+    parts = _parts_of_all_ranks(own_RK)
+    return torch.cat(parts), 0 if len(parts) == 1 else sum(map(len, parts[: dist.get_rank()]))
 
 
 def broadcast_bytes(data: bytes) -> bytes:
@@ -108,14 +87,20 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Return every rank's `data` on every rank, in order of rank; over `group`, whose tensors may be on CPUs (None: the default)."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+    return [part.numpy().tobytes() for part in _parts_of_all_ranks(own, group)]
+
+
+def _parts_of_all_ranks(own: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Return every rank's `own`, of any length along its first axis, in order of rank."""
     if world_size() == 1:
-        return [data]
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
-    dist.all_gather(counts, torch.tensor([len(data)]), group)
+        return [own]
+    counts = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(world_size())]
+    dist.all_gather(counts, torch.tensor([len(own)], device=own.device), group)
     lengths = [int(count.item()) for count in counts]
-    padded = torch.zeros(max(lengths) or 1, dtype=torch.uint8)
-    if data:
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    padded = own.new_zeros(max(lengths), *own.shape[1:])
+    padded[: len(own)] = own
     gathered = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(gathered, padded, group)
-    return [part[:length].numpy().tobytes() for part, length in zip(gathered, lengths, strict=True)]
+    if max(lengths):
+        dist.all_gather(gathered, padded, group)
+    return [part[:length] for part, length in zip(gathered, lengths, strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 MAX_ID = 2**31 - 1
 """Engines keep ids in 32 or 64 bits."""
-
 MAX_STOP_IDS = 256
 """Stop tokens of one request; the longest list sets the width of the batch's table."""
 
@@ -74,46 +73,34 @@ class SamplingParams:
 
     @classmethod
     def from_spec(cls, generation: GenerationSection) -> SamplingParams:
-        """Return the parameters of `policy.generation`."""
-        return cls(
-            max_new_tokens=generation.max_new_tokens,
-            min_new_tokens=generation.min_new_tokens,
-            temperature=generation.temperature,
-            top_p=generation.top_p,
-            top_k=generation.top_k,
-            stop_token_ids=generation.stop_token_ids,
-            min_p=generation.min_p,
-            repetition_penalty=generation.repetition_penalty,
-        )
+        return cls(**{field.name: getattr(generation, field.name) for field in fields(cls)})
 
     @classmethod
     def from_proto(cls, params: common_pb2.SamplingParams, run: SamplingParams) -> SamplingParams:
         """Return the parameters of a lease, in which every field is set; those that a lease has no field for are the
         run's."""
-        return cls(
+        return replace(
+            run,
             max_new_tokens=params.max_new_tokens,
             min_new_tokens=params.min_new_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
             stop_token_ids=tuple(params.stop_token_ids),
-            min_p=run.min_p,
-            repetition_penalty=run.repetition_penalty,
         )
 
     @classmethod
     def from_request(cls, params: common_pb2.SamplingParams, default: SamplingParams) -> SamplingParams:
         """Return the parameters of a caller's request; zero or unset length, temperature and stop ids are those of `default`,
         as are those that a request has no field for."""
-        return cls(
+        return replace(
+            default,
             max_new_tokens=params.max_new_tokens or default.max_new_tokens,
             min_new_tokens=params.min_new_tokens,
             temperature=params.temperature or default.temperature,
             top_p=params.top_p or 1.0,
             top_k=params.top_k,
             stop_token_ids=tuple(params.stop_token_ids) or default.stop_token_ids,
-            min_p=default.min_p,
-            repetition_penalty=default.repetition_penalty,
         )
 
 
@@ -136,6 +123,26 @@ class GenerationRequest:
     and never after `generate` has returned a result. The last tokens may come with the result only."""
     stop: StopStrings | None = None
     """Strings that end the completion, besides the stop tokens."""
+
+    @property
+    def known_ids(self) -> IntArray:
+        """Prompt and prefix: the tokens that an engine computes before it samples."""
+        prefix = self.prefix
+        return self.prompt_ids if prefix is None else np.concatenate([self.prompt_ids, prefix.token_ids])
+
+    def limit(self, max_tokens: int, vocab_size: int) -> int:
+        """Return the most tokens that prompt and completion may have together. Raises InvalidInput for a request that could
+        later fail in an engine whose model takes `max_tokens`."""
+        if self.prefix is not None:
+            check_prefix(self.prefix)
+        check_prompt_length(len(self.prompt_ids), max_tokens)
+        known = self.known_ids
+        if known.min() < 0 or known.max() >= vocab_size:
+            raise InvalidInput(
+                f"prompt and prefix have token ids from {known.min()} to {known.max()}, the model knows 0 to "
+                f"{vocab_size - 1}; is it the model's own tokenizer?"
+            )
+        return min(len(self.prompt_ids) + self.params.max_new_tokens, max_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,17 +187,13 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Return the completion of `request`, its `text` left empty, a prefix included. Cancelling aborts the request.
-
-        Raises InvalidInput: the prompt leaves no room or holds unknown tokens, or the id is in use.
-        Raises Unavailable: no weights yet, closed, or logits that are not finite. Raises EngineDied: the engine stopped on an error.
-        """
+        Raises InvalidInput: the prompt leaves no room or holds unknown tokens, or the id is in use. Raises Unavailable:
+        no weights yet, closed, or logits that are not finite. Raises EngineDied: the engine stopped on an error."""
 
     async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
-        """Return the log-probabilities of the [P] `token_ids`, which one version computes in one forward pass.
-
-        Raises InvalidInput: no tokens, more than the model takes, or unknown ones. Raises Unavailable and EngineDied as
-        `generate`.
-        """
+        """Return the log-probabilities of the [P] `token_ids`, which one version computes in one forward pass. Raises
+        InvalidInput: no tokens, more than the model takes, or unknown ones. Raises Unavailable and EngineDied as
+        `generate`."""
 
     def abort(self, request_id: str) -> None:
         """Make its `generate` return the completion so far, with finish_reason `abort`. An unknown id is no error."""
@@ -251,7 +254,6 @@ def check_prefix(prefix: Completion) -> None:
 
 
 def empty_completion() -> Completion:
-    """Return the completion of a request that was aborted before its first token."""
     return Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")
 
 

@@ -16,7 +16,6 @@ from paceline.groups import Completion, IntArray, VersionSpan
 
 UNFINISHED = "\ufffd"
 """Character that a decoder writes for bytes that are no character (yet)."""
-
 Decode = Callable[[list[int]], str]
 
 

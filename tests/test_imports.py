@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "apps": set(PACKAGES),
 }
 HEAVY = {"torch", "transformers", "vllm", "datasets", "grpc"}
-READS_PICKLE = "paceline.learner.checkpoints.listed_pickle"
+READS_PICKLE = "paceline.learner.checkpoints.metadata"
 """Decodes torch's checkpoint metadata, with a list of the classes that it may name."""
 PICKLING = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 

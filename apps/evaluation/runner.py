@@ -28,7 +28,7 @@ from paceline.reward.builtin.votes import same_vote
 from paceline.reward.builtin.votes import votes_of
 from paceline.reward.runner import RewardRunner
 from paceline.rewards import Rewards
-from paceline.services.rollout.gather import gather_or_cancel
+from paceline.services.rollout.group_sampler import gather_or_cancel
 from paceline.spec import RunSpec
 from typing import Any
 from typing import NamedTuple

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu_cases.training import mixed_lengths, seconds
 from paceline.host.page_lock import PageLocks
-from paceline.learner.batch.layout import SequenceLayout
+from paceline.learner.batch.samples import SequenceLayout
 from paceline.learner.model.attention import _by_runs, _flash, prefer_flash_attention_3
 from paceline.learner.model.logprobs import chunked_logprobs
 from paceline.weights.hosts.segment import HostSegment

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from paceline.data.tokens import encode_exchange, load_tokenizer
-from paceline.learner.batch.examples import ExampleSource
 from paceline.learner.batch.samples import TrainingSample, pack_samples
 from paceline.learner.model.policy import packed_logprobs
+from paceline.learner.objectives.examples import ExampleSource
 from paceline.learner.step.trainer import Trainer
 from paceline.services.demo.task import teach
 from paceline.spec import RunSpec

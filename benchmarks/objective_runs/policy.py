@@ -20,9 +20,9 @@ import torch
 
 from paceline.data.tokens import encode_prompt
 from paceline.groups import Completion, Group, Version
-from paceline.learner.batch.examples import ExampleSource
 from paceline.learner.batch.samples import sequences_from_groups
 from paceline.learner.checkpoints.export import export_pretrained
+from paceline.learner.objectives.examples import ExampleSource
 from paceline.learner.step.trainer import Trainer
 from paceline.learner.weights.gather import gather_weights
 from paceline.rollout.engine import GenerationRequest, SamplingParams

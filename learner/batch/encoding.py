@@ -18,6 +18,8 @@ from paceline.errors import InvalidInput
 from paceline.learner.batch.samples import PreferenceLabel, TrainingSample
 from paceline.spec import RunSpec
 
+Row = dict[str, Any]
+
 
 class ExampleEncoder:
     """The tokenizer with a run's settings. Every method raises InvalidInput for a text that the chat template refuses or that

@@ -9,8 +9,9 @@ tokens in it, S sequences in it.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,8 +21,27 @@ from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.groups import Completion, FloatArray, Group, IntArray, Rows, Turn
-from paceline.learner.batch.layout import SequenceLayout
 from paceline.spec import RunSpec
+
+
+@dataclass(eq=False)
+class SequenceLayout:
+    """Boundaries of the sequences in one packed row [1, T]. Nobody changes one; it is not `frozen`, because torch 2.11's
+    torch.compile takes a frozen dataclass as a constant, and would compile again for each number of runs."""
+
+    runs: tuple[tuple[int, int], ...]
+    """(count, length) of each run of neighbouring sequences with equal length, in row order."""
+    starts: Tensor
+    """[S + 1] int32 on the row's device: start of each sequence, then T (`cu_seqlens` in flash attention)."""
+    max_length: int
+    """Tokens of the longest sequence."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceLayout:
+        """Return the layout of sequences with these lengths (each > 0), end to end."""
+        runs = tuple((len(list(same)), length) for length, same in itertools.groupby(lengths))
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        return cls(runs, starts.to(device, non_blocking=True), max(lengths))
 
 
 class PreferenceLabel(NamedTuple):
@@ -122,11 +142,8 @@ def sequences_from_groups(groups: Iterable[Group], spec: RunSpec) -> list[Traini
     """Return one sample for each completion of scored groups; with an environment one for each row.
 
     With grpo.overlong_filtering (and for episodes with `environment.truncated: leave_out`) a completion that was cut off
-    stays in the batch without tokens.
-
-    Raises:
-        InvalidInput: a group has no rewards, or another number of them than the spec has functions; or it has no
-            log-probabilities of the reference although the reward pool has to serve them.
+    stays in the batch without tokens. Raises InvalidInput for a group without rewards, or with another number of them than the
+    spec has functions; and for one without log-probabilities of the reference although the reward pool has to serve them.
     """
     sequences = []
     for group in groups:
@@ -172,14 +189,14 @@ def _of_rows(group: Group, rows: Rows, spec: RunSpec) -> list[TrainingSample]:
     """Return the rows of a group. Rows of a truncated sample have the finish reason `length`."""
     assert group.rewards_CF is not None
     leaves_out = spec.grpo.overlong_filtering or spec.environment.truncated == "leave_out"
-    sampled = [
-        np.zeros(len(row.token_ids), bool)
-        if leaves_out and row.finish_reason == "length"
-        else np.ones(len(row.token_ids), bool)
-        if row.sampled_T is None
-        else row.sampled_T
-        for row in group.completions
-    ]
+
+    def sampled_of(row: Completion) -> np.ndarray:
+        left_out = leaves_out and row.finish_reason == "length"
+        return (
+            np.full(len(row.token_ids), not left_out) if left_out or row.sampled_T is None else row.sampled_T
+        )
+
+    sampled = [sampled_of(row) for row in group.completions]
     tokens: Counter[int] = Counter()
     for sample, mask in zip(rows.samples, sampled, strict=True):
         tokens[sample] += int(mask.sum())
@@ -246,14 +263,9 @@ def pack_samples(sequences: Sequence[TrainingSample], device: torch.device) -> P
     lengths_S = np.array([s.num_trained_tokens for s in sequences])
     ends_S = np.cumsum(row_lengths_S)
     # Completion token t of a sequence is predicted from row position end - T + t.
-    predictors_N = np.concatenate(
-        [
-            _trained(np.arange(end - len(s.completion_ids), end), s)
-            for end, s in zip(ends_S, sequences, strict=True)
-        ]
-    )
+    positions = zip(ends_S, sequences, strict=True)
+    predictors = [_trained(np.arange(end - len(s.completion_ids), end), s) for end, s in positions]
     tokens = [np.concatenate((s.prompt_ids, s.completion_ids[:-1])) for s in sequences]
-    supervised = any(s.behaviour_logprobs_T is None for s in sequences)
 
     def integers(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
@@ -261,30 +273,27 @@ def pack_samples(sequences: Sequence[TrainingSample], device: torch.device) -> P
     def floats(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.float32)).to(device, non_blocking=True)
 
+    def trained(name: str, convert: Callable[[np.ndarray], Tensor]) -> Tensor | None:
+        if any(getattr(s, name) is None for s in sequences):
+            return None
+        return convert(np.concatenate([_trained(getattr(s, name), s) for s in sequences]))
+
     return PackedBatch(
         input_ids=integers(np.concatenate(tokens))[None],
         position_ids=integers(np.concatenate([np.arange(n) for n in row_lengths_S]))[None],
         layout=SequenceLayout.of(row_lengths_S.tolist(), device),
-        predictors_N=integers(predictors_N),
+        predictors_N=integers(np.concatenate(predictors)),
         targets_N=integers(np.concatenate([_trained(s.completion_ids, s) for s in sequences])),
         lengths_N=floats(np.repeat(lengths_S, lengths_S)),
         sample_lengths_N=floats(np.repeat([s.num_sample_tokens for s in sequences], lengths_S)),
         sequence_N=integers(np.repeat(np.arange(len(sequences)), lengths_S)),
-        behaviour_N=None
-        if supervised
-        else floats(np.concatenate([_trained(s.behaviour_logprobs_T, s) for s in sequences])),
+        behaviour_N=trained("behaviour_logprobs_T", floats),
         group_ids_S=tuple(s.group_id for s in sequences),
-        versions_N=None
-        if any(s.versions_T is None for s in sequences)
-        else integers(np.concatenate([_trained(s.versions_T, s) for s in sequences])),
-        reference_N=None
-        if any(s.reference_logprobs_T is None for s in sequences)
-        else floats(np.concatenate([_trained(s.reference_logprobs_T, s) for s in sequences])),
+        versions_N=trained("versions_T", integers),
+        reference_N=trained("reference_logprobs_T", floats),
         labels_S=tuple(s.label for s in sequences if s.label is not None),
     )
 
 
-def _trained(values_T: np.ndarray | None, sequence: TrainingSample) -> np.ndarray:
-    """Return the values at the tokens that train."""
-    assert values_T is not None
+def _trained(values_T: np.ndarray, sequence: TrainingSample) -> np.ndarray:
     return values_T if sequence.trained_T is None else values_T[sequence.trained_T]

@@ -1,7 +1,9 @@
 """Checkpoints of the learner: model, optimizer, generators and position, written by all ranks, complete or worthless.
 
 A checkpoint is the folder `<session>-<step>`. Its `manifest.json` is written last, as one object, with size and SHA-256
-of every other file; a folder without it is torn, and no reader takes it for a checkpoint.
+of every other file; a folder without it is torn, and no reader takes it for a checkpoint. Each rank lists the files that it wrote,
+and rank 0 finds all of them in its folder: ranks on several hosts may each have a folder of that path, and a manifest of a part
+would call half a checkpoint complete.
 
 Promise: `load` accepts only the bytes that `save` wrote, and training goes on from them as if it had never stopped (bit for
 bit on CPUs at the same world size and thread count, both of which are recorded).
@@ -13,11 +15,6 @@ Security: the state is in the format of torch.distributed.checkpoint, whose `.me
 file with the manifest, and the manifest with a hash from elsewhere, before it opens one; pass only a hash from the ledger,
 because a hash computed from the folder itself proves nothing. The decoded bytes may name only classes of checkpoint
 metadata (`learner/checkpoints/metadata.py`).
-
-The files of a checkpoint: each rank lists the files that it wrote, and rank 0 finds all of them in its folder.
-
-Ranks on several hosts may each have a folder of that path. Rank 0 then sees only a part, and a manifest of that part would
-call half a checkpoint complete.
 """
 
 from __future__ import annotations
@@ -48,14 +45,19 @@ from paceline.encryption.storage_key import storage_key
 from paceline.errors import Conflict, InvalidInput, PacelineError, Unavailable
 from paceline.files.names import CHECKPOINT_MANIFEST
 from paceline.files.storage import Folder
-from paceline.learner.checkpoints.listed_pickle import restrict_rank_objects
 from paceline.learner.checkpoints.manifest import (
     CheckpointFile,
     CheckpointManifest,
     hash_files,
     write_manifest,
 )
-from paceline.learner.checkpoints.metadata import METADATA, StatePlanner, decode_metadata, files_of
+from paceline.learner.checkpoints.metadata import (
+    METADATA,
+    StatePlanner,
+    decode_metadata,
+    files_of,
+    restrict_rank_objects,
+)
 from paceline.learner.checkpoints.state_files import state_reader, state_writer
 from paceline.learner.checkpoints.verification import Location, Verified, verify
 from paceline.learner.collectives import gather_bytes, world_size
@@ -126,8 +128,7 @@ def whole_state(
     reference: nn.Module | None = None,
 ) -> dict[str, Any]:
     """Return this rank's part of a checkpoint; its tensors are those that training goes on with."""
-    state = _state(model, optimizer) | _value_state(critic) | _reference_state(reference)
-    return state | {"rng": {str(_rank()): _generators(model)}}
+    return _whole_state(model, optimizer, critic, reference) | {"rng": {str(_rank()): _generators(model)}}
 
 
 def write(
@@ -148,7 +149,13 @@ def write(
     `num_threads` is the number of threads that computed the state, when another thread calls; `extra` is for the manifest. Return the checkpoint on
     rank 0 and None on the others. Raises Unavailable.
     """
-    _save_state(state, folder, group)
+    with as_error(Unavailable, f"checkpoint {folder} could not be written"):
+        save_collectively(
+            state,
+            storage_writer=state_writer(folder, storage_key()),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
     files = files_of_all_ranks(folder, _rank(), group, shared=shared)
     if _rank() != 0:
         return None
@@ -186,7 +193,7 @@ def load(
     rank, ranks = _rank(), world_size()
     verified = verify(path, expected_sha256, rank, ranks, next(model.parameters()).device)
     manifest = verified.manifest
-    state = _state(model, optimizer) | _value_state(critic) | _reference_state(reference)
+    state = _whole_state(model, optimizer, critic, reference)
     if ranks == manifest.world_size:
         state["rng"] = {str(rank): _generators(model)}
     read_state(verified, state)
@@ -205,16 +212,13 @@ def load(
 
 def list_positions(directory: Location) -> list[tuple[tuple[int, int], Folder]]:
     """Return (session, step) and folder of every complete checkpoint, oldest first."""
-    return [
-        (_position(folder), folder) for folder in _folders(directory) if folder.exists(CHECKPOINT_MANIFEST)
-    ]
+    return [(_position(f), f) for f in _folders(directory) if f.exists(CHECKPOINT_MANIFEST)]
 
 
 def prune(directory: Location, keep: Collection[str], spared: Collection[str] = ()) -> list[str]:
-    """Delete the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; return their paths.
-
-    `keep` has paths as `str(checkpoint.path)` gives them. Newer ones may be in progress, and stay, as do those of `spared`.
-    """
+    """Delete the checkpoints, complete or torn, that are older than the newest of `keep` and not in it; return their
+    paths. `keep` has paths as `str(checkpoint.path)` gives them. Newer ones may be in progress, and stay, as do those
+    of `spared`."""
     folders = _folders(directory)
     newest = max((_position(folder) for folder in folders if str(folder) in keep), default=None)
     deleted = []
@@ -245,21 +249,21 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     return state
 
 
-def _value_state(critic: Critic | None) -> dict[str, Any]:
-    if critic is None:
-        return {}
-    return {f"value_{name}": part for name, part in _state(critic.model, critic.optimizer).items()}
-
-
-def _reference_state(reference: nn.Module | None) -> dict[str, Any]:
-    return {} if reference is None else {"reference": get_model_state_dict(reference)}
+def _whole_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    critic: Critic | None,
+    reference: nn.Module | None,
+) -> dict[str, Any]:
+    state = _state(model, optimizer)
+    if critic is not None:
+        state |= {f"value_{name}": part for name, part in _state(critic.model, critic.optimizer).items()}
+    return state if reference is None else state | {"reference": get_model_state_dict(reference)}
 
 
 def read_state(verified: Verified, state: dict[str, Any]) -> None:
-    """Fill the tensors of `state` from a verified checkpoint. A collective call of all ranks.
-
-    Raises Misfit when the checkpoint lacks an entry of `state`, Unavailable when its files cannot be read now.
-    """
+    """Fill the tensors of `state` from a verified checkpoint. A collective call of all ranks. Raises Misfit when the
+    checkpoint lacks an entry of `state`, Unavailable when its files cannot be read now."""
     with as_error(
         Misfit,
         f"checkpoint {verified.folder} refused: it does not fit the model (put the one back that it was trained from)",
@@ -272,22 +276,10 @@ def read_state(verified: Verified, state: dict[str, Any]) -> None:
         )
 
 
-def _save_state(state: dict[str, Any], folder: Folder, group: dist.ProcessGroup | None) -> None:
-    with as_error(Unavailable, f"checkpoint {folder} could not be written"):
-        save_collectively(
-            state,
-            storage_writer=state_writer(folder, storage_key()),
-            process_group=group,
-            no_dist=not dist.is_initialized(),
-        )
-
-
 @contextmanager
 def as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
-    """Raise torch's failure as `kind`, because torch's error is no Exception and would pass every handler.
-
-    Also suppress the warning about a process without a process group, which is intended.
-    """
+    """Raise torch's failure as `kind`, because torch's error is no Exception and would pass every handler. Also
+    suppress the warning about a process without a process group, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
@@ -298,7 +290,7 @@ def as_error(kind: type[PacelineError], what: str) -> Iterator[None]:
                     raise failure[0] from error
             reasons = {f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()}
             if any(isinstance(failure[0], OSError) for failure in error.failures.values()):
-                raise Unavailable(f"{what}: {'; '.join(sorted(reasons))}") from error
+                kind = Unavailable
             raise kind(f"{what}: {'; '.join(sorted(reasons))}") from error
 
 
@@ -339,10 +331,8 @@ def files_of_all_ranks(
     folder: Folder, rank: int, group: dist.ProcessGroup | None, *, shared: bool = True
 ) -> tuple[CheckpointFile, ...]:
     """Return every rank's files as that rank wrote them. A collective call, whose result and errors are for rank 0.
-
-    Raises Unavailable when a rank could not read its files, when the metadata name others, or when rank 0 does not see all;
-    where the ranks do not share `folder`, it need not see them.
-    """
+    Raises Unavailable when a rank could not read its files, when the metadata name others, or when rank 0 does not see
+    all; where the ranks do not share `folder`, it need not see them."""
     listings = [json.loads(part) for part in gather_bytes(_own(folder, rank).encode(), group)]
     if rank != 0:
         return ()
@@ -373,12 +363,8 @@ def files_of_all_ranks(
 def _own(folder: Folder, rank: int) -> str:
     """Return this rank's files as JSON: a list, or a text with the reason why there is none."""
     try:
-        names = [
-            name
-            for name in folder.files()
-            if name.startswith(f"__{rank}_") or (rank == 0 and name == METADATA)
-        ]
-        return json.dumps([file.model_dump() for file in hash_files(folder, names)])
+        own = [n for n in folder.files() if n.startswith(f"__{rank}_") or (rank == 0 and n == METADATA)]
+        return json.dumps([file.model_dump() for file in hash_files(folder, own)])
     except Exception as error:  # the clients of object stores raise errors without a common base
         return json.dumps(f"{type(error).__name__}: {error}")
 

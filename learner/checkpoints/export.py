@@ -1,4 +1,5 @@
-"""Exporting the policy as a Hugging Face folder: from tensors, from the shards of a model in training, from a checkpoint.
+"""Exporting the policy as a Hugging Face folder: from tensors, from the shards of a model in training, from a checkpoint; or its
+adapter alone, as a folder that PEFT reads.
 
 Promise: `AutoModelForCausalLM.from_pretrained` on the folder gives the trained weights, converted to the wanted type, tied
 embeddings still tied; the folder appears whole under its name or not at all; no whole copy of the model is made.
@@ -6,16 +7,19 @@ embeddings still tied; the folder appears whole under its name or not at all; no
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.errors import InvalidInput
-from paceline.learner.checkpoints.adapter_export import export_adapter
 from paceline.learner.checkpoints.checkpoint import read_state
 from paceline.learner.checkpoints.export_folder import written_beside
+from paceline.learner.checkpoints.manifest import write_export_manifest
 from paceline.learner.checkpoints.model_folder import ModelFolder, empty_model, own_names
 from paceline.learner.checkpoints.verification import Location, Verified, verify
 from paceline.learner.model.adapter import adapter_weights, add_adapter, is_part_of_adapter
@@ -23,7 +27,8 @@ from paceline.learner.weights.gather import gather_merged, is_first_rank
 from paceline.learner.weights.stream import TensorRun, Weight, export_weights, pieces
 from paceline.models.export_origin import Origin
 from paceline.models.pretrained import load_pretrained
-from paceline.spec import PolicySection
+from paceline.spec import LoraSection, PolicySection
+from paceline.weights.lora_names import A_SUFFIX, FINGERPRINT, PREFIX
 
 
 def export_pretrained(
@@ -44,14 +49,31 @@ def export_pretrained(
     """
     weights = {name: Weight(tensor.detach()) for name, tensor in tensors.items()}
     policy = PolicySection(model_name=model_name, tokenizer_name=tokenizer_name)
+    _write(directory, pieces(weights, dtype), weights, policy, dtype, scoring, replace=replace)
+    return directory
+
+
+def _write(
+    directory: Location,
+    stream: Iterator[Piece],
+    weights: Mapping[str, Weight],
+    policy: PolicySection,
+    dtype: torch.dtype | None,
+    scoring: bool,
+    *,
+    replace: bool = False,
+    origin: Origin | None = None,
+) -> None:
+    """Write the pieces of a `stream` of `weights`, of tied tensors those of one name."""
     with (
         written_beside(directory, replace=replace) as partial,
         ModelFolder(partial, weights, policy, dtype, scoring) as folder,
     ):
-        for piece in pieces({name: weights[name] for name in folder.names}, dtype):
-            folder.add(piece)
-        folder.finish()
-    return directory
+        names = set(folder.names)
+        for piece in stream:
+            if piece.name in names:
+                folder.add(piece)
+        folder.finish(origin)
 
 
 def export_live(
@@ -76,16 +98,8 @@ def export_live(
     failure: Exception | None = None
     if is_first_rank():
         try:
-            with (
-                written_beside(directory, replace=True) as partial,
-                ModelFolder(partial, weights, policy, dtype, scoring) as folder,
-            ):
-                for piece in stream:
-                    folder.add(piece)
-                folder.finish(origin)
-        except (
-            Exception
-        ) as error:  # transformers, the disk and the allocators raise errors without a common base
+            _write(directory, stream, weights, policy, dtype, scoring, replace=True, origin=origin)
+        except Exception as error:  # of transformers, the disk and the allocators, without a common base
             failure = error
     for _ in stream:
         pass  # the other ranks go on to gather
@@ -134,13 +148,7 @@ def export_checkpoint(
         state = model.state_dict()
         weights = {name: Weight(state[name]) for name in own_names(model)}
         stream = _pieces_of_checkpoint(verified, weights, wanted)
-    with (
-        written_beside(directory) as partial,
-        ModelFolder(partial, weights, policy, wanted, scoring) as folder,
-    ):
-        for piece in stream:
-            folder.add(piece)
-        folder.finish(origin)
+    _write(directory, stream, weights, policy, wanted, scoring, origin=origin)
     return directory
 
 
@@ -155,7 +163,6 @@ def _pieces_of_checkpoint(
 
 
 def check_has_adapter(policy: PolicySection) -> None:
-    """Raise InvalidInput for a run that trains no adapter."""
     if not policy.lora_cfg.enabled:
         raise InvalidInput("the run trains no adapter (policy.lora_cfg.enabled is false); export the model")
 
@@ -163,10 +170,8 @@ def check_has_adapter(policy: PolicySection) -> None:
 def checkpoint_weights(
     checkpoint: Location, expected_sha256: str, policy: PolicySection, *, scoring: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process group.
-
-    An adapter is merged into its base. Raises what `paceline.learner.checkpoints.verification.verify` raises.
-    """
+    """Return the whole state dict of a checkpoint by Hugging Face names, in float32, in one process without a process
+    group. An adapter is merged into its base. Raises what `paceline.learner.checkpoints.verification.verify` raises."""
     if policy.lora_cfg.enabled:
         return gather_merged(_adapted_model(checkpoint, expected_sha256, policy))
     verified = verify(checkpoint, expected_sha256)
@@ -179,12 +184,10 @@ def checkpoint_weights(
 
 
 def _adapted_model(checkpoint: Location, expected_sha256: str, policy: PolicySection) -> PreTrainedModel:
-    """Return the base with the checkpoint's adapter."""
     verified = verify(checkpoint, expected_sha256)
     name = policy.model_name
-    model: PreTrainedModel = load_pretrained(
-        AutoModelForCausalLM, name, "policy.model_name", dtype=torch.float32
-    )
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = load_pretrained(auto, name, "policy.model_name", dtype=torch.float32)
     add_adapter(model, policy.lora_cfg, seed=0)
     state = {name: tensor for name, tensor in model.state_dict().items() if is_part_of_adapter(name)}
     read_state(verified, {"model": state})
@@ -199,13 +202,46 @@ def compare_weights(
     largest = 0.0
     for name in sorted(first.keys() & second.keys()):
         a, b = first[name].contiguous(), second[name].contiguous()
-        if (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        ):
+        alike = a.dtype == b.dtype and a.shape == b.shape
+        if alike and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             continue
         names.append(name)
         if a.shape == b.shape:
             largest = max(largest, float((a.double() - b.double()).abs().max()))
     return names, largest
+
+
+def export_adapter(
+    directory: str | os.PathLike[str],
+    adapter: Mapping[str, Tensor],
+    lora: LoraSection,
+    model_name: str,
+    *,
+    replace: bool = False,
+    origin: Origin | None = None,
+) -> str | os.PathLike[str]:
+    """Write `adapter` (as `gather_weights` gives it, whole) as a folder that `PeftModel.from_pretrained` reads.
+    `origin` is the run that exports it, if any. Raises Conflict when `directory` exists; with `replace` only when it is
+    no export."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().clone() for name, tensor in adapter.items() if name != FINGERPRINT}
+    layers = [name.removeprefix(PREFIX).removesuffix(A_SUFFIX) for name in tensors if name.endswith(A_SUFFIX)]
+    config = LoraConfig(
+        r=lora.dim,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        # Whole names where a layer was left out: its last part alone would bring it back.
+        target_modules=sorted(set(layers if lora.exclude_modules else (n.split(".")[-1] for n in layers))),
+        base_model_name_or_path=model_name,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    with written_beside(directory, replace=replace) as partial:
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(str(partial))
+        # safetensors lets nobody but the owner read its files; a server of another user is to read this one.
+        shutil.copymode(partial / "adapter_config.json", partial / "adapter_model.safetensors")
+        write_export_manifest(partial, origin)
+    return directory

@@ -16,6 +16,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from paceline.errors import Conflict, PacelineError
 from paceline.files.bounded_cache import spool_folder
 from paceline.files.names import EXPORT_MANIFEST
@@ -30,41 +32,26 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 @contextlib.contextmanager
 def written_beside(place: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
-    """Give a folder to write into, which becomes `place` (a path or an fsspec URL) when the block ends without an error, and
-    is removed otherwise.
-
-    Raises Conflict when `place` exists; with `replace` only when it is no export. Raises Unavailable for a store that cannot
-    be written now.
-    """
+    """Give a folder to write into, which becomes `place` (a path or an fsspec URL) when the block ends without an
+    error, and is removed otherwise. Raises Conflict when `place` exists; with `replace` only when it is no export.
+    Raises Unavailable for a store that cannot be written now."""
     folder = Folder(place)
-    if folder.local is None:
-        with _uploaded(folder, replace) as partial:
-            yield partial
-        return
-    directory = folder.local
-    _check(directory, replace)
-    remove_left_overs(directory.parent)
-    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
+    directory, present = folder.local, set[str]()
+    if directory is None:
+        present = _present(folder, replace)
+        partial = spool_folder() / "exports" / f".{uuid.uuid4().hex}.partial-{os.getpid()}"
+    else:
         _check(directory, replace)
-        _put(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _uploaded(folder: Folder, replace: bool) -> Iterator[Path]:
-    """See `written_beside`, for a folder of a store."""
-    present = _present(folder, replace)
-    spool = spool_folder() / "exports"
-    remove_left_overs(spool)
-    partial = spool / f".{uuid.uuid4().hex}.partial-{os.getpid()}"
+        partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    remove_left_overs(partial.parent)
     partial.mkdir(parents=True)
     try:
         yield partial
-        _upload(partial, folder, present)
+        if directory is None:
+            _upload(partial, folder, present)
+        else:
+            _check(directory, replace)
+            _put(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -147,12 +134,4 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def _lives(pid: int) -> bool:
     """Return whether another process of this number exists; this process never calls it during an export."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return pid != os.getpid() and psutil.pid_exists(pid)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files with sizes and hashes, and its position in the run.
+"""The manifest of a checkpoint: its files with sizes and hashes, and its position in the run; and that of an export.
 
 Promise: it exists only when all files that it lists are on disk, it appears in one piece, and a file that was truncated,
 changed, added or removed afterwards is found before the checkpoint is opened.
@@ -10,13 +10,15 @@ import hashlib
 import json
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import Conflict, NotFound
-from paceline.files.names import CHECKPOINT_MANIFEST
+from paceline.files.names import CHECKPOINT_MANIFEST, EXPORT_MANIFEST
 from paceline.files.storage import Folder
+from paceline.models.export_origin import Origin
 
 HASHING_THREADS = 4
 NonNegative = Annotated[int, Field(ge=0)]
@@ -75,9 +77,8 @@ def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
     try:
         data = folder.read(CHECKPOINT_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
-        reason = (
-            "it has no manifest, so writing it was never finished" if folder.exists() else "no such folder"
-        )
+        torn = "it has no manifest, so writing it was never finished"
+        reason = torn if folder.exists() else "no such folder"
         raise NotFound(f"no checkpoint at {folder}: {reason}") from error
     try:
         manifest = CheckpointManifest.model_validate(json.loads(data))
@@ -86,13 +87,9 @@ def read_manifest(folder: Folder) -> tuple[CheckpointManifest, str]:
     return manifest, hashlib.sha256(data).hexdigest()
 
 
-def check_files(
-    folder: Folder, manifest: CheckpointManifest, *, part: int = 0, parts: int = 1, contents: bool = True
-) -> None:
-    """Raise Conflict unless the folder has exactly the manifest's files with its sizes and, for this part, hashes.
-
-    Each of `parts` ranks reads every parts-th file; all ranks compare names and sizes.
-    """
+def check_files(folder: Folder, manifest: CheckpointManifest, *, part: int = 0, parts: int = 1) -> None:
+    """Raise Conflict unless the folder has exactly the manifest's files with its sizes and, for this part, hashes. Each
+    of `parts` ranks reads every parts-th file; all ranks compare names and sizes."""
     listed = {file.path: file for file in manifest.files}
     present = folder.files()
     for name in sorted(listed.keys() ^ (present.keys() - {CHECKPOINT_MANIFEST})):
@@ -103,11 +100,17 @@ def check_files(
             raise Conflict(
                 f"checkpoint {folder} refused: file {name!r} has {present[name]} bytes, not {file.size_bytes}"
             )
-    if not contents:
-        return
+
     for file in manifest.files[part::parts]:
         digest = folder.sha256(file.path)
         if digest != file.sha256:
             raise Conflict(
                 f"checkpoint {folder} refused: file {file.path!r} has SHA-256 {digest}, not {file.sha256}"
             )
+
+
+def write_export_manifest(folder: Path, origin: Origin | None = None) -> None:
+    """List the files that are in the folder, and name the run that they come from, if any."""
+    run: dict[str, Any] = {} if origin is None else {"run": origin.model_dump()}
+    files = [file.model_dump() for file in hash_files(Folder(folder))]
+    (folder / EXPORT_MANIFEST).write_text(json.dumps(run | {"files": files}, indent=1) + "\n")

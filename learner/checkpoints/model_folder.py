@@ -1,42 +1,159 @@
 """A Hugging Face model folder that is filled with pieces of tensors: safetensors, config, generation config, tokenizer.
 
 Promise: `from_pretrained` on the folder gives the tensors that were added, tied ones tied, and the files have the names and
-layouts that transformers' `save_pretrained` gives them. Only tensors that are stored in another layout than they are
-trained in (experts) wait in memory, for the others of their layer.
+layouts that transformers' `save_pretrained` gives them. A file has its whole header before its first tensor, so only tensors
+that are stored in another layout than they are trained in (experts) wait in memory, for the others of their layer.
 """
 
 from __future__ import annotations
-
-import re
 from collections.abc import Mapping
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
-
-import torch
-from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-)
-from transformers.core_model_loading import revert_weight_conversion
-
+from collections.abc import Sequence
+from dataclasses import dataclass
 from paceline.data.tokens import padding_token_id
 from paceline.errors import InvalidInput
-from paceline.files.model_source import model_source, tokenizer_source
-from paceline.learner.checkpoints.export_manifest import write_export_manifest
+from paceline.files.model_source import model_source
+from paceline.files.model_source import tokenizer_source
+from paceline.learner.checkpoints.manifest import write_export_manifest
 from paceline.learner.checkpoints.other_files import copy_files_of_policy
-from paceline.learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
-from paceline.learner.weights.stream import TensorRun, Weight
+from paceline.learner.weights.stream import TensorRun
+from paceline.learner.weights.stream import Weight
 from paceline.models.export_origin import Origin
 from paceline.models.pretrained import skeleton
+from paceline.models.weight_files import DTYPES
+from paceline.models.weight_files import INDEX
+from paceline.models.weight_files import SINGLE
+from paceline.models.weight_files import torch_dtype
 from paceline.spec import PolicySection
+from pathlib import Path
+from torch import Tensor
+from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
+from transformers import AutoModelForSequenceClassification
+from transformers import AutoTokenizer
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from types import TracebackType
+from typing import Any
+from typing import Self
+import json
+import math
+import os
+import re
+import torch
+
+MAX_FILE_BYTES = 5 << 30
+NAMES = {torch_dtype(name): name for name in DTYPES}
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """Name, type and shape of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsWriter:
+    """The weight files of one folder: one file, or several with an index, written piece by piece and in any order. A context manager
+    that closes them."""
+
+    def __init__(
+        self, folder: Path, headers: Sequence[TensorHeader], max_file_bytes: int = MAX_FILE_BYTES
+    ) -> None:
+        self._folder, self._headers = folder, headers
+        self._descriptors: list[int] = []
+        self._at: dict[str, tuple[int, int, TensorHeader]] = {}
+        self._left = {header.name: header.num_bytes for header in headers}
+        parts = _parts(headers, max_file_bytes)
+        self._names = {
+            index: SINGLE if len(parts) == 1 else f"model-{index + 1:05d}-of-{len(parts):05d}.safetensors"
+            for index in range(len(parts))
+        }
+        for index, part in enumerate(parts):
+            self._begin(index, part)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
+    def write(self, name: str, first_element: int, values: Tensor) -> None:
+        """Write `values` as the elements of tensor `name` from `first_element` on. Raises OSError (a full disk)."""
+        descriptor, start, header = self._at[name]
+        if values.dtype != header.dtype:
+            raise ValueError(f"{name!r} is {header.dtype}, these values are {values.dtype}")
+        data = memoryview(values.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        offset = start + first_element * header.dtype.itemsize
+        self._left[name] -= len(data)
+        while data:
+            count = os.pwrite(descriptor, data, offset)
+            data, offset = data[count:], offset + count
+
+    def finish(self) -> None:
+        """Write the index, if there are several files. Raises ValueError for a tensor that was not written once."""
+        for name, left in self._left.items():
+            if left:
+                raise ValueError(f"{left} bytes of tensor {name!r} were not written")
+        if len(self._names) > 1:
+            index = {
+                "metadata": {"total_size": sum(header.num_bytes for header in self._headers)},
+                "weight_map": dict(sorted(self._files().items())),
+            }
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _files(self) -> dict[str, str]:
+        numbers = {descriptor: index for index, descriptor in enumerate(self._descriptors)}
+        return {name: self._names[numbers[descriptor]] for name, (descriptor, _, _) in self._at.items()}
+
+    def _begin(self, index: int, part: Sequence[TensorHeader]) -> None:
+        """Write the header of a file. Wider types come first, so that each tensor is aligned to its type."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offsets, end = {}, 0
+        for header in sorted(part, key=lambda header: -header.dtype.itemsize):
+            begin, end = end, end + header.num_bytes
+            offsets[header.name] = begin
+            entries[header.name] = {
+                "dtype": NAMES[header.dtype],
+                "shape": list(header.shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        path = self._folder / self._names[index]
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._descriptors.append(descriptor)
+        os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
+        os.ftruncate(descriptor, 8 + len(text) + end)
+        for header in part:
+            self._at[header.name] = descriptor, 8 + len(text) + offsets[header.name], header
+
+
+def _parts(headers: Sequence[TensorHeader], max_file_bytes: int) -> list[list[TensorHeader]]:
+    """Return the tensors of each file, in order; a larger tensor has a file alone."""
+    parts: list[list[TensorHeader]] = [[]]
+    filled = 0
+    for header in headers:
+        if parts[-1] and filled + header.num_bytes > max_file_bytes:
+            parts.append([])
+            filled = 0
+        parts[-1].append(header)
+        filled += header.num_bytes
+    return parts
+
 
 LAYER = re.compile(r".*?\.layers\.\d+\.")
 NAMES_SHOWN = 3
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class ModelFolder:
@@ -50,10 +167,8 @@ class ModelFolder:
         dtype: torch.dtype | None,
         scoring: bool,
     ) -> None:
-        """Begin the folder of the model that `policy` names, for `weights` in `dtype` (None: their types).
-
-        Raises InvalidInput when their names or shapes are not that model's.
-        """
+        """Begin the folder of the model that `policy` names, for `weights` in `dtype` (None: their types). Raises
+        InvalidInput when their names or shapes are not that model's."""
         self._folder, self._policy = folder, policy
         self._model = empty_model(policy.model_name, scoring)
         self.names = _checked(self._model, weights, policy.model_name)
@@ -110,9 +225,8 @@ class ModelFolder:
         if scoring:
             name = self._policy.tokenizer_name or self._policy.model_name
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_source(name))
-            model.config.pad_token_id = padding_token_id(
-                tokenizer
-            )  # transformers scores the last other token
+            # transformers scores the last other token.
+            model.config.pad_token_id = padding_token_id(tokenizer)
         floating = {tensor.dtype for tensor in stored.values() if tensor.is_floating_point()}
         if len(floating) == 1:
             model.config.dtype = str(floating.pop()).removeprefix("torch.")
@@ -148,21 +262,25 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _checked(model: PreTrainedModel, weights: Mapping[str, Weight], model_name: str) -> list[str]:
     """Return `own_names`. Raises InvalidInput where `weights` are of another model."""
-    expected = model.state_dict()
-    names = own_names(model)
-    wrong = [f"{name} is missing" for name in names if name not in weights]
-    wrong += [f"{name} is not in the model" for name in weights if name not in expected]
-    wrong += [
-        f"{name} has shape {tuple(weights[name].tensor.shape)}, not {tuple(expected[name].shape)}"
-        for name in names
-        if name in weights and weights[name].tensor.shape != expected[name].shape
-    ]
-    if wrong:
-        more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
-        raise InvalidInput(
-            f"these weights are not of model {model_name!r}: {'; '.join(wrong[:NAMES_SHOWN])}{more}"
-        )
+    names, known = own_names(model), _shapes(model.state_dict())
+    given = _shapes({name: weight.tensor for name, weight in weights.items()})
+    foreign = [name for name in weights if name not in known]
+    if wrong := misfits(given, {name: known[name] for name in names}, foreign):
+        raise InvalidInput(f"these weights are not of model {model_name!r}: {wrong}")
     return names
+
+
+def misfits(given: Shapes, expected: Shapes, foreign: Sequence[str] = ()) -> str:
+    """Return which shapes are not as `expected`, for people; empty where all fit."""
+    wrong = [f"{name} is missing" for name in expected if name not in given]
+    wrong += [f"{name} is not in the model" for name in foreign]
+    wrong += [
+        f"{name} has shape {given[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in given and given[name] != shape
+    ]
+    more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
+    return "; ".join(wrong[:NAMES_SHOWN]) + more
 
 
 def _groups(

@@ -37,11 +37,8 @@ OF_TOKENIZERS = (
 )
 """Names of a tokenizer's files, which a model folder has beside others."""
 PROBES = (
-    "Hello, world!",
-    "  two spaces,\n\n\ta tab ",
-    "naïve 12345 × 67 日本語 🙂",
-    "def f(x):\n    return x[0]",
-    "a",
+    *("Hello, world!", "  two spaces,\n\n\ta tab ", "naïve 12345 × 67 日本語 🙂"),
+    *("def f(x):\n    return x[0]", "a"),
 )
 
 
@@ -119,9 +116,7 @@ def check_tokenizer(source: str, folder: Path) -> Any:
 
     try:
         wanted = AutoTokenizer.from_pretrained(tokenizer_source(source))
-    except (
-        Exception
-    ):  # a model without a tokenizer is complete; tokenizers' libraries raise errors without a common base
+    except Exception:  # a model without a tokenizer is complete; their libraries' errors have no common base
         return None
     found = AutoTokenizer.from_pretrained(folder)
     for name, fact in FACTS.items():

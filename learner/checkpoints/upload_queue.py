@@ -30,7 +30,6 @@ OTHER_RANKS_PAUSE_S = 0.5
 """Seconds between checks for the files of other ranks."""
 CLOSE_S = 5.0
 """Seconds to wait, at the end, for an upload under way."""
-
 log = logging.getLogger(__name__)
 
 
@@ -60,11 +59,7 @@ class UploadQueue:
     sentence when the store is away and when it is back. Both are called by the upload's thread."""
 
     def __init__(
-        self,
-        store: Folder,
-        rank: int,
-        on_stored: Callable[[Checkpoint], None],
-        warn: Callable[[str], None],
+        self, store: Folder, rank: int, on_stored: Callable[[Checkpoint], None], warn: Callable[[str], None]
     ):
         self.spool = _empty_spool(store, rank)
         """Folder for the files of new checkpoints."""
@@ -77,13 +72,11 @@ class UploadQueue:
 
     @property
     def names(self) -> list[str]:
-        """Names of the queued checkpoints, oldest first."""
         with self._changed:
             return [queued.name for queued in self._queue]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of this rank's queued files."""
         with self._changed:
             return sum(queued.size_bytes for queued in self._queue)
 

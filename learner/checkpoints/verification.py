@@ -24,7 +24,6 @@ FINDINGS: tuple[tuple[type[PacelineError], str], ...] = (
     (WrongKey, "checkpoint {} cannot be decrypted: another rank has another storage key"),
 )
 """Kinds of a rank's finding, the gravest last, and the message of the other ranks."""
-
 Location = str | os.PathLike[str]
 """A local path or an fsspec URL."""
 
@@ -38,30 +37,24 @@ class Verified(NamedTuple):
 
 
 def verify(
-    path: Location,
-    expected_sha256: str,
-    rank: int = 0,
-    ranks: int = 1,
-    device: torch.device | None = None,
+    path: Location, expected_sha256: str, rank: int = 0, ranks: int = 1, device: torch.device | None = None
 ) -> Verified:
-    """Compare the checkpoint with the hash that its manifest must have, reading every byte once over all ranks.
-
-    Raises NotFound, Conflict, Unavailable or WrongKey as `load` does: the gravest finding of all ranks, on every rank.
-    """
-    problem: PacelineError | None = None
-    verified = None
+    """Compare the checkpoint with the hash that its manifest must have, reading every byte once over all ranks. Raises
+    NotFound, Conflict, Unavailable or WrongKey as `load` does: the gravest finding of all ranks, on every rank."""
+    found: Verified | PacelineError
     try:
-        verified = _verify_part(Folder(path), expected_sha256, rank, ranks)
+        found = _verify_part(Folder(path), expected_sha256, rank, ranks)
     except (NotFound, Conflict, WrongKey) as error:
-        problem = error
+        found = error
     except Exception as error:  # the clients of object stores raise errors without a common base
-        problem = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
-        problem.__cause__ = error
+        found = Unavailable(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}")
+        found.__cause__ = error
+    problem: PacelineError | None = found if isinstance(found, PacelineError) else None
     problem = _gravest_of_ranks(problem, path, device) if ranks > 1 else problem
     if problem is not None:
         raise problem
-    assert verified is not None
-    return verified
+    assert isinstance(found, Verified)
+    return found
 
 
 def _verify_part(folder: Folder, expected_sha256: str, rank: int, ranks: int) -> Verified:

@@ -33,7 +33,6 @@ from paceline.learner.step.critic import Critic
 
 SPARE_BYTES = 1 << 30
 """Memory that is left to the host beside the copy of a state."""
-
 log = logging.getLogger(__name__)
 
 
@@ -68,11 +67,9 @@ class CheckpointWriter:
         *,
         unchanged: bool = False,
     ) -> None:
-        """Copy the state after `step` steps, and start to write it. A collective call, after `finish`.
-
-        `unchanged` promises that the state does not change before `finish`, so that no copy is made. Raises Conflict when that
-        checkpoint exists and is complete.
-        """
+        """Copy the state after `step` steps, and start to write it. A collective call, after `finish`. `unchanged`
+        promises that the state does not change before `finish`, so that no copy is made. Raises Conflict when that
+        checkpoint exists and is complete."""
         if self._thread is not None:
             raise RuntimeError("a checkpoint is still being written; finish it first")
         self._started_s = time.perf_counter()
@@ -87,8 +84,11 @@ class CheckpointWriter:
             self._group = dist.new_group(backend="gloo")
         self.step = step
         self._written = self._error = None
-        arguments = (staged, folder, step, chain_hash, torch.get_num_threads(), dict(self.extra))
-        self._thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint {step}")
+        facts = {"step": step, "chain_hash": chain_hash, "extra": dict(self.extra)}
+        facts["num_threads"] = torch.get_num_threads()
+        self._thread = threading.Thread(
+            target=self._write, args=(staged, folder), kwargs=facts, name=f"checkpoint {step}"
+        )
         self._thread.start()
         if not has_room:
             log.info("no memory for a copy of the state: training waits for the checkpoint of step %d", step)
@@ -96,7 +96,6 @@ class CheckpointWriter:
 
     @property
     def _has_copy(self) -> bool:
-        """Return whether the memory for a copy is there already."""
         return self._pinned is not None and self._pinned.state_dict_cache is not None
 
     def _copy(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -124,10 +123,8 @@ class CheckpointWriter:
         return self._thread is not None and not self._thread.is_alive()
 
     def finish(self) -> Checkpoint | None:
-        """Wait for the checkpoint that was begun, if any, and return it on rank 0.
-
-        Raises Unavailable when it could not be written (a full disk), which leaves it torn.
-        """
+        """Wait for the checkpoint that was begun, if any, and return it on rank 0. Raises Unavailable when it could not
+        be written (a full disk), which leaves it torn."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -136,26 +133,10 @@ class CheckpointWriter:
             raise self._error
         return self._written
 
-    def _write(
-        self,
-        staged: dict[str, Any],
-        folder: Folder,
-        step: int,
-        chain_hash: str,
-        num_threads: int,
-        extra: dict[str, Any],
-    ) -> None:
+    def _write(self, staged: dict[str, Any], folder: Folder, **facts: Any) -> None:
         try:
             self._written = checkpoints.write(
-                staged,
-                folder,
-                session=self._session,
-                step=step,
-                chain_hash=chain_hash,
-                group=self._group,
-                num_threads=num_threads,
-                shared=self._shared,
-                extra=extra,
+                staged, folder, session=self._session, group=self._group, shared=self._shared, **facts
             )
         except BaseException as error:  # `finish` raises it in the thread that can handle it
             self._error = error
@@ -163,7 +144,6 @@ class CheckpointWriter:
 
 
 def on_gpu(model: nn.Module) -> bool:
-    """Return whether the model's parameters are in a GPU's memory."""
     return next(model.parameters()).is_cuda
 
 

@@ -24,10 +24,8 @@ BASE = ".base_layer."
 
 
 def add_adapter(model: Any, lora: LoraSection, seed: int) -> None:
-    """Freeze `model` and put an adapter on the layers that `lora` names: A random by `seed`, B zero.
-
-    Raises InvalidInput when no layer is named, or a layer that is no plain linear layer inside the model.
-    """
+    """Freeze `model` and put an adapter on the layers that `lora` names: A random by `seed`, B zero. Raises
+    InvalidInput when no layer is named, or a layer that is no plain linear layer inside the model."""
     from peft import LoraConfig, inject_adapter_in_model
 
     ends = model.get_input_embeddings(), model.get_output_embeddings()
@@ -76,7 +74,6 @@ def _weights_in_memory(model: nn.Module) -> Iterator[None]:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Return whether `add_adapter` was called on it."""
     return hasattr(model, "base_fingerprint")
 
 
@@ -96,9 +93,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return A and B of every adapted layer by the names that travel, and the base's fingerprint. The tensors are live.
-
-    The first call is a collective one of all ranks, which compute the fingerprint from their shards.
-    """
+    The first call is a collective one of all ranks, which compute the fingerprint from their shards."""
     weights: dict[str, Tensor] = {}
     for name, layer in _adapted(model):
         name_a, name_b = wire_names(name)

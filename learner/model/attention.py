@@ -25,14 +25,13 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from paceline.learner.batch.layout import SequenceLayout
+from paceline.learner.batch.samples import SequenceLayout
 from paceline.learner.model.determinism import repeat_backward
 
 IMPLEMENTATION = "paceline_packed"
 HOPPER = (9, 0)
 """Compute capability of the GPUs that FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) has kernels for."""
 log = logging.getLogger(__name__)
-
 UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias", "sinks")
 """Arguments that some architectures pass to attention, and neither path supports."""
 
@@ -50,20 +49,14 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each sequence of a packed row, with the signature that transformers requires.
-
-    Dropout is not applied: a policy's log-probabilities must be those of the sampler.
+    """Return ([1, T, H, D], None): causal attention within each sequence of a packed row, with the signature that transformers
+    requires. Dropout is not applied: a policy's log-probabilities must be those of the sampler.
 
     Args:
         query: [1, H, T, D].
-        key: [1, K, T, D], K dividing H (grouped queries).
-        value: [1, K, T, D].
-        layout: the row's sequences.
+        key: [1, K, T, D], K dividing H (grouped queries); value as key.
         sliding_window: tokens that a token attends to, itself included; None: all before it.
         s_aux: [H] attention sinks, the logits of a key without a value that every token attends to.
-
-    Returns:
-        ([1, T, H, D], None).
     """
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
@@ -166,10 +159,8 @@ def _by_runs(
 
 def _with_sinks(mask_LL: Tensor | None, length: int, sinks_H: Tensor) -> Tensor:
     """Return [1, H, L, L + 1], to add to scores whose last key is zero: there the sinks, else 0 where a token attends.
-
-    A key of zeros has the score 0, so the sum there is the sink's logit; its value is zero too. The scores exist in memory,
-    L · L of each head.
-    """
+    A key of zeros has the score 0, so the sum there is the sink's logit; its value is zero too. The scores exist in
+    memory, L · L of each head."""
     if mask_LL is None:
         mask_LL = _band(length, length, sinks_H.device)
     shape = (1, len(sinks_H), length)

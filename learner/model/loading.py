@@ -142,9 +142,8 @@ def _with_part(like: DTensor, part: Tensor) -> Tensor:
 def _draw_score(model: Any, device: torch.device) -> None:
     """Give the head of one score the weights that `from_pretrained` draws for one that is missing."""
     reference = model.score.weight
-    drawn = nn.Linear(
-        reference.shape[1], reference.shape[0], bias=False, device="meta", dtype=reference.dtype
-    )
+    outputs, inputs = reference.shape
+    drawn = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=reference.dtype)
     drawn.to_empty(device="cpu")
     model._init_weights(drawn)
     value = drawn.weight.detach()

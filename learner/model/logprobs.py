@@ -17,7 +17,6 @@ from torch import Tensor
 
 VOCABULARY_TILE = 16_384
 """Tokens of the vocabulary whose logits exist at one time: 64 MiB in float32 with 1,024 tokens."""
-
 MIN_LOGPROB = -1e4
 """Floor of log p in products with p; exp of it is 0, so the product is exact, also for a logit of minus infinity."""
 
@@ -51,18 +50,8 @@ def chunked_logprobs(
     Returns:
         (logprobs_N with gradient, entropy_N with one only with entropy_gradient), float32, in nats.
     """
-    settings = (
-        1.0 / temperature,
-        chunk_tokens,
-        vocabulary_tile,
-        with_entropy,
-        entropy_gradient,
-        float32_head,
-    )
-    logprobs_N, entropy_N = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, targets_N, *settings
-    )
-    return logprobs_N, entropy_N
+    settings = 1.0 / temperature, chunk_tokens, vocabulary_tile, with_entropy, entropy_gradient, float32_head
+    return _ChunkedLogprobs.apply(hidden_NH, weight_VH, targets_N, *settings)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -130,11 +119,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 class _OnlineSoftmax:
-    """Sums over the vocabulary, tile by tile, relative to the largest logit so far.
-
-    With d = z − max z: Σ exp(d), and Σ exp(d)·d, from which H = log Σ exp(d) − Σ exp(d)·d / Σ exp(d). Both are relative to
-    the largest logit, so the entropy of large logits loses no digits.
-    """
+    """Sums over the vocabulary, tile by tile, relative to the largest logit so far. With d = z − max z: Σ exp(d), and Σ
+    exp(d)·d, from which H = log Σ exp(d) − Σ exp(d)·d / Σ exp(d). Both are relative to the largest logit, so the
+    entropy of large logits loses no digits."""
 
     def __init__(self, targets_N: Tensor, device: torch.device, with_entropy: bool) -> None:
         def zeros() -> Tensor:
@@ -185,10 +172,8 @@ class _OnlineSoftmax:
 
 
 def _slopes(logp_MW: Tensor, grad_M: Tensor, entropy_M: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return the loss's gradient by the logits but for the part at the targets; `logp_MW` is overwritten.
-
-    `entropy_M` are the entropies and their gradients, where they have one.
-    """
+    """Return the loss's gradient by the logits but for the part at the targets; `logp_MW` is overwritten. `entropy_M`
+    are the entropies and their gradients, where they have one."""
     if entropy_M is None:
         return logp_MW.exp_().mul_(-grad_M[:, None])
     values_M, slopes_M = entropy_M

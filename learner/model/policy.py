@@ -2,49 +2,39 @@
 ranks (`learner/model/mesh.py`).
 
 Promise: parameters keep their Hugging Face names and float32 masters; the LM head runs inside the model's forward,
-where FSDP has gathered it, and never holds the full logits.
+where FSDP has gathered it, and never holds the full logits. oneDNN's products, activation checkpointing and compiled layers
+change no loss and no gradient, the last up to rounding.
 
 FSDP2 wraps each decoder layer and the root (final norm, LM head and, where they are tied or on CPUs, the embedding). One
 rank in float32 is left unwrapped: there is nothing to shard or to cast, no process group is needed, and the hooks cost about
 3 ms an update and 2 ms a further micro-batch (2 layers, CPU), a quarter of a step on 32 short sequences.
 
-Linear layers that train through oneDNN's float32 products where those are faster (`paceline.host.onednn`).
-
-Promise: the same values and gradients as `nn.Linear`'s, forward and backward by the same kernel. Where oneDNN does not
-help this module does nothing.
-
-Activation checkpointing of decoder layers: what the backward pass computes again in place of keeping it (Chen et al. 2016,
-arXiv 1604.06174).
-
-Promise: losses and gradients do not change. `full` keeps the input of a layer and computes all of it again. `selective`
-keeps the results of matrix products and attention besides, so that only norms, rotations and activation functions are
-computed again.
+Of compiled layers (`policy.compile`) attention is left out, because its calls depend on the lengths in the row; each layer
+becomes one graph before and one after it, and all layers share both. A row's length is dynamic from the second length on, so a
+run compiles each graph twice, and again for passes without a gradient; rows of few different lengths keep this bound where a
+graph cannot be dynamic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.functional import pad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from paceline.errors import InvalidInput
 from paceline.host.onednn import is_faster, product
-from paceline.learner.batch.samples import PackedBatch
+from paceline.learner.batch.samples import PackedBatch, SequenceLayout
 from paceline.learner.collectives import world_size
 from paceline.learner.model.adapter import add_adapter
-from paceline.learner.model.attention import IMPLEMENTATION, prefer_flash_attention_3
-from paceline.learner.model.compiled_layers import compile_layers, padded_row
+from paceline.learner.model.attention import IMPLEMENTATION, leave_out_of_graphs, prefer_flash_attention_3
 from paceline.learner.model.loading import fill
 from paceline.learner.model.logprobs import chunked_logprobs
 from paceline.learner.model.mesh import mesh_of
@@ -63,11 +53,9 @@ def load_policy(policy: PolicySection, device: torch.device, seed: int = 0) -> P
     With policy.lora_cfg it is frozen and has an adapter, with float32 masters, whose first values follow from `seed`. A
     frozen model has the compute type where its files do, so that nothing is lost, else float32.
 
-    Each rank reads its rows of every tensor alone; its peak of host memory is its share of the model and some buffers.
-
-    Raises:
-        InvalidInput: no such folder or hub name, an architecture whose forward cannot be packed, or weights that are damaged
-            or not of this model.
+    Each rank reads its rows of every tensor alone; its peak of host memory is its share of the model and some buffers. Raises
+    InvalidInput for no such folder or hub name, an architecture whose forward cannot be packed, or weights that are damaged or
+    not of this model.
     """
     lora = policy.lora_cfg
     model, files = _build(
@@ -82,10 +70,8 @@ def load_reward_model(policy: PolicySection, device: torch.device) -> PreTrained
     """Return the model as `load_policy` does, with a head of one score in place of the LM head (`rm`).
 
     A model that has such a head keeps it; else its weights are drawn from torch's generator, so seed all ranks alike.
-    Its forward gives (scores, zeros) where a policy's gives (log-probabilities, entropies).
-
-    Raises:
-        InvalidInput: as `load_policy`, or an architecture without sequence classification.
+    Its forward gives (scores, zeros) where a policy's gives (log-probabilities, entropies). Raises InvalidInput as `load_policy`,
+    and for an architecture without sequence classification.
     """
     return _prepared(*_build(policy, torch.float32, scoring=True), policy, device)
 
@@ -170,11 +156,9 @@ def _predicting_states(model: Any, packed: PackedBatch, policy: PolicySection) -
 def _build(
     policy: PolicySection, dtype: torch.dtype, *, exact: torch.dtype | None = None, scoring: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Return the modules of a model, with this package's forward, on the meta device, and the files to fill them from; where
-    transformers alone can read the files (quantized), the whole model and None.
-
-    The parameters have type `dtype`, or `exact` where the files have no other.
-    """
+    """Return the modules of a model, with this package's forward, on the meta device, and the files to fill them from;
+    where transformers alone can read the files (quantized), the whole model and None. The parameters have type `dtype`,
+    or `exact` where the files have no other."""
     name = policy.model_name
     try:
         files: WeightFiles | None
@@ -235,14 +219,8 @@ def _placed(
         _shard(model, policy, device, resharded)
     if files is not None:
         with files:
-            offloaded = sharded and _offloads(policy, device)
-            fill(
-                model,
-                files,
-                torch.device("cpu") if offloaded else device,
-                f"{FIELD} {policy.model_name!r}",
-                device,
-            )
+            place = torch.device("cpu") if sharded and _offloads(policy, device) else device
+            fill(model, files, place, f"{FIELD} {policy.model_name!r}", device)
     return model if sharded else model.to(device)  # type: ignore[no-any-return]
 
 
@@ -259,9 +237,8 @@ def _shard(model: Any, policy: PolicySection, device: torch.device, resharded: b
         fully_shard(layer, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if resharded and head is not None and embedding.weight is not head.weight:
-        fully_shard(
-            embedding, **options
-        )  # else it would stay gathered with the head, which the loss reads in the root
+        # Else it would stay gathered with the head, which the loss reads in the root.
+        fully_shard(embedding, **options)
     fully_shard(model, **options)
 
 
@@ -289,9 +266,8 @@ def use_onednn_linear(model: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
-    if (
-        not inputs.dtype == module.weight.dtype == torch.float32
-    ):  # cast after loading: few CPUs have such a kernel in oneDNN
+    # Cast after loading: few CPUs have such a kernel in oneDNN.
+    if not inputs.dtype == module.weight.dtype == torch.float32:
         return nn.functional.linear(inputs, module.weight, module.bias)
     out: Tensor = _OneDnnProduct.apply(inputs, module.weight)  # type: ignore[no-untyped-call]
     return out if module.bias is None else out + module.bias
@@ -325,10 +301,7 @@ def _outer(left_NO: Tensor, right_NI: Tensor) -> Tensor:
 
 KEPT_OPERATIONS = frozenset(
     {
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::_grouped_mm",
+        *("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm"),
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
@@ -341,10 +314,9 @@ KEPT_OPERATIONS = frozenset(
 
 
 def recompute_activations(layers: Iterable[torch.nn.Module], how: str) -> None:
-    """Give the layers a forward that keeps less for the backward pass.
-
-    `how` is `policy.activation_checkpointing`; `auto`, which is replaced when a run is submitted, is `full` here.
-    """
+    """Give the layers a forward that keeps less for the backward pass (Chen et al. 2016, arXiv 1604.06174). `how` is
+    `policy.activation_checkpointing`: `full` (and `auto`, which is replaced when a run is submitted) keeps the input of a layer;
+    `selective` the results of matrix products and attention besides, so that the rest alone is computed again."""
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -360,3 +332,65 @@ def _keep_or_recompute(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
     if schema is not None and schema.name in KEPT_OPERATIONS:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+ROW_MULTIPLE = 128
+"""Rows are padded to multiples of this many tokens."""
+COMPILED_VARIANTS = 64
+"""Variants of one layer's code that are compiled before torch goes on without compilation: kinds of attention, with and
+without gradients, and lengths of rows where they are not dynamic."""
+
+
+def compile_layers(layers: Sequence[nn.Module], device: torch.device) -> None:
+    """Compile the forward of each layer, at its first call. Raises InvalidInput where this machine cannot compile."""
+    _require_compiler(device)
+    leave_out_of_graphs()
+    settings: Any = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, COMPILED_VARIANTS)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)
+
+
+def padded_row(packed: PackedBatch) -> PackedBatch:
+    """Return the batch with tokens, positions and layout of a row padded to a multiple of ROW_MULTIPLE. Padding is a sequence by
+    itself at the end of the row: no other token attends to it, and no loss reads it, so its gradient is zero."""
+    extra = -packed.input_ids.shape[1] % ROW_MULTIPLE
+    if extra == 0:
+        return packed
+    device = packed.input_ids.device
+    positions_E = torch.arange(extra, device=device)
+    return dataclasses.replace(
+        packed,
+        input_ids=pad(packed.input_ids, (0, extra)),
+        position_ids=torch.cat((packed.position_ids, positions_E[None]), dim=1),
+        layout=_with_sequence(packed.layout, extra),
+    )
+
+
+def _with_sequence(layout: SequenceLayout, length: int) -> SequenceLayout:
+    end: Tensor = layout.starts[-1:] + length
+    return SequenceLayout(
+        (*layout.runs, (1, length)), torch.cat((layout.starts, end)), max(layout.max_length, length)
+    )
+
+
+def _require_compiler(device: torch.device) -> None:
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise InvalidInput(
+                "policy.compile is true, but Triton, which torch.compile needs on GPUs, does not work here; install "
+                "the triton package that belongs to this torch, or set policy.compile to false"
+            )
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise InvalidInput(
+            "policy.compile is true, but torch.compile finds no C++ compiler here, which it needs on CPUs; install g++ (or "
+            "name one in the environment variable CXX), or set policy.compile to false"
+        ) from None

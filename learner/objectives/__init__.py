@@ -1,21 +1,20 @@
-"""Objectives: one file for each algorithm, with its samples, its loss and its metrics."""
+"""Objectives: one file for each algorithm (`grpo` is in policy.py), with its samples, its loss and its metrics."""
 
 from __future__ import annotations
 
 from paceline.learner.objectives.base import Objective
 from paceline.learner.objectives.distillation import Distillation
 from paceline.learner.objectives.dpo import Dpo
-from paceline.learner.objectives.grpo import Grpo
 from paceline.learner.objectives.kto import Kto
 from paceline.learner.objectives.offline_grpo import OfflineGrpo
 from paceline.learner.objectives.orpo import Orpo
+from paceline.learner.objectives.policy import Grpo
 from paceline.learner.objectives.reward_model import RewardModel
 from paceline.learner.objectives.sft import Sft
 from paceline.spec import RunSpec
 
 
 def objective_of(spec: RunSpec) -> Objective:
-    """Return the objective of the spec's algorithm."""
     match spec.algorithm:
         case "grpo":
             return Grpo(spec)

@@ -1,4 +1,4 @@
-"""Base of the objectives: the arrays that a loss reads, its result, and the making of samples and metrics.
+"""Base of the objectives: the arrays that a loss reads, its result, its reduction, and the making of samples and metrics.
 
 Promise: with denominators counted over the global batch, the losses of all micro-batches on all ranks add up to the loss of
 the batch, however it was split (the reduction `bnpo` excepted, by its definition), and so do the metric sums.
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.learner.batch.encoding import ExampleEncoder
-from paceline.learner.batch.examples import Row
+from paceline.learner.batch.encoding import ExampleEncoder, Row
 from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from paceline.learner.model.policy import load_policy
 from paceline.spec import PolicySection
@@ -109,22 +108,14 @@ class Objective(ABC):
         return load_policy(policy, device, seed)
 
     def samples(
-        self,
-        row: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
-        """Return the samples of a row of the data set (`paceline.learner.batch.examples.SampleMaker`)."""
+        """Return the samples of a row of the data set, with `number` as their group id; `reference_S` has Σ_t log π_ref of each
+        sample, if it is known."""
         raise ValueError(f"{type(self).__name__} trains on rollouts and reads no examples")
 
     def mismatched_sample(
-        self,
-        row: Row,
-        other: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, other: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> TrainingSample:
         """Return the prompt of `row` with the completion of `other`, where `measures_mismatched`."""
         raise ValueError(f"{type(self).__name__} measures nothing on mismatched completions")
@@ -189,3 +180,80 @@ def metrics_from_sums(sums: dict[str, float]) -> dict[str, float]:
             sums["sequences_with_tokens"] * sums["sequence_weight_squared"]
         )
     return metrics
+
+
+def labeled_dummies() -> list[TrainingSample]:
+    """Return a good and a bad completion of one token, with the reference's log-probability."""
+    return [dummy_sample(PreferenceLabel(good, reference_logprob=0.0)) for good in (True, False)]
+
+
+def completion_sums(values_N: Tensor, tokens: TokenArrays) -> Tensor:
+    """Return [S] sum over each sequence's tokens."""
+    return values_N.new_zeros(tokens.num_sequences).index_add(0, tokens.sequence_N, values_N)
+
+
+def completion_lengths(tokens: TokenArrays) -> Tensor:
+    """Return [S] tokens of each sequence, as float."""
+    return completion_sums(torch.ones_like(tokens.current_N), tokens)
+
+
+def reference_sums(tokens: TokenArrays, packed: PackedBatch) -> Tensor:
+    """Return [S] Σ_t log π_ref of each sequence: precomputed, or from the reference's log-probabilities."""
+    sums = [label.reference_logprob for label in packed.labels_S]
+    if sums and all(value is not None for value in sums):
+        return torch.tensor(sums, dtype=torch.float32, device=packed.targets_N.device)
+    if tokens.reference_N is None:
+        raise ValueError("the loss needs the reference's log-probabilities; this batch has none")
+    return completion_sums(tokens.reference_N, tokens)
+
+
+def completion_result(
+    loss: Tensor, sums: dict[str, Tensor], tokens: TokenArrays, per_sequence_S: Tensor
+) -> LossResult:
+    """Return the result of a loss with one number for each sequence, which shows the sequence that is not finite."""
+    losses_N = per_sequence_S.detach()[tokens.sequence_N]
+    return LossResult(loss, {"loss": loss.detach().double(), **sums}, losses_N)
+
+
+def token_weights(lengths_N: Tensor, denominators: Denominators, reduction: str) -> Tensor:
+    """Return [N] weight of each token's loss, so that a reduction is Σ_t weight_t · loss_t.
+
+    `lengths_N` are those of samples: the rows of an episode are one sample, so that none counts more for having more rows.
+
+    - `grpo`: 1 / (B · length of the sequence): mean over sequences of the mean over tokens (Shao et al. 2024).
+    - `dapo`: 1 / tokens of the batch (Yu et al. 2025).
+    - `dr_grpo`: 1 / (B · max_completion_tokens): no length in the denominator (Liu et al. 2025).
+    - `sequence_sum`: 1 / B: mean over sequences of the sum over tokens (LUSPO).
+    - `bnpo`: token mean of the micro-batch, averaged over micro-batches (TRL); depends on the split.
+    """
+    sequences = max(denominators.sequences, 1)
+    match reduction:
+        case "grpo":
+            return 1.0 / (sequences * lengths_N)
+        case "dapo":
+            return torch.full_like(lengths_N, 1.0 / max(denominators.tokens, 1))
+        case "dr_grpo":
+            return torch.full_like(lengths_N, 1.0 / (sequences * denominators.max_completion_tokens))
+        case "sequence_sum":
+            return torch.full_like(lengths_N, 1.0 / sequences)
+        case "bnpo":
+            return torch.full_like(
+                lengths_N, 1.0 / (max(len(lengths_N), 1) * max(denominators.micro_batches, 1))
+            )
+        case _:
+            raise ValueError(f"unknown reduction {reduction!r}")
+
+
+def reduced(
+    losses_N: Tensor,
+    sums: dict[str, Tensor],
+    tokens: TokenArrays,
+    denominators: Denominators,
+    reduction: str,
+    entropy_bonus: float = 0.0,
+) -> LossResult:
+    """Return Σ_t weight_t · loss_t, minus entropy_bonus · mean entropy."""
+    loss = (losses_N * token_weights(tokens.weight_lengths_N, denominators, reduction)).sum()
+    if entropy_bonus:
+        loss = loss - entropy_bonus * tokens.entropy_N.sum() / max(denominators.tokens, 1)
+    return LossResult(loss, {"loss": loss.detach().double(), **sums}, losses_N.detach())

@@ -44,11 +44,9 @@ def at_level(
 
 
 def log_linear_proximal(current_N: Tensor, behaviour_N: Tensor, ages_N: Tensor) -> Tensor:
-    """Return [N] log π_prox without asking the model: log μ + α·(log π - log μ), detached.
-
-    α = (v_prox - v_μ)/(v_θ - v_μ) in [0, 1], where step s trains from v_prox = s to v_θ = s + 1; with age = s - v_μ that
-    is age/(age + 1), and 0 for a token of the newest version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`).
-    """
+    """Return [N] log π_prox without asking the model: log μ + α·(log π - log μ), detached. α = (v_prox - v_μ)/(v_θ -
+    v_μ) in [0, 1], where step s trains from v_prox = s to v_θ = s + 1; with age = s - v_μ that is age/(age + 1), and 0
+    for a token of the newest version (A-3PO, arXiv 2512.06547; AReaL's `loglinear`)."""
     ages_N = ages_N.clamp(min=0).to(current_N.dtype)
     return (behaviour_N + ages_N / (ages_N + 1) * (current_N.detach() - behaviour_N)).detach()
 
@@ -94,10 +92,8 @@ def kept_tokens(
     - m2_limit: (log ρ)² above it (M2PO; `m2_limit_of` finds it over the global batch).
     - off_policy_mask_threshold: A < 0 and the mean of log μ - log π above it (DeepSeek-V3.2, equation 9).
 
-    A token that is not a number is always kept, because it must stop the step and not vanish in a mask.
-
-    Args:
-        behind_N: log μ - log π, in nats.
+    A token that is not a number is always kept, because it must stop the step and not vanish in a mask. `behind_N` is
+    log μ - log π, in nats.
     """
     keep_N = torch.ones_like(log_rho_N, dtype=torch.bool)
     log_rho_N = log_rho_N.detach()
@@ -126,11 +122,8 @@ def m2_limit_of(values_N: Tensor, threshold: float, total: Callable[[Tensor], Te
 
     M2PO (Zheng et al. 2025, arXiv 2510.01161) drops the largest (log ρ)² until the mean of the rest is within the
     threshold. Equal values stay or go together, so the split over ranks cannot matter. The limit is found by bisecting the bit
-    patterns of non-negative float32 numbers, which are in the numbers' order: 32 sums of two floats.
-
-    Args:
-        values_N: float32, this rank's, at least 0.
-        total: adds tensors up over ranks, in place.
+    patterns of non-negative float32 numbers, which are in the numbers' order: 32 sums of two floats. `values_N` are float32,
+    this rank's, at least 0; `total` adds tensors up over ranks, in place.
     """
 
     def mean_up_to(limit: float) -> float:

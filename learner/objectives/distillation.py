@@ -8,8 +8,7 @@ from torch import Tensor
 
 from paceline.learner.batch.samples import PackedBatch
 from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays, detached_sum
-from paceline.learner.objectives.grpo import Grpo
-from paceline.learner.objectives.policy import policy_loss
+from paceline.learner.objectives.policy import Grpo, policy_loss
 from paceline.spec import RunSpec
 
 

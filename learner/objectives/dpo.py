@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.learner.batch.samples import PackedBatch
-from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays, token_sums
-from paceline.learner.objectives.completions import (
+from paceline.learner.objectives.base import (
+    Denominators,
+    LossResult,
+    TokenArrays,
     completion_lengths,
     completion_result,
     completion_sums,
     reference_sums,
+    token_sums,
 )
 from paceline.learner.objectives.pairs import PairObjective, pair_sums, pairs_of
 from paceline.spec import RunSpec
@@ -83,12 +86,7 @@ class PairLogRatios:
 
 
 def preference_loss(
-    pairs: PairLogRatios,
-    kind: PairLoss,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    average: bool = False,
+    pairs: PairLogRatios, kind: PairLoss, *, beta: float, label_smoothing: float = 0.0, average: bool = False
 ) -> Tensor:
     """Return Σ weight · loss(d), d = chosen - rejected log-ratio; with `average`, each divided by its length first.
 
@@ -98,8 +96,7 @@ def preference_loss(
     - `hinge`: max(0, 1 - βd) (SLiC, Zhao et al. 2023).
     - `ipo`: (d̄ - 1/2β)², d̄ from per-token means always (Azar et al. 2023; per token as TRL, with its authors).
 
-    Raises:
-        ValueError: label_smoothing outside [0, 0.5), or set for a loss that has none; TRL ignores it there.
+    Raises ValueError for label_smoothing outside [0, 0.5), or set for a loss that has none; TRL ignores it there.
     """
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be in [0, 0.5)")

@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from paceline.data.example_rows import read_labeled_completion
-from paceline.learner.batch.encoding import ExampleEncoder
-from paceline.learner.batch.examples import Row
+from paceline.learner.batch.encoding import ExampleEncoder, Row
 from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
-from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays, token_sums
-from paceline.learner.objectives.completions import (
+from paceline.learner.objectives.base import (
+    Denominators,
+    LossResult,
+    Objective,
+    TokenArrays,
     completion_result,
     completion_sums,
     labeled_dummies,
     reference_sums,
+    token_sums,
 )
 from paceline.spec import RunSpec
 
@@ -32,27 +35,14 @@ class Kto(Objective):
         self._section = spec.kto
 
     def samples(
-        self,
-        row: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
         prompt, completion, desirable = read_labeled_completion(row, self._data)
-        reference_sum = reference_S[0] if reference_S else None
-        return [
-            encoder.of_row(row).completion(
-                number, prompt, completion, PreferenceLabel(desirable, reference_logprob=reference_sum)
-            )
-        ]
+        label = PreferenceLabel(desirable, reference_logprob=reference_S[0] if reference_S else None)
+        return [encoder.of_row(row).completion(number, prompt, completion, label)]
 
     def mismatched_sample(
-        self,
-        row: Row,
-        other: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, other: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> TrainingSample:
         prompt, _, desirable = read_labeled_completion(row, self._data)
         completion = read_labeled_completion(other, self._data).completion
@@ -117,10 +107,8 @@ def kto_loss(
 ) -> Tensor:
     """Return the mean over the global batch of weight · (1 - σ(±β·(log-ratio - z))), + where desirable (Ethayarajh et al. 2024).
 
-    Args:
-        batch_kl: mean log-ratio of mismatched prompts and completions over the global batch; z = max(0, batch_kl) is
-            a constant of the loss.
-        num_sequences: completions in the global batch.
+    `batch_kl` is the mean log-ratio of mismatched prompts and completions over the global batch; z = max(0, batch_kl) is a
+    constant of the loss. `num_sequences` are the completions in the global batch.
     """
     sign_S = torch.where(desirable_S, torch.ones_like(log_ratios_S), -torch.ones_like(log_ratios_S))
     weight_S = torch.where(

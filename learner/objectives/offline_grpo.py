@@ -17,11 +17,10 @@ from torch import Tensor
 
 from paceline.advantages import advantages, group_preset
 from paceline.data.examples import read_traces
-from paceline.learner.batch.encoding import ExampleEncoder
-from paceline.learner.batch.examples import Row
+from paceline.data.traces.rows import Trace
+from paceline.learner.batch.encoding import ExampleEncoder, Row
 from paceline.learner.batch.samples import PackedBatch, TrainingSample
-from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays
-from paceline.learner.objectives.completions import completion_sums
+from paceline.learner.objectives.base import Denominators, LossResult, Objective, TokenArrays, completion_sums
 from paceline.learner.objectives.policy import policy_loss
 from paceline.spec import RunSpec
 
@@ -35,25 +34,21 @@ class OfflineGrpo(Objective):
         self.with_entropy_gradient = spec.loss_fn.entropy_bonus > 0
 
     def samples(
-        self,
-        row: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
         """Return a sample for each trace; one of a text has no log-probabilities of μ yet."""
         traces = read_traces(row, self._spec)
         rewards_C = np.array([np.nan if trace.reward is None else trace.reward for trace in traces])
         advantages_C = advantages(rewards_C, group_preset(self._spec.offline_grpo.advantage))
+
+        def sample(trace: Trace) -> TrainingSample:
+            if trace.tokens is not None:
+                return encoder.recorded(number, trace.tokens)
+            of_trace = encoder.of_row({"tools": trace.tools, "finish_reason": trace.finish_reason})
+            return of_trace.completion(number, trace.prompt, trace.completion)
+
         return [
-            replace(
-                encoder.of_row({"tools": trace.tools, "finish_reason": trace.finish_reason}).completion(
-                    number, trace.prompt, trace.completion
-                )
-                if trace.tokens is None
-                else encoder.recorded(number, trace.tokens),
-                advantage=float(advantage),
-            )
+            replace(sample(trace), advantage=float(advantage))
             for trace, advantage in zip(traces, advantages_C, strict=True)
         ]
 
@@ -62,7 +57,6 @@ class OfflineGrpo(Objective):
         return [TrainingSample(-1, zero, zero, np.zeros(1, np.float32), advantage=0.0)]
 
     def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
-        """Return the policy loss of `loss_fn`."""
         result = policy_loss(tokens, counts, self._spec.loss_fn)
         return replace(result, sums={**result.sums, **_order_sums(tokens, packed)})
 

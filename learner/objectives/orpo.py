@@ -7,8 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.learner.batch.samples import PackedBatch
-from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays, token_sums
-from paceline.learner.objectives.completions import completion_lengths, completion_result, completion_sums
+from paceline.learner.objectives.base import (
+    Denominators,
+    LossResult,
+    TokenArrays,
+    completion_lengths,
+    completion_result,
+    completion_sums,
+    token_sums,
+)
 from paceline.learner.objectives.pairs import PairObjective, pair_sums, pairs_of
 from paceline.spec import RunSpec
 
@@ -33,12 +40,8 @@ class Orpo(PairObjective):
 
 
 def orpo_loss(mean_chosen_P: Tensor, mean_rejected_P: Tensor, weights_P: Tensor, *, beta: float) -> Tensor:
-    """Return Σ weight · [-β·log σ(log odds(chosen) - log odds(rejected))] (Hong et al. 2024), odds(p) = p/(1-p).
-
-    Args:
-        mean_chosen_P: mean log π over the completion's tokens, below 0: p is a per-token geometric mean.
-        weights_P: share of each pair in the batch's mean.
-    """
+    """Return Σ weight · [-β·log σ(log odds(chosen) - log odds(rejected))] (Hong et al. 2024), odds(p) = p/(1-p). The means are of
+    log π over the completion's tokens, below 0: p is a per-token geometric mean. `weights_P`: share of each pair in the mean."""
     log_odds_P = mean_chosen_P - mean_rejected_P - (_log1mexp(mean_chosen_P) - _log1mexp(mean_rejected_P))
     return -beta * (weights_P * F.logsigmoid(log_odds_P)).sum()
 

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from paceline.data.example_rows import read_preference
-from paceline.learner.batch.encoding import ExampleEncoder
-from paceline.learner.batch.examples import Row
+from paceline.learner.batch.encoding import ExampleEncoder, Row
 from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
-from paceline.learner.objectives.base import Denominators, Objective
-from paceline.learner.objectives.completions import labeled_dummies
+from paceline.learner.objectives.base import Denominators, Objective, labeled_dummies
 from paceline.spec import DataSection
 
 
@@ -33,16 +31,12 @@ class PairObjective(Objective):
         self._data = data
 
     def samples(
-        self,
-        row: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
         prompt, chosen, rejected, margin = read_preference(row, self._data)
         labels = [
             (chosen, PreferenceLabel(True, margin)),
-            *((worse, PreferenceLabel(False)) for worse in rejected),
+            *((each, PreferenceLabel(False)) for each in rejected),
         ]
         sums: Sequence[float | None] = reference_S or [None] * len(labels)
         encoder = encoder.of_row(row)
@@ -65,9 +59,8 @@ class PairObjective(Objective):
         reward (half counts where both are equal), `margin` mean difference of rewards, `chosen_reward`, `rejected_reward`
         their means."""
         metrics = super().metrics(sums, num_updates)
-        metrics |= {
-            name: sums[name] / num_updates for name in ("preference_loss", "sft_loss") if name in sums
-        }
+        parts = ("preference_loss", "sft_loss")
+        metrics |= {name: sums[name] / num_updates for name in parts if name in sums}
         if sums["pairs"]:
             metrics |= {
                 "accuracy": sums["pairs_won"] / sums["pairs"],

@@ -1,14 +1,22 @@
-"""The policy loss of rollouts: ratio, corrections for the sampler's age, clip, masks and the KL to a reference.
-
-Suffixes and symbols are those of `paceline.learner.objectives.base`.
-"""
+"""`grpo`, and the policy loss of rollouts: ratio, corrections for the sampler's age, clip, masks and the KL to a reference. Suffixes
+and symbols are those of `paceline.learner.objectives.base`."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays, detached_sum, token_sums
+from paceline.learner.batch.samples import PackedBatch, TrainingSample
+from paceline.learner.objectives.base import (
+    Denominators,
+    LossResult,
+    Objective,
+    TokenArrays,
+    detached_sum,
+    reduced,
+    token_sums,
+)
 from paceline.learner.objectives.corrections import (
     at_level,
     bounded_exp,
@@ -17,8 +25,7 @@ from paceline.learner.objectives.corrections import (
     log_linear_proximal,
 )
 from paceline.learner.objectives.policy_losses import PolicyTerms, policy_losses
-from paceline.learner.objectives.reduction import reduced
-from paceline.spec import LossSection
+from paceline.spec import LossSection, RunSpec
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within ±20 where they are exponentiated without a bound (k3 and metrics), as in NeMo RL."""
@@ -34,10 +41,7 @@ def policy_loss(tokens: TokenArrays, denominators: Denominators, config: LossSec
 
     Sources: group-relative advantages (Shao et al. 2024), the anchor π_prox with ρ outside the clip (Hilton et al. 2022;
     AReaL, Fu et al. 2025). With one update per step and a proximal anchor r is 1 and no clip acts: the loss is then
-    w·A·∇log π, a truncated importance-weighted policy gradient.
-
-    Raises:
-        ValueError: an array that the config needs is missing.
+    w·A·∇log π, a truncated importance-weighted policy gradient. Raises ValueError where an array that the config needs is missing.
     """
     if tokens.behaviour_N is None or tokens.advantages_N is None:
         raise ValueError("policy_loss needs behaviour log-probabilities and advantages")
@@ -135,3 +139,19 @@ def _weight_sums(log_weight_N: Tensor, tokens: TokenArrays) -> dict[str, Tensor]
         "sequence_weight_squared": weight_S.square().sum(),
         "sequences_with_tokens": torch.ones_like(weight_S).sum(),
     }
+
+
+class Grpo(Objective):
+    """GRPO and its relatives. Samples come from groups (`paceline.learner.batch.samples.sequences_from_groups`)."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._loss_fn = spec.loss_fn
+        self.temperature = spec.policy.generation.temperature
+        self.with_entropy_gradient = spec.loss_fn.entropy_bonus > 0
+
+    def dummy(self) -> list[TrainingSample]:
+        zero, known_T = np.zeros(1, np.int32), np.zeros(1, np.float32)
+        return [TrainingSample(-1, zero, zero, known_T, versions_T=zero, reference_logprobs_T=known_T)]
+
+    def loss(self, tokens: TokenArrays, packed: PackedBatch, counts: Denominators) -> LossResult:
+        return policy_loss(tokens, counts, self._loss_fn)

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from paceline.learner.batch.encoding import ExampleEncoder
 from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample
 from paceline.learner.model.policy import load_reward_model
-from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays
-from paceline.learner.objectives.completions import completion_result
+from paceline.learner.objectives.base import Denominators, LossResult, TokenArrays, completion_result
 from paceline.learner.objectives.pairs import PairObjective, pair_sums, pairs_of
 from paceline.spec import PolicySection, RunSpec
 
@@ -26,7 +25,6 @@ class RewardModel(PairObjective):
         self._centring = spec.rm.centring
 
     def load_model(self, policy: PolicySection, device: torch.device, seed: int) -> PreTrainedModel:
-        """Return a model with a new scoring head."""
         return load_reward_model(policy, device)
 
     def encode(
@@ -56,11 +54,9 @@ def reward_model_loss(
     margins_P: Tensor | None = None,
     centring: float = 0.01,
 ) -> Tensor:
-    """Return Σ weight · [-log σ(r_c - r_r - margin) + centring·(r_c + r_r)²], weights as for the other pairs.
-
-    Bradley and Terry 1952; margins: Touvron et al. 2023 (Llama 2); centring: Eisenstein et al. 2023, so that scores of
-    different models are comparable.
-    """
+    """Return Σ weight · [-log σ(r_c - r_r - margin) + centring·(r_c + r_r)²], weights as for the other pairs. Bradley
+    and Terry 1952; margins: Touvron et al. 2023 (Llama 2); centring: Eisenstein et al. 2023, so that scores of
+    different models are comparable."""
     gap_P = chosen_P - rejected_P if margins_P is None else chosen_P - rejected_P - margins_P
     losses_P = -F.logsigmoid(gap_P) + centring * (chosen_P + rejected_P).square()
     return (weights_P * losses_P).sum()

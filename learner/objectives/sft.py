@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.data.example_rows import read_demonstration
-from paceline.learner.batch.encoding import ExampleEncoder
-from paceline.learner.batch.examples import Row
+from paceline.learner.batch.encoding import ExampleEncoder, Row
 from paceline.learner.batch.samples import PackedBatch, TrainingSample
 from paceline.learner.objectives.base import (
     Denominators,
@@ -14,9 +13,9 @@ from paceline.learner.objectives.base import (
     Objective,
     TokenArrays,
     dummy_sample,
+    reduced,
     token_sums,
 )
-from paceline.learner.objectives.reduction import reduced
 from paceline.spec import RunSpec
 
 
@@ -28,11 +27,7 @@ class Sft(Objective):
         self._loss_mask = spec.sft.loss_mask
 
     def samples(
-        self,
-        row: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
+        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
     ) -> list[TrainingSample]:
         example, encoder = read_demonstration(row, self._data), encoder.of_row(row)
         if example.prompt is None:
@@ -49,8 +44,6 @@ class Sft(Objective):
 
 
 def sft_loss(tokens: TokenArrays, denominators: Denominators) -> LossResult:
-    """Return the negative log-likelihood of the completions, mean over the tokens of the global batch.
-
-    loss = -Σ_t log π_t / tokens of the batch: maximum likelihood, as in every language model since Bengio et al. 2003.
-    """
+    """Return the negative log-likelihood of the completions, mean over the tokens of the global batch. loss = -Σ_t log
+    π_t / tokens of the batch: maximum likelihood, as in every language model since Bengio et al. 2003."""
     return reduced(-tokens.current_N, token_sums(tokens), tokens, denominators, "dapo")

@@ -1,47 +1,45 @@
 """The phase of a step that assigns the advantages which come from rewards or a value model.
 
-There are two ways, by grpo.advantage: from the rewards of the whole batch, relative to the group or to the batch
-(`paceline.learner.advantages.whole_batch`); or from a value model (`paceline.learner.advantages.gae`). A distillation's advantages
-depend on the policy that is training: its objective computes them, and this phase assigns none.
-
-Suffix M is the states of the value model, N the tokens, S the sequences, F the reward functions.
+There are two ways, by grpo.advantage: from the rewards of the whole batch, relative to the group or to the batch, or from a
+value model. A distillation's advantages depend on the policy that is training: its objective computes them, and this phase
+assigns none. Tokens of episodes get theirs by turn; a group is whole on one rank, so that is not collective.
 
 Promise: every token gets the same advantage however the batch is split over ranks and micro-batches.
 
-Advantages of the tokens of episodes by turn, and the samples that the sequences of a batch belong to.
-
-A group is whole on one rank, so nothing here is collective.
-
-Suffixes: S sequences of this rank's part, C samples of it, T tokens of a sequence.
+Suffixes: M states of the value model, N tokens, S sequences, C samples, F reward functions, T tokens of a sequence.
 """
 
 from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
-import torch
-from torch import Tensor
-
-from paceline.advantages import Episode, Float64Array, IndexArray, group_totals, totals, turn_advantages
+from paceline.advantages import Episode
+from paceline.advantages import Float64Array
+from paceline.advantages import IndexArray
+from paceline.advantages import group_totals
+from paceline.advantages import totals
+from paceline.advantages import turn_advantages
 from paceline.errors import InvalidInput
-from paceline.learner.advantages.gae import gae
-from paceline.learner.advantages.whole_batch import (
-    TOKEN_WHITENED,
-    ScoredBatch,
-    batch_advantages,
-    whitened,
-    whitened_token_advantages,
-)
+from paceline.learner.advantages import ScoredBatch
+from paceline.learner.advantages import TOKEN_WHITENED
+from paceline.learner.advantages import batch_advantages
+from paceline.learner.advantages import gae
+from paceline.learner.advantages import whitened
+from paceline.learner.advantages import whitened_token_advantages
 from paceline.learner.batch.samples import TrainingSample
-from paceline.learner.collectives import max_over_ranks, rows_of_all_ranks, sum_over_ranks
+from paceline.learner.collectives import max_over_ranks
+from paceline.learner.collectives import rows_of_all_ranks
+from paceline.learner.collectives import sum_over_ranks
 from paceline.learner.objectives.corrections import per_sequence
 from paceline.learner.objectives.policy import kl_to_reference
 from paceline.learner.step.critic import Critic
-from paceline.learner.step.frozen import given
-from paceline.learner.step.update import MicroBatch, States, Update
+from paceline.learner.step.plan import MicroBatch
+from paceline.learner.step.plan import States
+from paceline.learner.step.plan import Update
+from paceline.learner.step.plan import given
 from paceline.spec import RunSpec
+from torch import Tensor
+import numpy as np
+import torch
 
 
 def with_advantages(
@@ -52,12 +50,9 @@ def with_advantages(
     critic: Critic | None,
     step: int = 0,
 ) -> list[Update]:
-    """Return the updates with an advantage for each token, not clipped yet; dummies get 0. The weights of the rewards are
-    those of `step`.
-
-    All ranks call it together, after `with_frozen_logprobs`. Traces have theirs from the data set; other examples and the
-    rollouts of a distillation get none.
-    """
+    """Return the updates with an advantage for each token, not clipped yet; dummies get 0. The weights of the rewards
+    are those of `step`. All ranks call it together, after `with_frozen_logprobs`. Traces have theirs from the data set;
+    other examples and the rollouts of a distillation get none."""
     if spec.trains_traces:
         return _of_data_set(batch, updates, device)
     if not spec.samples or spec.has_teacher:
@@ -111,18 +106,12 @@ def with_clipped_advantages(
 def _of_data_set(
     batch: Sequence[TrainingSample], updates: Sequence[Update], device: torch.device
 ) -> list[Update]:
-    """Return the updates with the advantages that the samples carry."""
     advantages_S = torch.tensor([sample.advantage or 0.0 for sample in batch], dtype=torch.float32)
-    return _replaced(
-        updates,
-        [
-            replace(
-                micro,
-                advantages_N=advantages_S[torch.tensor(micro.indices)].to(device)[micro.packed.sequence_N],
-            )
-            for micro in _real(updates)
-        ],
-    )
+
+    def advantages_of(micro: MicroBatch) -> Tensor:
+        return advantages_S[torch.tensor(micro.indices)].to(device)[micro.packed.sequence_N]
+
+    return _replaced(updates, [replace(m, advantages_N=advantages_of(m)) for m in _real(updates)])
 
 
 def _by_value_model(
@@ -142,22 +131,16 @@ def _by_value_model(
         raw.append(advantages_N)
         with_returns.append(states)
     advantages = whitened(raw, [given(states.scored_N) for states in with_returns], device)
-    updates = _replaced(
-        updates,
-        [
-            replace(micro, advantages_N=advantages_N, states=states)
-            for micro, advantages_N, states in zip(real, advantages, with_returns, strict=True)
-        ],
-    )
-    tokens_U = torch.tensor(
-        [
-            sum(given(_states(m).scored_N).sum().item() for m in u.micro_batches if not m.is_dummy)
-            for u in updates
-        ],
-        dtype=torch.float64,
-        device=device,
-    )
-    sums_U = sum_over_ranks(tokens_U).tolist()
+    assigned = [
+        replace(micro, advantages_N=advantages_N, states=states)
+        for micro, advantages_N, states in zip(real, advantages, with_returns, strict=True)
+    ]
+    updates = _replaced(updates, assigned)
+    tokens_U = [
+        sum(given(_states(m).scored_N).sum().item() for m in u.micro_batches if not m.is_dummy)
+        for u in updates
+    ]
+    sums_U = sum_over_ranks(torch.tensor(tokens_U, dtype=torch.float64, device=device)).tolist()
     return [replace(update, num_scored_tokens=total) for update, total in zip(updates, sums_U, strict=True)]
 
 
@@ -218,7 +201,6 @@ def _scores(
 def _with_turns(
     batch: Sequence[TrainingSample], by_token: Sequence[Float64Array], micro: MicroBatch, device: torch.device
 ) -> MicroBatch:
-    """Return the micro-batch with the advantages of its sequences' tokens."""
     values = [
         by_token[i][np.ones(len(by_token[i]), bool) if (t := batch[i].trained_T) is None else t]
         for i in micro.indices
@@ -287,9 +269,7 @@ def advantages_of_turns(
     step: int,
 ) -> list[Float64Array]:
     """Return [T] advantages of each sequence's tokens, by `environment.advantage`; tokens outside of turns get 0.
-
-    advantages_C: of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the samples.
-    """
+    advantages_C: of whole samples. scores: [C, 2 + F] group id, β·ΣKL and rewards of the samples."""
     rewards: list[list[float]] = [[] for _ in advantages_C]
     for sample, sequence in zip(samples_S.tolist(), batch, strict=True):
         rewards[sample] += [turn.reward for turn in sequence.row.turns] if sequence.row is not None else []

@@ -21,13 +21,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.learner.advantages.gae import value_losses
+from paceline.learner.advantages import value_losses
 from paceline.learner.batch.samples import PackedBatch, TrainingSample, pack_samples
 from paceline.learner.collectives import sum_over_ranks
 from paceline.learner.model.policy import load_reward_model
-from paceline.learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
-from paceline.learner.step.optimizer import make_optimizer, set_learning_rate
-from paceline.learner.step.update import MicroBatch, States, Update
+from paceline.learner.step.optimizer import (
+    clip_gradients,
+    gradient_norm,
+    make_optimizer,
+    set_gradient_sync,
+    set_learning_rate,
+)
+from paceline.learner.step.plan import MicroBatch, States, Update, given
 from paceline.spec import RunSpec
 
 ROUNDING = 1e-12
@@ -52,16 +57,11 @@ class Critic:
     def with_states(self, batch: Sequence[TrainingSample], updates: Sequence[Update]) -> list[Update]:
         """Begin a step: return its updates with the value of every state."""
         self._sums, self._norms = {}, []
-        return [
-            replace(
-                update,
-                micro_batches=tuple(
-                    replace(micro, states=self._states_of([batch[i] for i in micro.indices]))
-                    for micro in update.micro_batches
-                ),
-            )
-            for update in updates
-        ]
+
+        def with_states(micro: MicroBatch) -> MicroBatch:
+            return replace(micro, states=self._states_of([batch[i] for i in micro.indices]))
+
+        return [replace(u, micro_batches=tuple(map(with_states, u.micro_batches))) for u in updates]
 
     def accumulate(self, update: Update, micro: MicroBatch, scale: float, *, is_last: bool) -> None:
         """Run one micro-batch forward and backward; the value loss is the mean over the update's scored tokens, times `scale`
@@ -74,7 +74,7 @@ class Critic:
             (values_N.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
             return
         old_N = states.values_M[states.before_token_M]
-        returns_N, scored_N = _given(states.returns_N), _given(states.scored_N)
+        returns_N, scored_N = given(states.returns_N), given(states.scored_N)
         losses_N, clipped_N = value_losses(values_N, old_N, returns_N, self._spec.value.cliprange)
         losses_N = losses_N.masked_fill(~scored_N, 0.0)
         loss = losses_N.sum() / max(update.num_scored_tokens, 1.0)
@@ -151,9 +151,3 @@ def _pack_states(sequences: Sequence[TrainingSample], device: torch.device) -> t
     ]
     before_M = np.concatenate([np.arange(len(s.completion_ids)) < len(s.completion_ids) - 1 for s in longer])
     return pack_samples(longer, device), torch.from_numpy(before_M).to(device)
-
-
-def _given(values_N: Tensor | None) -> Tensor:
-    if values_N is None:
-        raise ValueError("the micro-batch has no returns; its advantages were not assigned")
-    return values_N

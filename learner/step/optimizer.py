@@ -1,14 +1,5 @@
-"""AdamW and the learning rate over steps.
-
-Promise: the learning rate is a function of the step alone, so a restart needs no scheduler state.
-
-AdamW that updates a part of a parameter at a time: for moments that are bfloat16, or in the host's memory, between two updates.
-
-The arithmetic is float32 on the parameter's device, and no copy of a whole moment exists there. Moments in bfloat16 are rounded
-stochastically: to nearest, a second moment with β₂ = 0.999 would never fall, because a change of 0.1 % is less than half of
-bfloat16's last place. The random bits follow from the number of the update and the parameter's index, so a run that is resumed or
-replayed gets the same ones.
-"""
+"""Gradients between the backward pass and the optimizer (reduction over ranks, norm, clipping), AdamW, and the learning rate over
+steps, a function of the step alone, so that a restart needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -18,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from paceline.spec import OptimizerSection, SchedulerSection
 
@@ -44,7 +37,6 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerSection) -> torch.op
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give all parameter groups this rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -104,12 +96,18 @@ def _half_cosine(x: float) -> float:
 
 PART_NUMEL = 1 << 22
 """Elements of a parameter that are updated at a time."""
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class PartwiseAdamW(torch.optim.AdamW):
-    """torch's AdamW with another `step`. Its state has the same entries, so checkpoints have the same form."""
+    """torch's AdamW that updates a part of a parameter at a time, for moments that are bfloat16, or in the host's memory between
+    two updates. Its state has the same entries, so checkpoints have the same form.
+
+    The arithmetic is float32 on the parameter's device, and no copy of a whole moment exists there. Moments in bfloat16 are rounded
+    stochastically: to nearest, a second moment with β₂ = 0.999 would never fall, because a change of 0.1 % is less than half of
+    bfloat16's last place. The random bits follow from the number of the update and the parameter's index, so a run that is resumed
+    or replayed gets the same ones.
+    """
 
     def __init__(
         self, params: Any, *, moment_dtype: torch.dtype, on_host: bool = False, **options: Any
@@ -120,7 +118,6 @@ class PartwiseAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
         if closure is not None:
             raise ValueError("an update has no closure here")
         index = 0
@@ -192,10 +189,9 @@ def _update_part(
 
 
 def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Return float32 `values` in bfloat16, each rounded up or down by chance so that its expectation is the value.
-
-    A bfloat16 is the upper half of a float32: a random number below 2¹⁶ is added to the lower half, which is then cut off.
-    """
+    """Return float32 `values` in bfloat16, each rounded up or down by chance so that its expectation is the value. A
+    bfloat16 is the upper half of a float32: a random number below 2¹⁶ is added to the lower half, which is then cut
+    off."""
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
     return (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
@@ -203,3 +199,27 @@ def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def set_gradient_sync(model: nn.Module, device: torch.device, is_last: bool) -> None:
+    """Set up the backward pass of a micro-batch. On CPUs, gradients are reduced and parameters freed once per update, because
+    each collective costs more than the memory that it saves; on GPUs every backward pass reduces, so that no rank holds a
+    full gradient."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(is_last)
+        if device.type == "cpu":
+            model.set_requires_gradient_sync(is_last)
+            model.set_reshard_after_backward(is_last)
+
+
+def gradient_norm(model: nn.Module) -> float:
+    """Return the global norm; the same number on every rank, so every rank takes the same branch on it."""
+    norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+
+
+def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
+    """Scale the gradients, whose global norm is `norm`, to at most `max_norm`."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    if parameters:
+        clip_grads_with_norm_(parameters, max_norm, torch.tensor(norm, device=parameters[0].device))

@@ -1,26 +1,97 @@
-"""The plan of a step: the sequences of each update and of each micro-batch, as many micro-batches on all ranks.
+"""The plan of a step: the sequences of each update and of each micro-batch, as many micro-batches on all ranks. An update is an
+immutable value, which each phase of a step returns anew (`paceline.learner.step`).
 
 Promise: a group's update is the same whatever rank its sequences are on; every rank has as many micro-batches for an update as
 the others, with dummies of zero weight where it has nothing left; an update's counts are those of the global batch.
+
+Packing depends on lengths (and costs) alone, so a replayed step is packed as it was the first time.
 
 All ranks call `plan_updates` and `batch_metrics` together, each with its own part of the batch. Suffix U is the updates, M the
 micro-batches of one, N the tokens.
 """
 
 from __future__ import annotations
-
 from collections.abc import Sequence
-
+from dataclasses import dataclass
+from paceline.learner.batch.samples import PackedBatch
+from paceline.learner.batch.samples import TrainingSample
+from paceline.learner.batch.samples import pack_samples
+from paceline.learner.collectives import max_over_ranks
+from paceline.learner.collectives import sum_over_ranks
+from paceline.learner.collectives import union_over_ranks
+from paceline.learner.collectives import world_size
+from paceline.learner.objectives.base import Denominators
+from paceline.learner.objectives.base import Objective
+from paceline.models.shape import ModelShape
+from paceline.models.shape import training_flops
+from paceline.spec import RunSpec
+from torch import Tensor
 import numpy as np
 import torch
 
-from paceline.learner.batch.packing import pack, pack_evenly, pack_whole
-from paceline.learner.batch.samples import TrainingSample, pack_samples
-from paceline.learner.collectives import max_over_ranks, sum_over_ranks, union_over_ranks, world_size
-from paceline.learner.objectives.base import Denominators, Objective
-from paceline.learner.step.update import MicroBatch, Update
-from paceline.models.shape import ModelShape, training_flops
-from paceline.spec import RunSpec
+
+@dataclass(frozen=True)
+class FrozenLogprobs:
+    """Log-probabilities by the policies that do not move during a step, in nats; None where they are not needed."""
+
+    proximal_N: Tensor | None = None
+    """log π_prox."""
+    reference_N: Tensor | None = None
+    """log π_ref, of the policy as it was or of a teacher."""
+
+
+@dataclass(frozen=True)
+class States:
+    """States of a micro-batch with the value model's values and its targets (M states, see `paceline.learner.step.critic`)."""
+
+    packed: PackedBatch
+    before_token_M: Tensor
+    """True for the states before a token, False for the one after a sequence's last."""
+    values_M: Tensor
+    """Values at the start of the step."""
+    returns_N: Tensor | None = None
+    """Targets of the value model; None for a dummy."""
+    scored_N: Tensor | None = None
+    """False for tokens of sequences without a reward: they train nothing. None for a dummy."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass of a rank."""
+
+    packed: PackedBatch
+    indices: tuple[int, ...] = ()
+    """Index in this rank's batch of each sequence in `packed`."""
+    is_dummy: bool = False
+    ages_N: Tensor | None = None
+    """Steps between the version that sampled the token and this step; None for supervised data."""
+    frozen: FrozenLogprobs = FrozenLogprobs()
+    advantages_N: Tensor | None = None
+    """None before `with_advantages`, and for supervised data."""
+    states: States | None = None
+    """None without a value model."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update of a rank, with the counts of the whole update."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    denominators: Denominators
+    m2_limit: float | None = None
+    """`TokenArrays.m2_limit`."""
+    batch_kl: float | None = None
+    """`TokenArrays.batch_kl`."""
+    num_scored_tokens: float = 0.0
+    """Tokens of sequences with a reward, on all ranks: the value loss is their mean. 0 without a value model."""
+
+
+def given(values_N: Tensor | None) -> Tensor:
+    """Return the values. Raises ValueError where an earlier phase of the step has not added them."""
+    if values_N is None:
+        raise ValueError("this micro-batch lacks values that an earlier phase of the step adds")
+    return values_N
+
 
 EVEN_COST_TOKENS = 32_768
 """Length from which sequences are packed by cost too: attention's part of it is about two fifths there for 8B parameters."""
@@ -50,49 +121,44 @@ def plan_updates(
         else:
             packed = pack(lengths, budget_tokens)
         indices_UM.append([tuple(part[i] for i in indices) for indices in packed])
-    sizes_U2 = torch.tensor(
-        [
-            (len(m), max((batch[i].num_row_tokens for i in p), default=0))
-            for p, m in zip(parts, indices_UM, strict=True)
-        ],
-        device=device,
-    )
-    passes_U, longest_U = max_over_ranks(sizes_U2).T.tolist()
+    sizes_U2 = [
+        (len(m), max((batch[i].num_row_tokens for i in p), default=0))
+        for p, m in zip(parts, indices_UM, strict=True)
+    ]
+    passes_U, longest_U = max_over_ranks(torch.tensor(sizes_U2, device=device)).T.tolist()
     if shape is not None and not objective.keeps_prompts_whole:
         for u, (part, passes, longest) in enumerate(zip(parts, passes_U, longest_U, strict=True)):
             if EVEN_COST_TOKENS <= longest <= spec.policy.row_tokens / ROOM_FOR_EVEN_COST:
                 indices_UM[u] = _of_even_cost([(i, batch[i]) for i in part], spec, shape, passes)
-    counts_U4 = torch.tensor(
-        [
-            (
-                sum(batch[i].num_trained_tokens for i in p),
-                sum(batch[i].counts for i in p),
-                len(m),
-                len({batch[i].group_id for i in p}),
-            )
-            for p, m in zip(parts, indices_UM, strict=True)
-        ],
-        device=device,
-    )
-    updates = []
-    for indices_M, passes, (tokens, sequences, num_micro_batches, prompts) in zip(
-        indices_UM, passes_U, sum_over_ranks(counts_U4).tolist(), strict=True
-    ):
-        packed_M = [pack_samples([batch[i] for i in indices], device) for indices in indices_M]
+    counts_U4 = [
+        (
+            sum(batch[i].num_trained_tokens for i in p),
+            sum(batch[i].counts for i in p),
+            len(m),
+            len({batch[i].group_id for i in p}),
+        )
+        for p, m in zip(parts, indices_UM, strict=True)
+    ]
+    totals_U4 = sum_over_ranks(torch.tensor(counts_U4, device=device)).tolist()
+    updates: list[Update] = []
+    max_tokens = spec.policy.generation.max_new_tokens
+    for indices_M, passes, totals in zip(indices_UM, passes_U, totals_U4, strict=True):
         micro_batches = [
-            MicroBatch(
-                packed, indices, ages_N=None if packed.versions_N is None else step - packed.versions_N
-            )
-            for packed, indices in zip(packed_M, indices_M, strict=True)
+            _micro_batch([batch[i] for i in indices], indices, step, device) for indices in indices_M
         ]
         micro_batches += [_dummy(objective, device) for _ in range(max(passes, 1) - len(micro_batches))]
-        max_tokens = spec.policy.generation.max_new_tokens
-        updates.append(
-            Update(
-                tuple(micro_batches), Denominators(tokens, sequences, max_tokens, num_micro_batches, prompts)
-            )
-        )
+        tokens, sequences, filled, prompts = totals
+        denominators = Denominators(tokens, sequences, max_tokens, filled, prompts)
+        updates.append(Update(tuple(micro_batches), denominators))
     return updates
+
+
+def _micro_batch(
+    samples: Sequence[TrainingSample], indices: tuple[int, ...], step: int, device: torch.device
+) -> MicroBatch:
+    packed = pack_samples(samples, device)
+    ages_N = None if packed.versions_N is None else step - packed.versions_N
+    return MicroBatch(packed, indices, ages_N=ages_N)
 
 
 def batch_metrics(
@@ -106,11 +172,8 @@ def batch_metrics(
     """Return metrics of the batch: its size, the fill of its micro-batches, the operations that training it takes, the age of
     its tokens, and the share of the tokens whose advantage is 0 (1 where nothing trains)."""
     micro_batches = [micro for update in updates for micro in update.micro_batches]
-    versions = [
-        s.versions_T if s.row is None else s.versions_T[s.versions_T >= 0]
-        for s in batch
-        if s.versions_T is not None
-    ]
+    known = [(s.versions_T, s.row is None) for s in batch if s.versions_T is not None]
+    versions = [versions_T if whole else versions_T[versions_T >= 0] for versions_T, whole in known]
     ages = step - np.concatenate(versions) if versions else np.zeros(0)
     advantages = [m.advantages_N for m in micro_batches if m.advantages_N is not None and not m.is_dummy]
     sums = [
@@ -163,7 +226,6 @@ def _flops(micro: MicroBatch, spec: RunSpec, shape: ModelShape | None) -> float:
 def _update_indices(
     batch: Sequence[TrainingSample], num_updates: int, device: torch.device
 ) -> list[list[int]]:
-    """Return the indices of each update's samples in the batch."""
     group_ids = union_over_ranks([s.group_id for s in batch], device)
     update_of = {group_id: i * num_updates // len(group_ids) for i, group_id in enumerate(group_ids)}
     return [[i for i, s in enumerate(batch) if update_of[s.group_id] == u] for u in range(num_updates)]
@@ -172,3 +234,68 @@ def _update_indices(
 def _dummy(objective: Objective, device: torch.device) -> MicroBatch:
     packed = pack_samples(objective.dummy(), device)
     return MicroBatch(packed, is_dummy=True, ages_N=packed.versions_N)
+
+
+def pack_whole(lengths: Sequence[int], unit_ids: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """Pack as `pack`, but keep items with the same unit id (a prompt's completions) together, in input order."""
+    units: dict[int, list[int]] = {}
+    for index, unit in enumerate(unit_ids):
+        if lengths[index] > 0:
+            units.setdefault(unit, []).append(index)
+    members = list(units.values())
+    packed = pack([sum(lengths[i] for i in unit) for unit in members], budget_tokens)
+    return [[i for unit in micro_batch for i in members[unit]] for micro_batch in packed]
+
+
+def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """Return index lists whose lengths add up to at most `budget_tokens`: first fit, longest first.
+
+    First-fit decreasing needs at most 11/9 of the fewest possible micro-batches plus one (Johnson 1973). Within a
+    micro-batch the indices go from long to short (equal lengths in input order), so equal lengths are neighbours,
+    so that attention can run on them as one dense tensor. A sequence longer than the budget is alone in its
+    micro-batch; an empty one (length 0) is in none.
+    """
+    if budget_tokens <= 0:
+        raise ValueError(f"budget_tokens is {budget_tokens}; it must be positive")
+    longest_first = sorted((i for i, n in enumerate(lengths) if n > 0), key=lambda i: (-lengths[i], i))
+    bins: list[list[int]] = []
+    room_tokens: list[int] = []
+    first_open = 0  # bins before this one cannot take even the shortest sequence
+    shortest = lengths[longest_first[-1]] if longest_first else 0
+    for index in longest_first:
+        length = lengths[index]
+        while first_open < len(bins) and room_tokens[first_open] < shortest:
+            first_open += 1
+        for b in range(first_open, len(bins)):
+            if room_tokens[b] >= length:
+                bins[b].append(index)
+                room_tokens[b] -= length
+                break
+        else:
+            bins.append([index])
+            room_tokens.append(budget_tokens - length)
+    return bins
+
+
+def pack_evenly(
+    lengths: Sequence[int], costs: Sequence[float], budget_tokens: int, num_micro_batches: int
+) -> list[list[int]]:
+    """Return index lists as `pack`, at most `num_micro_batches`, of about equal cost, from the highest to the lowest.
+
+    Longest processing time first (Graham 1969): the costliest sequence that is left goes to the micro-batch of the lowest cost
+    that has room. Where that finds no room for one, the lists are those of `pack`, which need not be as even.
+    """
+    longest_first = sorted((i for i, n in enumerate(lengths) if n > 0), key=lambda i: (-lengths[i], i))
+    bins: list[list[int]] = [[] for _ in range(num_micro_batches)]
+    room_tokens, cost_of = [budget_tokens] * num_micro_batches, [0.0] * num_micro_batches
+    for index in longest_first:
+        fitting = [b for b in range(num_micro_batches) if room_tokens[b] >= lengths[index] or not bins[b]]
+        if not fitting:
+            bins = pack(lengths, budget_tokens)
+            break
+        chosen = min(fitting, key=lambda b: (cost_of[b], b))
+        bins[chosen].append(index)
+        room_tokens[chosen] -= lengths[index]
+        cost_of[chosen] += costs[index]
+    filled = [indices for indices in bins if indices]
+    return sorted(filled, key=lambda indices: (-sum(costs[i] for i in indices), indices))

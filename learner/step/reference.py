@@ -1,4 +1,5 @@
-"""The reference of a run, π_ref or a teacher: one interface to its log-probabilities, wherever they are computed.
+"""The reference of a run, π_ref or a teacher: one interface to its log-probabilities, wherever they are computed; and the phase of
+a step that asks the frozen policies.
 
 `reference_of` chooses: a model in the learner that computes them in every step; the reward pool, whose log-probabilities come
 with the batch; or a precomputation over the whole data set before training (`dpo.precompute`, `kto.precompute`).
@@ -12,6 +13,7 @@ All ranks make each call together.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,12 +23,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from paceline.data.tokens import check_same_tokenizer
-from paceline.learner.batch.examples import ExampleSource, RowPair
-from paceline.learner.batch.packing import pack
 from paceline.learner.batch.samples import PackedBatch, PreferenceLabel, TrainingSample, pack_samples
-from paceline.learner.collectives import max_over_ranks, rows_of_all_ranks, world_size
+from paceline.learner.collectives import max_over_ranks, rows_of_all_ranks, sum_over_ranks, world_size
 from paceline.learner.model.adapter import adapter_off
 from paceline.learner.model.policy import load_reference, packed_logprobs
+from paceline.learner.objectives.corrections import m2_limit_of, second_moments
+from paceline.learner.objectives.examples import ExampleSource, RowPair
+from paceline.learner.step.plan import FrozenLogprobs, MicroBatch, Update, given, pack
 from paceline.spec import RunSpec
 
 BLOCK_ROWS = 1024
@@ -109,17 +112,12 @@ class PrecomputedReference(Reference):
         return math.fsum(label.reference_logprob or 0.0 for label in packed.labels_S)
 
     def _sums(self, reference: LocalReference, sequences: list[TrainingSample]) -> np.ndarray:
-        """Return [S] the sum of each sequence; every rank makes as many passes as the rank with the most micro-batches."""
-        micro_batches = pack([s.num_row_tokens for s in sequences], self._policy.row_tokens)
         sums_S = np.zeros(len(sequences))
-        passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=self._device)).item())
-        for i in range(passes):
-            indices = micro_batches[i] if i < len(micro_batches) else []
-            packed = pack_samples([sequences[index] for index in indices] or [_dummy()], self._device)
-            logprobs_N = reference.logprobs(packed)
-            totals_S = logprobs_N.new_zeros(len(packed.group_ids_S)).index_add(
-                0, packed.sequence_N, logprobs_N
-            )
+        for indices, packed, logprobs_N in _passes(
+            reference, sequences, self._policy.row_tokens, self._device
+        ):
+            zeros_S = logprobs_N.new_zeros(len(packed.group_ids_S))
+            totals_S = zeros_S.index_add(0, packed.sequence_N, logprobs_N)
             sums_S[indices] = totals_S.tolist()[: len(indices)]
         return sums_S
 
@@ -170,17 +168,25 @@ class AskedBehaviour(Reference):
         return self._kl_reference.logprobs(packed)
 
     def _ask(self, reference: LocalReference, samples: list[TrainingSample]) -> list[Tensor]:
-        """Return [T] float64 log μ of each sample; every rank makes as many passes as the rank with the most micro-batches."""
-        micro_batches = pack([s.num_row_tokens for s in samples], self._policy.row_tokens)
-        passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=self._device)).item())
+        """Return [T] float64 log μ of each sample."""
         found = [torch.zeros(0, dtype=torch.float64, device=self._device) for _ in samples]
-        for i in range(passes):
-            indices = micro_batches[i] if i < len(micro_batches) else []
-            packed = pack_samples([samples[index] for index in indices] or [_dummy()], self._device)
-            logprobs_N = reference.logprobs(packed).double()
+        for indices, packed, logprobs_N in _passes(reference, samples, self._policy.row_tokens, self._device):
             for place, index in enumerate(indices):
-                found[index] = logprobs_N[packed.sequence_N == place]
+                found[index] = logprobs_N.double()[packed.sequence_N == place]
         return found
+
+
+def _passes(
+    reference: LocalReference, samples: list[TrainingSample], row_tokens: int, device: torch.device
+) -> Iterator[tuple[list[int], PackedBatch, Tensor]]:
+    """Yield (indices of the samples, their batch, [N] log π_ref) of each pass; every rank makes as many passes as the rank with the
+    most micro-batches."""
+    micro_batches = pack([s.num_row_tokens for s in samples], row_tokens)
+    passes = int(max_over_ranks(torch.tensor([len(micro_batches)], device=device)).item())
+    for i in range(passes):
+        indices = micro_batches[i] if i < len(micro_batches) else []
+        packed = pack_samples([samples[index] for index in indices] or [_dummy()], device)
+        yield indices, packed, reference.logprobs(packed)
 
 
 def reference_of(
@@ -204,20 +210,54 @@ def _frozen_reference(
     frozen = spec.frozen_policy
     if frozen is None:
         return Reference()
-    model = policy
     if spec.has_teacher:
         check_same_tokenizer(spec.policy, frozen)
-        model = load_reference(frozen, device)
-    elif not spec.policy.lora_cfg.enabled:
-        model = load_reference(frozen, device)
+    separate = spec.has_teacher or not spec.policy.lora_cfg.enabled
+    model = load_reference(frozen, device) if separate else policy
     return LocalReference(model, temperature, spec.policy.logprob_chunk_tokens)
 
 
 def _shard(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _dummy() -> TrainingSample:
     zero = np.zeros(1, np.int32)
     return TrainingSample(-1, zero, zero, label=PreferenceLabel(True))
+
+
+@torch.no_grad()
+def with_frozen_logprobs(
+    updates: Sequence[Update],
+    spec: RunSpec,
+    current: Callable[[PackedBatch], tuple[Tensor, Tensor]],
+    reference: Reference,
+) -> list[Update]:
+    """Return the updates with the frozen log-probabilities of each micro-batch: log π_prox, which is `current` before
+    the first update, where the step needs it; log π_ref where each token needs it."""
+
+    def with_frozen(micro: MicroBatch) -> MicroBatch:
+        proximal_N = current(micro.packed)[0] if _needs_proximal(spec) else None
+        return replace(micro, frozen=FrozenLogprobs(proximal_N, reference.logprobs(micro.packed)))
+
+    return [replace(u, micro_batches=tuple(map(with_frozen, u.micro_batches))) for u in updates]
+
+
+def with_m2_limit(updates: Sequence[Update], spec: RunSpec, device: torch.device) -> list[Update]:
+    """Return the updates with M2PO's limit, found over the tokens of all of them on all ranks."""
+    if not (spec.samples or spec.trains_traces) or spec.loss_fn.m2_threshold is None:
+        return list(updates)
+    micro_batches = [m for update in updates for m in update.micro_batches if not m.is_dummy]
+    log_rhos = [given(m.frozen.proximal_N) - given(m.packed.behaviour_N) for m in micro_batches]
+    moments_N = torch.cat([torch.zeros(0, device=device), *map(second_moments, log_rhos)])
+    limit = m2_limit_of(moments_N, spec.loss_fn.m2_threshold, sum_over_ranks)
+    return [replace(update, m2_limit=limit) for update in updates]
+
+
+def _needs_proximal(spec: RunSpec) -> bool:
+    """Return whether log π_prox differs from log π in the step, or is needed before the loss."""
+    loss_fn = spec.loss_fn
+    several = spec.policy.num_updates_per_step > 1 and loss_fn.proximal_policy == "exact"
+    return (spec.samples or spec.trains_traces) and (
+        several or loss_fn.m2_threshold is not None or loss_fn.use_kl_in_reward
+    )

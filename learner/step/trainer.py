@@ -7,18 +7,6 @@ All ranks call `train_step` together, each with its own part of the batch (which
 this order: the phases of `paceline.learner.step`; then for each update every rank runs the same number of forward and backward
 passes (a rank with fewer micro-batches adds dummies of zero weight, because under FSDP each pass is a collective), agrees
 on sums and gradient norm, and steps. Nothing else in the process may use the default group meanwhile.
-
-Scale of the loss in float16, whose gradients would vanish below 6·10⁻⁸ without one.
-
-Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740): the loss is multiplied by a power of two, and the gradients are
-divided by it. Where a gradient overflows, the scale is halved and the update is computed again, so every sample is trained. After
-UPDATES_TO_DOUBLE updates without an overflow the scale is doubled.
-
-The scale is an entry of the optimizer's first group: checkpoints have it, so a run that is resumed or replayed goes on with it.
-
-Seconds of a step by phase.
-
-Promise: measuring does not slow the step; on CUDA events are recorded in the stream and read once at the end.
 """
 
 from __future__ import annotations
@@ -43,15 +31,18 @@ from paceline.learner.model.policy import compute_dtype, packed_logprobs
 from paceline.learner.objectives import objective_of
 from paceline.learner.objectives.base import LossResult, TokenArrays
 from paceline.learner.step.assign_advantages import with_advantages, with_clipped_advantages
-from paceline.learner.step.comparison import SamplerComparison
 from paceline.learner.step.critic import Critic
-from paceline.learner.step.frozen import with_frozen_logprobs, with_m2_limit
-from paceline.learner.step.gradients import clip_gradients, gradient_norm, set_gradient_sync
-from paceline.learner.step.optimizer import lr_factor, make_optimizer, set_learning_rate
-from paceline.learner.step.plan import batch_metrics, plan_updates
-from paceline.learner.step.reference import LocalReference, reference_of
-from paceline.learner.step.token_statistics import TokenStatistics
-from paceline.learner.step.update import MicroBatch, Update
+from paceline.learner.step.optimizer import (
+    clip_gradients,
+    gradient_norm,
+    lr_factor,
+    make_optimizer,
+    set_gradient_sync,
+    set_learning_rate,
+)
+from paceline.learner.step.plan import MicroBatch, Update, batch_metrics, plan_updates
+from paceline.learner.step.reference import LocalReference, reference_of, with_frozen_logprobs, with_m2_limit
+from paceline.learner.step.token_statistics import SamplerComparison, TokenStatistics
 from paceline.models.shape import shape_of
 from paceline.spec import RunSpec
 
@@ -86,10 +77,9 @@ class Trainer:
     def train_step(self, batch: Sequence[TrainingSample], step: int) -> dict[str, float]:
         """Train this rank's part of the batch of `step`; return metrics of the global batch, equal on all ranks.
 
-        Raises:
-            NonFiniteLoss: loss or gradient norm is NaN or infinite. Raised on every rank, the optimizer untouched by
-                that update and the gradients cleared; earlier updates of the same step stay. With
-                policy.skip_non_finite_updates it is left in `skipped` instead, and the step goes on.
+        Raises NonFiniteLoss where loss or gradient norm is NaN or infinite, on every rank, the optimizer untouched by that update
+        and the gradients cleared; earlier updates of the same step stay. With policy.skip_non_finite_updates it is left in
+        `skipped` instead, and the step goes on.
         """
         started_s = time.perf_counter()
         watch = Stopwatch(self.device)
@@ -98,12 +88,9 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         trained = [sample for sample in batch if not sample.is_mismatched]
         num_updates = self.spec.policy.num_updates_per_step
-        updates = plan_updates(
-            trained, step, self.spec, self.objective, self.device, num_updates, self._shape
-        )
-        with watch.measure(
-            "frozen_s"
-        ):  # the metric has all of it: frozen policies, advantages, the value model, limit and KL
+        run = self.spec, self.objective, self.device
+        updates = plan_updates(trained, step, *run, num_updates, self._shape)
+        with watch.measure("frozen_s"):  # all of it: frozen policies, advantages, value model, limit and KL
             updates = with_frozen_logprobs(updates, self.spec, self._logprobs, self.reference)
             updates = with_advantages(trained, updates, self.spec, self.device, self.critic, step)
             updates, largest = with_clipped_advantages(updates, self.spec, self.device)
@@ -126,7 +113,7 @@ class Trainer:
             with watch.measure("optimizer_s"):
                 if self.critic is not None:
                     self.critic.step(factor)
-                if step >= self._first_policy_step:
+                if self.critic is None or step >= self.spec.value.policy_training_start_step:
                     self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
             for name, value in update_sums.items():
@@ -180,10 +167,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, held_out: Sequence[TrainingSample]) -> dict[str, float]:
-        """Measure the objective on held-out examples, and return metrics as of a step, equal on all ranks.
-
-        All ranks call it together, each with its share of the examples. No state changes, no random number is drawn.
-        """
+        """Measure the objective on held-out examples, and return metrics as of a step, equal on all ranks. All ranks
+        call it together, each with its share of the examples. No state changes, no random number is drawn."""
         measured = [sample for sample in held_out if not sample.is_mismatched]
         updates = plan_updates(measured, 0, self.spec, self.objective, self.device, num_updates=1)
         self.model.train(False)  # an adapter may drop inputs while it is trained
@@ -200,10 +185,6 @@ class Trainer:
                 module.reshard()  # without a backward pass nothing else does, and checkpoints read shards
         metrics = {"loss": sums["loss"], "sequences": float(update.denominators.sequences)}
         return {**metrics, **self.objective.metrics({**sums, **self._batch_kl(updates)})}
-
-    @property
-    def _first_policy_step(self) -> int:
-        return 0 if self.critic is None else self.spec.value.policy_training_start_step
 
     @torch.no_grad()
     def _with_batch_kl(self, updates: Sequence[Update], batch: Sequence[TrainingSample]) -> list[Update]:
@@ -247,9 +228,8 @@ class Trainer:
         """Run every micro-batch forward and backward; afterwards the gradients are those of the global batch, times the scale."""
         results = []
         comparison, self.comparison = self.comparison, None  # later updates start from other weights
-        scale = (
-            self.world_size * self._loss_scale.factor
-        )  # FSDP averages gradients over ranks, the loss is a sum
+        # FSDP averages gradients over ranks, the loss is a sum.
+        scale = self.world_size * self._loss_scale.factor
         for i, micro in enumerate(update.micro_batches):
             is_last = i == len(update.micro_batches) - 1
             set_gradient_sync(self.model, self.device, is_last)
@@ -295,11 +275,8 @@ class Trainer:
         result = self.objective.loss(tokens, micro.packed, update.denominators)
         if not micro.is_dummy:
             return result
-        return LossResult(
-            result.loss * 0.0,
-            {name: torch.zeros_like(value) for name, value in result.sums.items()},
-            result.token_losses_N,
-        )
+        zeros = {name: torch.zeros_like(value) for name, value in result.sums.items()}
+        return replace(result, loss=result.loss * 0.0, sums=zeros)
 
     def _logprobs(self, packed: PackedBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         return packed_logprobs(
@@ -311,20 +288,13 @@ class Trainer:
         )
 
     def _sum_metrics(self, results: Sequence[LossResult]) -> dict[str, float]:
-        """Return the metric sums over micro-batches and ranks."""
         names = list(results[0].sums)
-        totals = torch.stack(
-            [torch.stack([result.sums[name].double() for name in names]) for result in results]
-        ).sum(0)
+        sums = [torch.stack([result.sums[name].double() for name in names]) for result in results]
+        totals = torch.stack(sums).sum(0)
         return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
 
     def _non_finite(
-        self,
-        update: Update,
-        results: Sequence[LossResult],
-        loss: float,
-        norm: float,
-        value_norm: float,
+        self, update: Update, results: Sequence[LossResult], loss: float, norm: float, value_norm: float
     ) -> NonFiniteLoss:
         bad_ids: set[int] = set()
         for micro, result in zip(update.micro_batches, results, strict=True):
@@ -334,10 +304,8 @@ class Trainer:
         norms = f"gradient norm {norm}" + ("" if self.critic is None else f", the value model's {value_norm}")
         if group_ids:
             return NonFiniteLoss(f"loss {loss} ({norms}) from groups {group_ids}", tuple(group_ids))
-        everyone = [
-            g for micro in update.micro_batches if not micro.is_dummy for g in micro.packed.group_ids_S
-        ]
-        group_ids = union_over_ranks(everyone, self.device)
+        trained = [m.packed.group_ids_S for m in update.micro_batches if not m.is_dummy]
+        group_ids = union_over_ranks([g for ids in trained for g in ids], self.device)
         return NonFiniteLoss(
             f"loss {loss}, {norms}; every token's loss is finite, the update had groups {group_ids}",
             tuple(group_ids),
@@ -355,7 +323,14 @@ SCALE, UPDATES = "loss_scale", "updates_at_loss_scale"
 
 
 class LossScale:
-    """The scale of one optimizer's loss; 1 for other types than float16. All ranks call it alike."""
+    """The scale of one optimizer's loss in float16, whose gradients would vanish below 6·10⁻⁸ without one; 1 for other types. All
+    ranks call it alike.
+
+    Dynamic loss scaling (Micikevicius et al. 2018, arXiv 1710.03740): the loss is multiplied by a power of two, and the gradients
+    are divided by it. Where a gradient overflows, the scale is halved and the update is computed again, so every sample is trained.
+    After UPDATES_TO_DOUBLE updates without an overflow it is doubled. It is an entry of the optimizer's first group: checkpoints
+    have it, so a run that is resumed or replayed goes on with it.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
         self._optimizer = optimizer
@@ -365,7 +340,6 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """What the loss is multiplied by."""
         return float(self._optimizer.param_groups[0][SCALE]) if self.is_dynamic else 1.0
 
     def divide(self, models: Iterable[nn.Module]) -> None:
@@ -397,7 +371,7 @@ class LossScale:
 
 
 class Stopwatch:
-    """Sums of the seconds spent in named phases on one device."""
+    """Sums of the seconds spent in named phases on one device, on CUDA from events in the stream, which are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

@@ -7,16 +7,11 @@ sequence and reads back one flag per sequence.
 Promise: a sequence's tokens are those that it would get alone.
 
 The last token of a sequence has no keys and values yet: it is the input of the next step. So the cache holds `total` - 1
-positions, and after a change of weights only those have to be computed again.
+positions, and after a change of weights only those have to be computed again. Requests with equal tokens, as the completions of
+one group, share one prefill pass also when they join at different times (`PromptCache`); it is cleared when the weights change.
 
-Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V vocabulary.
-
-Keys, values and next-token logits of prompts that were computed lately, under the current version of the weights.
-
-So requests with equal tokens, as the completions of one group, share one prefill pass also when they join the batch at
-different times. Everything is forgotten when the weights change, so no entry is from another version.
-
-Axis suffixes: H key-value heads, T tokens of a prompt, D head size, V vocabulary.
+Axis suffixes: S slots, R slots in use, T tokens of a padded prompt, L tokens of a sequence, K stop tokens, V vocabulary,
+H key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -39,7 +34,6 @@ from paceline.rollout.stop_strings import StopScanner
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass, which bound its activations. A single longer prompt is computed whole."""
-
 TOTAL, PROMPT, LIMIT, MIN_TOTAL, SEED, TOP_K = range(6)
 TEMPERATURE, TOP_P, MIN_P, PENALTY = range(4)
 
@@ -72,18 +66,10 @@ class RunningSequence:
 
     @property
     def prompt_length(self) -> int:
-        """P."""
         return len(self.request.prompt_ids)
 
     def known_ids(self) -> IntArray:
-        """Return prompt and prefix: the tokens that it joins with."""
-        prefix = self.request.prefix
-        ids = (
-            self.request.prompt_ids
-            if prefix is None
-            else np.concatenate([self.request.prompt_ids, prefix.token_ids])
-        )
-        return np.asarray(ids, np.int32)
+        return np.asarray(self.request.known_ids, np.int32)
 
     def add_span(self, version: Version, num_tokens: int) -> None:
         """Assign to `version` the tokens up to `num_tokens` of the completion that no span has yet."""
@@ -123,7 +109,6 @@ class DecodeBatch:
 
     @property
     def num_free(self) -> int:
-        """Sequences that can join."""
         return self.num_slots - len(self.sequences)
 
     def add(self, sequences: Sequence[RunningSequence]) -> list[Ended]:
@@ -163,9 +148,7 @@ class DecodeBatch:
 
     def watched(self) -> list[Ended]:
         """Return the completion so far of each sequence with a progress callback; none leaves."""
-        watched = [
-            index for index, sequence in enumerate(self.sequences) if sequence.request.on_progress is not None
-        ]
+        watched = [i for i, each in enumerate(self.sequences) if each.request.on_progress is not None]
         return self._read(watched, "abort") if watched else []
 
     def change_version(self, version: Version, recompute_after: int | None) -> None:
@@ -200,13 +183,11 @@ class DecodeBatch:
         )
         for row, (leader, *_), logits_V in zip(leaders, shared, logits_UV, strict=True):
             ids = leader.known_ids()
-            self._prompts.put(
-                ids.tobytes(), PromptState(self._cache.read_row(row, len(ids)), logits_V.clone())
-            )
+            state = PromptState(self._cache.read_row(row, len(ids)), logits_V.clone())
+            self._prompts.put(ids.tobytes(), state)
         self._append(logits_UV if source_R is None else logits_UV[source_R], first, end)
 
     def _restore(self, sequences: list[RunningSequence], state: PromptState) -> None:
-        """Add sequences of one prompt that was computed before."""
         first, end, _ = self._place(sequences)
         self._cache.write_rows(first, end, state.layers_HTD)
         self._append(state.logits_V.expand(end - first, -1), first, end)
@@ -238,18 +219,14 @@ class DecodeBatch:
         counts, floats = [], []
         for sequence, ids in zip(sequences, known, strict=True):
             params, prompt = sequence.request.params, sequence.prompt_length
-            min_total = prompt + params.min_new_tokens
-            counts.append(
-                (len(ids), prompt, sequence.limit, min_total, mix_seed(sequence.request.seed), params.top_k)
-            )
+            min_total, seed = prompt + params.min_new_tokens, mix_seed(sequence.request.seed)
+            counts.append((len(ids), prompt, sequence.limit, min_total, seed, params.top_k))
             floats.append((params.temperature, params.top_p, params.min_p, params.repetition_penalty))
         width = max(self._stops_SK.shape[1], *(len(sequence.stop_ids) for sequence in sequences))
         if width > self._stops_SK.shape[1]:
             added = width - self._stops_SK.shape[1]
             self._stops_SK = torch.nn.functional.pad(self._stops_SK, (0, added), value=-1)
-        stops = [
-            sorted(sequence.stop_ids) + [-1] * (width - len(sequence.stop_ids)) for sequence in sequences
-        ]
+        stops = [sorted(each.stop_ids) + [-1] * (width - len(each.stop_ids)) for each in sequences]
         device = self.model.device
         self._counts[first:end] = torch.tensor(counts, device=device)
         self._floats[first:end] = torch.tensor(floats, device=device)
@@ -257,7 +234,6 @@ class DecodeBatch:
         self._note_masks(sequences)
 
     def _append(self, logits_RV: Tensor, first: int, end: int) -> None:
-        """Sample and store the next token of slots [first, end)."""
         counts, floats = self._counts[first:end], self._floats[first:end]
         total_R = counts[:, TOTAL]
         if self._penalises:
@@ -294,9 +270,8 @@ class DecodeBatch:
         """Return the sequences, by index, whose newest token completes a stop string."""
         for sequence, last_id in zip(self.sequences, last_ids, strict=True):
             scanner, num_tokens = sequence.scanner, self._step - sequence.birth - sequence.prompt_length
-            if (
-                scanner is not None and scanner.num_tokens < num_tokens
-            ):  # those that only see others join have no new token
+            # Those that only see others join have no new token.
+            if scanner is not None and scanner.num_tokens < num_tokens:
                 scanner.push([last_id])
         return [index for index, sequence in enumerate(self.sequences) if sequence.stopped]
 
@@ -326,16 +301,11 @@ class DecodeBatch:
             why = reason or ("stop" if stopped else "length")
             taken = slice(sequence.prompt_length, total)
             # Copies, so that a completion does not keep the arrays of all alive.
-            completions.append(
-                (
-                    sequence,
-                    Completion(ids_L[taken].copy(), logprobs_L[taken].copy(), tuple(sequence.spans), why),
-                )
-            )
+            ids_T, logprobs_T = ids_L[taken].copy(), logprobs_L[taken].copy()
+            completions.append((sequence, Completion(ids_T, logprobs_T, tuple(sequence.spans), why)))
         return completions
 
     def _close_gaps(self, leaving: list[int]) -> None:
-        """Move the last sequences that stay into the slots of those that leave."""
         num_left = len(self.sequences) - len(leaving)
         gone = set(leaving)
         targets = [index for index in sorted(gone) if index < num_left]
@@ -417,13 +387,13 @@ class PromptState:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the tensors."""
         tensors = [self.logits_V, *(tensor for _, *pair in self.layers_HTD for tensor in pair)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class PromptCache:
-    """Entries by the bytes of a prompt's token ids, within `max_bytes`; 0 keeps none."""
+    """Keys, values and next-token logits of prompts that were computed lately under the current weights, by the bytes of the
+    token ids, within `max_bytes`; 0 keeps none."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes

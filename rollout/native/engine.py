@@ -4,11 +4,7 @@ Promise: that of `paceline.rollout.engine.Engine`, and asyncio never waits for a
 callers append to the inbox (`_waiting`, `_aborted`, `_updates`, `_scorings`) under `_wake`, and get their answers through futures on
 their loops. A turn of the thread is: take the inbox, abort, change weights, let requests join, score some given texts, decode one token
 for every sequence. So aborts and new weights wait for one decode step, and new requests for free slots. When an error ends the
-thread, all waiting and later callers get its reason.
-
-Scoring of given texts by the native engine: the ones that wait, padded into one forward pass at a time.
-
-Promise: a text's log-probabilities are those that it would get alone, and a text whose numbers are not finite fails alone.
+thread, all waiting and later callers get its reason. A given text's log-probabilities are those that it would get alone.
 
 Axis suffixes: R texts of a pass, T tokens of the longest.
 """
@@ -32,21 +28,13 @@ from torch import Tensor
 
 from paceline.errors import EngineDied, InvalidInput, Unavailable
 from paceline.groups import Completion, IntArray, Version
-from paceline.rollout.engine import (
-    GenerationRequest,
-    PromptLogprobs,
-    check_prefix,
-    check_prompt_length,
-    check_scored_ids,
-    empty_completion,
-)
+from paceline.rollout.engine import GenerationRequest, PromptLogprobs, check_scored_ids, empty_completion
 from paceline.rollout.native.batch import DecodeBatch, Ended, RunningSequence
 from paceline.rollout.native.model import NativeModel, load_native_model
 from paceline.spec import RunSpec
 from paceline.weights.hosts.host_weights import HostWeights
 
 log = logging.getLogger(__name__)
-
 CLOSE_TIMEOUT_S = 60.0
 """Seconds for which `close` waits for the decode step in progress."""
 
@@ -87,12 +75,10 @@ class NativeEngine:
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch."""
         return len(self._batch.sequences)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not in the batch yet."""
         return len(self._waiting)
 
     @property
@@ -109,11 +95,9 @@ class NativeEngine:
         """See `Engine.ready`: at once."""
 
     async def watch(self) -> None:
-        """See `Engine.watch`."""
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """See `Engine.generate`."""
         sequence = self._sequence_of(request)
         done = 0 if request.prefix is None else len(request.prefix.token_ids)
         if sequence.prompt_length + done >= sequence.limit and request.prefix is not None:
@@ -121,9 +105,7 @@ class NativeEngine:
             return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         with self._wake:
-            self._refuse_if_ended()
-            if self.version is None:
-                raise Unavailable("the engine has no weights yet; call update_weights first")
+            self._refuse_if_unready()
             if request.request_id in self._by_id:
                 raise InvalidInput(f"request_id {request.request_id!r} is in use; give every request its own")
             self._by_id[request.request_id] = sequence
@@ -141,24 +123,19 @@ class NativeEngine:
         check_scored_ids(token_ids, self._model.max_tokens, self._model.vocab_size)
         answer: asyncio.Future[PromptLogprobs] = asyncio.get_running_loop().create_future()
         with self._wake:
-            self._refuse_if_ended()
-            if self.version is None:
-                raise Unavailable("the engine has no weights yet; call update_weights first")
+            self._refuse_if_unready()
             self._scorings.append(Scoring(np.asarray(token_ids, np.int32), answer))
             self._wake.notify()
         return await answer
 
     def abort(self, request_id: str) -> None:
-        """See `Engine.abort`."""
         sequence = self._by_id.get(request_id)
         if sequence is not None:
             self._abort(sequence)
 
     async def update_weights(self, version: Version, weights: Mapping[str, Tensor]) -> float:
-        """See `Engine.update_weights`. The pause is the copy and the recomputation of keys and values.
-
-        Without in-flight updates running sequences are decoded to their end first, which is not part of the pause.
-        """
+        """See `Engine.update_weights`. The pause is the copy and the recomputation of keys and values. Without
+        in-flight updates running sequences are decoded to their end first, which is not part of the pause."""
         if isinstance(weights, HostWeights):
             await asyncio.to_thread(self._prepare, weights)
         await asyncio.to_thread(self._model.check, weights)
@@ -186,22 +163,9 @@ class NativeEngine:
     def _sequence_of(self, request: GenerationRequest) -> RunningSequence:
         """Return the sequence of a request, which was checked for everything that could later fail in the batch. Raises
         InvalidInput."""
-        num_prompt = len(request.prompt_ids)
-        if request.prefix is not None:
-            check_prefix(request.prefix)
-        check_prompt_length(num_prompt, self._model.max_tokens)
-        limit = min(num_prompt + request.params.max_new_tokens, self._model.max_tokens)
+        limit = request.limit(self._model.max_tokens, self._model.vocab_size)
         stop_ids = frozenset((*self._model.stop_token_ids, *request.params.stop_token_ids))
-        sequence = RunningSequence(
-            request, stop_ids, limit, list(request.prefix.spans) if request.prefix else []
-        )
-        token_ids = sequence.known_ids()
-        if token_ids.min() < 0 or token_ids.max() >= self._model.vocab_size:
-            raise InvalidInput(
-                f"prompt and prefix have token ids from {token_ids.min()} to {token_ids.max()}, the model knows 0 to "
-                f"{self._model.vocab_size - 1}; is it the model's own tokenizer?"
-            )
-        return sequence
+        return RunningSequence(request, stop_ids, limit, list(request.prefix.spans) if request.prefix else [])
 
     def _abort(self, sequence: RunningSequence) -> None:
         with self._wake:
@@ -210,6 +174,11 @@ class NativeEngine:
                 # The id is free at once, because a cancelled request may be submitted again under it.
                 self._by_id.pop(sequence.request.request_id, None)
                 self._wake.notify()
+
+    def _refuse_if_unready(self) -> None:
+        self._refuse_if_ended()
+        if self.version is None:
+            raise Unavailable("the engine has no weights yet; call update_weights first")
 
     def _refuse_if_ended(self) -> None:
         if self._error is not None:
@@ -237,12 +206,8 @@ class NativeEngine:
             # No deadline: an idle engine waits for its callers, and close() is one of them.
             self._wake.wait_for(
                 lambda: (
-                    batch.sequences
-                    or self._waiting
-                    or self._aborted
-                    or self._updates
-                    or self._scorings
-                    or self._closing
+                    (batch.sequences or self._closing)
+                    or any((self._waiting, self._aborted, self._updates, self._scorings))
                 )
             )
             if self._closing:
@@ -268,9 +233,7 @@ class NativeEngine:
 
     def _joining(self) -> list[RunningSequence]:
         """Return the requests that join now: as soon as all waiting ones fit, else when an eighth of the batch is free.
-
-        A prefill pass for each single sequence that ends would cost as much as a decode step of the whole batch.
-        """
+        A prefill pass for each single sequence that ends would cost as much as a decode step of the whole batch."""
         free = self._batch.num_free
         with self._wake:
             if free < min(len(self._waiting), max(1, self.max_batch_size // 8)):
@@ -292,12 +255,8 @@ class NativeEngine:
                 if self._by_id.get(sequence.request.request_id) is sequence:
                     del self._by_id[sequence.request.request_id]
                 broken = not np.isfinite(completion.logprobs).all()
-                answers.append(
-                    (
-                        self._answers.pop(sequence),
-                        _not_finite(sequence, self.version) if broken else completion,
-                    )
-                )
+                value = _not_finite(sequence, self.version) if broken else completion
+                answers.append((self._answers.pop(sequence), value))
         _resolve(answers)
 
     def _tell_progress(self) -> None:
@@ -315,19 +274,15 @@ class NativeEngine:
             waiting, self._waiting = list(self._waiting), deque()
             updates, self._updates = list(self._updates), deque()
             scorings, self._scorings = list(self._scorings), deque()
+        left: list[asyncio.Future[Any]] = [*(u.answer for u in updates), *(s.answer for s in scorings)]
         if error is None:
             with torch.inference_mode():
                 self._answer(self._batch.remove(list(self._batch.sequences)))
             self._answer([_unstarted(sequence) for sequence in waiting])
-            left: list[asyncio.Future[Any]] = [
-                *(update.answer for update in updates),
-                *(scoring.answer for scoring in scorings),
-            ]
             _resolve([(answer, Unavailable("the engine was closed")) for answer in left])
             self._ended.set_result(None)
             return
-        futures: list[asyncio.Future[Any]] = [*self._answers.values(), *(update.answer for update in updates)]
-        futures += [scoring.answer for scoring in scorings]
+        futures = [*self._answers.values(), *left]
         self._answers.clear()
         self._by_id.clear()
         _resolve([(future, _died(error)) for future in futures])
@@ -411,17 +366,16 @@ def score_next(
         scored = model.score(torch.from_numpy(ids_RT).to(device), torch.from_numpy(lengths_R).to(device))
     except InvalidInput as error:
         return [(one.answer, error) for one in taken]
-    logprobs_RT, top_ids_RT, tops_RT = (tensor.cpu().numpy() for tensor in scored)
+    rows = zip(*(tensor.cpu().numpy() for tensor in scored), strict=True)
     return [
-        (
-            one.answer,
-            _answer(logprobs_RT[row, :length], top_ids_RT[row, :length], tops_RT[row, :length], version),
-        )
-        for row, (one, length) in enumerate(zip(taken, lengths_R.tolist(), strict=True))
+        (one.answer, _answer([values_T[:length] for values_T in row], version))
+        for one, length, row in zip(taken, lengths_R.tolist(), rows, strict=True)
     ]
 
 
-def _answer(logprobs_T: Any, top_ids_T: Any, tops_T: Any, version: Version) -> PromptLogprobs | Unavailable:
+def _answer(row: list[Any], version: Version) -> PromptLogprobs | Unavailable:
+    """Return the answer from a text's [P] log-probabilities, likeliest tokens and their log-probabilities."""
+    logprobs_T, top_ids_T, tops_T = row
     if not np.isfinite(logprobs_T[1:]).all():
         return Unavailable(
             f"the model's logits under {tuple(version)} are not finite for a given text; newer weights or "

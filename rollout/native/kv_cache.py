@@ -21,10 +21,8 @@ BLOCK_TOKENS = 64
 
 class SlotCache(Cache):
     """Keys and values of up to `num_slots` sequences, per layer [S, H, C, D]; right-padded, allocated on first use.
-
-    Call one of two methods before each forward pass: `begin_prefill` (sequences from their first token on, causal, no mask
-    needed) or `begin_decode` (one token for each of the first slots, with `decode_mask`).
-    """
+    Call one of two methods before each forward pass: `begin_prefill` (sequences from their first token on, causal, no
+    mask needed) or `begin_decode` (one token for each of the first slots, with `decode_mask`)."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(layers=[])
@@ -52,10 +50,8 @@ class SlotCache(Cache):
                 store_SHCD[layer] = new_SHCD
 
     def begin_prefill(self, first_row: int, num_rows: int, num_tokens: int, source_R: Tensor | None) -> None:
-        """Prepare a pass over the first `num_tokens` positions of rows [first_row, first_row + num_rows).
-
-        `source_R` gives the row of the pass for each row of the cache, where rows share a prompt; None: the same row.
-        """
+        """Prepare a pass over the first `num_tokens` positions of rows [first_row, first_row + num_rows). `source_R`
+        gives the row of the pass for each row of the cache, where rows share a prompt; None: the same row."""
         self.reserve(num_tokens)
         self._first_row, self._num_rows, self._source_R = first_row, num_rows, source_R
         self._positions_R = None
@@ -95,19 +91,14 @@ class SlotCache(Cache):
             return key_states, value_states
         keys_SHCD[self._rows_R, :, self._positions_R] = key_states[:, :, 0]
         values_SHCD[self._rows_R, :, self._positions_R] = value_states[:, :, 0]
-        return (
-            keys_SHCD[: self._num_rows, :, : self._kv_length],
-            values_SHCD[: self._num_rows, :, : self._kv_length],
-        )
+        used = slice(self._num_rows), slice(None), slice(self._kv_length)
+        return keys_SHCD[used], values_SHCD[used]
 
     def read_row(self, row: int, num_tokens: int) -> tuple[tuple[int, Tensor, Tensor], ...]:
         """Return each layer's index, and copies [H, T, D] of the keys and values of a row's first `num_tokens` positions."""
+        at = row, slice(None), slice(num_tokens)
         return tuple(
-            (
-                layer,
-                keys_SHCD[row, :, :num_tokens].clone(),
-                self._values_SHCD[layer][row, :, :num_tokens].clone(),
-            )
+            (layer, keys_SHCD[at].clone(), self._values_SHCD[layer][at].clone())
             for layer, keys_SHCD in self._keys_SHCD.items()
         )
 

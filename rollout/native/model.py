@@ -4,11 +4,6 @@ Promise: `replace` changes all weights or none, because `check` finds every faul
 positions that are sampled from reach the LM head.
 
 Axis suffixes: R rows, T tokens of a padded prompt, V vocabulary.
-
-The LM head in float32 (`policy.float32_head`): logits that are not rounded to the type of the weights.
-
-Promise: the weights are the model's, in its type, and the product with them is summed in and rounded to float32, as the
-learner's is with the same setting.
 """
 
 from __future__ import annotations
@@ -41,12 +36,8 @@ from paceline.weights.model_layout import (
 FIELD = "policy.model_name"
 ONEDNN_ROWS = 32
 """Fewest rows of a product for which oneDNN is faster."""
-
-
 SCORED_LOGITS = 1 << 26
 """Float32 logits that scoring holds at a time."""
-
-
 WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"})
 """Model types that give every layer the window of their config, where it names one."""
 
@@ -94,16 +85,13 @@ class NativeModel:
                     layer.forward = partial(_linear, layer)
 
     def prefill(self, ids_RT: Tensor, lengths_R: Tensor, cache: SlotCache) -> Tensor:
-        """Return [R, V] logits after the last token of each row of right-padded `ids_RT`; `cache.begin_prefill` must come before.
-
-        No mask is needed: attention is causal, so no token attends to the padding on its right.
-        """
+        """Return [R, V] logits after the last token of each row of right-padded `ids_RT`; `cache.begin_prefill` must
+        come before. No mask is needed: attention is causal, so no token attends to the padding on its right."""
         positions_1T = torch.arange(ids_RT.shape[1], device=self.device)[None]
         self._last_R = lengths_R - 1
+        inputs = {"input_ids": ids_RT, "position_ids": positions_1T, "past_key_values": cache}
         try:
-            output = self.module(
-                input_ids=ids_RT, position_ids=positions_1T, past_key_values=cache, use_cache=True
-            )
+            output = self.module(**inputs, use_cache=True)
         finally:
             self._last_R = self._hidden_RTH = None
         return output.logits[:, 0]  # type: ignore[no-any-return]
@@ -156,9 +144,8 @@ class NativeModel:
         return logprobs_RT, top_ids_RT, tops_RT
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise InvalidInput if `weights` do not fit, see `WeightLayout.check`; where the run trains an adapter, `weights` are
-        one.
-        """
+        """Raise InvalidInput if `weights` do not fit, see `WeightLayout.check`; where the run trains an adapter,
+        `weights` are one."""
         if self._adapter is not None:
             self._adapter.check(weights)
         else:
@@ -202,10 +189,8 @@ class NativeModel:
 
 def load_native_model(policy: PolicySection, device: str, load_weights: bool) -> NativeModel:
     """Return the model that `policy.model_name` describes; its memory is not initialised without `load_weights`, except
-    where the run trains an adapter, whose base is loaded here.
-
-    Raises InvalidInput: files that cannot be loaded, or an architecture that is not supported.
-    """
+    where the run trains an adapter, whose base is loaded here. Raises InvalidInput: files that cannot be loaded, or an
+    architecture that is not supported."""
     try:
         return _load(policy, device, load_weights)
     except Exception as error:
@@ -257,7 +242,8 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Float32Head:
-    """Replaces the forward of an LM head of a shorter type. On a CPU it keeps a copy of the weights in float32."""
+    """Replaces the forward of an LM head of a shorter type (`policy.float32_head`): the product with the model's weights is summed
+    in and rounded to float32, as the learner's is. On a CPU it keeps a copy of the weights in float32."""
 
     def __init__(self, head: Any) -> None:
         self._head = head

@@ -23,10 +23,8 @@ def _signed(value: int) -> int:
 
 
 def mix_seed(seed: int) -> int:
-    """Return a well-mixed int64 from any integer: SplitMix64's first output for `seed` modulo 2^64.
-
-    Without it, two seeds that differ by a multiple of the generator's increment would share their numbers, shifted.
-    """
+    """Return a well-mixed int64 from any integer: SplitMix64's first output for `seed` modulo 2^64. Without it, two
+    seeds that differ by a multiple of the generator's increment would share their numbers, shifted."""
     z = (seed + GOLDEN_GAMMA) & MASK_64
     z = ((z ^ (z >> 30)) * MIX_1) & MASK_64
     z = ((z ^ (z >> 27)) * MIX_2) & MASK_64
@@ -72,10 +70,8 @@ def mask_stop_tokens(logits_RV: Tensor, stop_ids_RK: Tensor, masked_R: Tensor) -
 
 def mask_top(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
     """Return [R, V] logits with all but the row's likeliest tokens at -inf: first top-k, then top-p of what is left.
-
-    top-k keeps exactly k (0 keeps all; of equal logits the lower id). top-p keeps the smallest set of likeliest
-    tokens whose probability reaches p, at least one (nucleus sampling, Holtzman et al. 2020).
-    """
+    top-k keeps exactly k (0 keeps all; of equal logits the lower id). top-p keeps the smallest set of likeliest tokens
+    whose probability reaches p, at least one (nucleus sampling, Holtzman et al. 2020)."""
     sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
     drop_RV = (rank_V >= top_k_R[:, None]) & (top_k_R[:, None] > 0)

@@ -38,10 +38,8 @@ def require_vllm() -> None:
 def engine_arguments(
     spec: RunSpec, config: PreTrainedConfig, architecture: str, device: str, load_weights: bool
 ) -> dict[str, Any]:
-    """Return the arguments for `vllm.AsyncEngineArgs`, for the model that `config` describes and whose class is `architecture`.
-
-    Token ids in and out: vLLM itself needs no tokenizer.
-    """
+    """Return the arguments for `vllm.AsyncEngineArgs`, for the model that `config` describes and whose class is
+    `architecture`. Token ids in and out: vLLM itself needs no tokenizer."""
     policy, generation = spec.policy, spec.policy.generation
     if generation.temperature < LOWEST_TEMPERATURE:
         raise InvalidInput(
@@ -86,9 +84,8 @@ def engine_arguments(
 
 
 def engine_config(arguments: dict[str, Any], guard: ProcessGuard, device: str) -> Any:
-    """Return vLLM's configuration, made in the environment of its processes. Raises InvalidInput with vLLM's message when it
-    refuses an argument or the model.
-    """
+    """Return vLLM's configuration, made in the environment of its processes. Raises InvalidInput with vLLM's message
+    when it refuses an argument or the model."""
     _set_environment(guard, device)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -112,6 +109,5 @@ def _set_environment(guard: ProcessGuard, device: str) -> None:
 
 
 def replicas(policy: PolicySection) -> int:
-    """Return the number of worker processes that hold weights."""
     config = policy.generation.vllm_cfg
     return config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size

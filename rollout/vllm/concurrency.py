@@ -36,13 +36,12 @@ class StepReport:
 
 
 class ConcurrencyLimit:
-    """State machine whose `limit`, from `least` to `most`, is the number of sequences to have, running and waiting."""
+    """State machine whose `limit`, from 1 to `most`, is the number of sequences to have, running and waiting."""
 
-    def __init__(self, *, sure: int, most: int, least: int = 1) -> None:
+    def __init__(self, *, sure: int, most: int) -> None:
         """Start at `sure` sequences, which fit however long they get; the engine runs at most `most` at a time."""
         self._most = most
-        self._least = min(least, most)
-        self.limit = max(self._least, min(sure, most))
+        self.limit = max(1, min(sure, most))
         self._rest = GROW_EVERY
         self._excused = 0
 
@@ -73,4 +72,4 @@ class ConcurrencyLimit:
         self._excused = running
 
     def _set(self, limit: int) -> None:
-        self.limit = max(self._least, min(limit, self._most))
+        self.limit = max(1, min(limit, self._most))

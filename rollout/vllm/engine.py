@@ -10,61 +10,64 @@ their prompt once. vLLM itself reports the versions of tokens.
 
 An update of the weights (`update`) that fails before the pause leaves the old weights in use; one that fails during the
 pause ends the engine, because its weights are then unknown.
-
-The whole model's tensors from a weight channel's: the channel sends them whole, or sends an adapter to the base.
-
-For engines that load only whole tensors. The base is in this process's memory, in the type that the engine samples in; the
-merge runs while the engine decodes.
 """
 
 from __future__ import annotations
-
+from collections.abc import Coroutine
+from collections.abc import Mapping
+from dataclasses import dataclass
+from paceline.errors import EngineDied
+from paceline.errors import InvalidInput
+from paceline.errors import PacelineError
+from paceline.errors import Unavailable
+from paceline.files.model_source import model_source
+from paceline.groups import Completion
+from paceline.groups import IntArray
+from paceline.groups import Version
+from paceline.models.pretrained import check_model
+from paceline.models.pretrained import load_pretrained
+from paceline.rollout.engine import GenerationRequest
+from paceline.rollout.engine import PromptLogprobs
+from paceline.rollout.engine import check_scored_ids
+from paceline.rollout.engine import empty_completion
+from paceline.rollout.vllm.arguments import engine_arguments
+from paceline.rollout.vllm.arguments import engine_config
+from paceline.rollout.vllm.concurrency import ConcurrencyLimit
+from paceline.rollout.vllm.concurrency import StepReport
+from paceline.rollout.vllm.engine_thread import EngineThread
+from paceline.rollout.vllm.engine_thread import died
+from paceline.rollout.vllm.process_guard import ProcessGuard
+from paceline.rollout.vllm.requests import completion
+from paceline.rollout.vllm.requests import label_of
+from paceline.rollout.vllm.requests import progress
+from paceline.rollout.vllm.requests import reported_spans
+from paceline.rollout.vllm.requests import sampling_params
+from paceline.rollout.vllm.requests import scored
+from paceline.rollout.vllm.requests import scoring_params
+from paceline.rollout.vllm.requests import spans_so_far
+from paceline.rollout.vllm.requests import stopped
+from paceline.rollout.vllm.requests import version_of
+from paceline.rollout.vllm.update import WeightUpdates
+from paceline.spec import PolicySection
+from paceline.spec import RunSpec
+from paceline.weights.hosts.host_weights import HostWeights
+from paceline.weights.model_layout import AdapterSlot
+from paceline.weights.model_layout import WeightLayout
+from paceline.weights.model_layout import end_token_ids
+from paceline.weights.model_layout import generation_dtype
+from paceline.weights.model_layout import meta_layout
+from paceline.weights.model_layout import read_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typing import Any
+from typing import TYPE_CHECKING
 import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
-from paceline.errors import EngineDied, InvalidInput, PacelineError, Unavailable
-from paceline.files.model_source import model_source
-from paceline.groups import Completion, IntArray, Version
-from paceline.models.pretrained import check_model
-from paceline.rollout.engine import GenerationRequest, PromptLogprobs, check_scored_ids, empty_completion
-from paceline.rollout.vllm.arguments import engine_arguments, engine_config
-from paceline.rollout.vllm.concurrency import ConcurrencyLimit, StepReport
-from paceline.rollout.vllm.engine_thread import EngineThread, died
-from paceline.rollout.vllm.process_guard import ProcessGuard
-from paceline.rollout.vllm.requests import (
-    check_request,
-    completion,
-    known_tokens,
-    label_of,
-    progress,
-    reported_spans,
-    sampling_params,
-    scored,
-    scoring_params,
-    spans_so_far,
-    stopped,
-    version_of,
-)
-from paceline.rollout.vllm.update import WeightUpdates
-from paceline.spec import RunSpec
-from paceline.weights.model_layout import end_token_ids, meta_layout, read_config
 
 if TYPE_CHECKING:
     from paceline.rollout.vllm.reports import Reports
-from typing import Protocol
-
-from paceline.models.pretrained import load_pretrained
-from paceline.spec import PolicySection
-from paceline.weights.hosts.host_weights import HostWeights
-from paceline.weights.model_layout import AdapterSlot, WeightLayout, generation_dtype
 
 WATCH_S = 0.2
 """Seconds between two checks whether the engine lives, because vLLM does not report its end."""
@@ -92,9 +95,8 @@ class VllmEngine:
     """See `paceline.rollout.engine.Engine`. `device` is cpu or cuda; `load_weights` as in `create_engine`."""
 
     def __init__(self, spec: RunSpec, *, device: str = "cpu", load_weights: bool = False) -> None:
-        """Begin to start the engine, and return at once; `ready` waits for it. Raises InvalidInput when vLLM or the model's
-        config cannot be used.
-        """
+        """Begin to start the engine, and return at once; `ready` waits for it. Raises InvalidInput when vLLM or the
+        model's config cannot be used."""
         config = read_config(spec.policy)
         self._spec = spec
         layout = meta_layout(config)
@@ -103,7 +105,8 @@ class VllmEngine:
         if load_weights:
             # vLLM samples on with a head at random where the files lack it.
             check_model(AutoModelForCausalLM, self._arguments["model"], "policy.model_name")
-        self._weights = whole_weights(spec.policy, layout, device)
+        lora = spec.policy.lora_cfg.enabled
+        self._weights = MergedAdapter(spec.policy, layout, device) if lora else WholeWeights(layout)
         self._max_tokens: int = self._arguments["max_model_len"]
         self._end_ids = end_token_ids(spec.policy, config, _generation_config(spec.policy.model_name))
         self.max_batch_size: int = self._arguments["max_num_seqs"]
@@ -133,31 +136,24 @@ class VllmEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not in the batch yet."""
         return len(self._live) - self.num_running
 
     @property
     def capacity(self) -> int:
-        """See `Engine.capacity`."""
         return self._concurrency.limit
 
     async def ready(self) -> None:
-        """See `Engine.ready`."""
         await asyncio.shield(asyncio.wrap_future(self._thread.started))
 
     async def watch(self) -> None:
-        """See `Engine.watch`."""
         await asyncio.shield(asyncio.wrap_future(self._thread.ended))
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """See `Engine.generate`."""
-        limit = check_request(request, self._max_tokens, self._vocab_size)
+        limit = request.limit(self._max_tokens, self._vocab_size)
         prefix = request.prefix
         if prefix is not None and len(request.prompt_ids) + len(prefix.token_ids) >= limit:
             return Completion(prefix.token_ids, prefix.logprobs, prefix.spans, "length")
-        self._thread.refuse_if_ended()
-        if self.version is None:
-            raise Unavailable("the engine has no weights yet; call update_weights first")
+        self._refuse_if_unready()
         if request.request_id in self._live:
             raise InvalidInput(f"request_id {request.request_id!r} is in use; give every request its own")
         name = f"{request.request_id}#{next(self._numbers)}"
@@ -172,13 +168,15 @@ class VllmEngine:
     async def prompt_logprobs(self, token_ids: IntArray) -> PromptLogprobs:
         """See `Engine.prompt_logprobs`: vLLM's own, of a request that samples one token more."""
         check_scored_ids(token_ids, self._max_tokens - 1, self._vocab_size)
+        self._refuse_if_unready()
+        return await self._thread.result(self._thread.submit(self._score(token_ids.tolist())))
+
+    def _refuse_if_unready(self) -> None:
         self._thread.refuse_if_ended()
         if self.version is None:
             raise Unavailable("the engine has no weights yet; call update_weights first")
-        return await self._thread.result(self._thread.submit(self._score(token_ids.tolist())))
 
     def abort(self, request_id: str) -> None:
-        """See `Engine.abort`."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._thread.call(self._abort, sequence)
@@ -203,7 +201,6 @@ class VllmEngine:
         return self._updates.verified_bytes, loaded
 
     async def close(self) -> None:
-        """See `Engine.close`."""
         self._thread.closing = self.closed = True
         started = self._thread.started
         while not started.done():
@@ -264,7 +261,7 @@ class VllmEngine:
         try:
             queue = await self._llm.add_request(
                 sequence.name,
-                {"prompt_token_ids": known_tokens(request), "cache_salt": self._updates.label},
+                {"prompt_token_ids": request.known_ids.tolist(), "cache_salt": self._updates.label},
                 sampling_params(request, sequence.limit, stop_ids),
             )
             sequence.submitted = True
@@ -356,14 +353,9 @@ class VllmEngine:
 
     def _on_step(self, preempted: int) -> None:
         latest = [report.latest for report in self._reports]
-        self._concurrency.step(
-            StepReport(
-                sum(stats.running for stats in latest),
-                sum(stats.waiting for stats in latest),
-                max(stats.kv_use for stats in latest),
-                preempted,
-            )
-        )
+        running, waiting = sum(each.running for each in latest), sum(each.waiting for each in latest)
+        kv_use = max(each.kv_use for each in latest)
+        self._concurrency.step(StepReport(running, waiting, kv_use, preempted))
 
 
 def _generation_config(model_name: str) -> Any:
@@ -375,55 +367,39 @@ def _generation_config(model_name: str) -> Any:
         return None
 
 
-class WholeWeights(Protocol):
-    """Conversion to whole tensors. One update at a time calls `whole`; `check` may run in another thread."""
-
-    def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise InvalidInput if the channel's `weights` do not fit."""
-
-    def whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return checked `weights` as the model's tensors, tied ones under all their names; valid until the next call."""
-
-
-class ModelWeights:
-    """Whole weights of a run that trains all of them."""
+class WholeWeights:
+    """The whole model's tensors from a weight channel's. One update at a time calls `whole`; `check` may run in another thread."""
 
     def __init__(self, layout: WeightLayout) -> None:
         self._layout = layout
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """See `WholeWeights.check`."""
+        """Raise InvalidInput if the channel's `weights` do not fit."""
         self._layout.check(weights)
 
     def whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `WholeWeights.whole`."""
+        """Return checked `weights` as the model's tensors, tied ones under all their names; valid until the next call."""
         return self._layout.completed(weights)
 
 
-class MergedAdapter:
-    """Whole weights of a run that trains an adapter (`policy.lora_cfg`): the base from `policy.model_name` with the adapter merged."""
+class MergedAdapter(WholeWeights):
+    """Whole weights of a run that trains an adapter (`policy.lora_cfg`): the base from `policy.model_name`, in this process's memory
+    and in the type that the engine samples in, with the adapter merged while the engine decodes."""
 
     def __init__(self, policy: PolicySection, layout: WeightLayout, device: str) -> None:
+        super().__init__(layout)
         auto: Any = AutoModelForCausalLM
         dtype = generation_dtype(policy, device)
         module = load_pretrained(auto, policy.model_name, "policy.model_name", dtype=dtype)
         module.requires_grad_(False)
-        self._layout = layout
         self._tensors: dict[str, Tensor] = module.state_dict()
         self._slot = AdapterSlot(module, policy.lora_cfg)
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """See `WholeWeights.check`."""
         if isinstance(weights, HostWeights):
             weights.verify()  # the engine's workers see the merged weights only
         self._slot.check(weights)
 
     def whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `WholeWeights.whole`."""
         self._slot.replace(weights)
         return self._layout.completed(self._tensors)
-
-
-def whole_weights(policy: PolicySection, layout: WeightLayout, device: str) -> WholeWeights:
-    """Return the conversion for the run's `policy`, sampled on `device`."""
-    return MergedAdapter(policy, layout, device) if policy.lora_cfg.enabled else ModelWeights(layout)

@@ -39,7 +39,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, and return at once."""
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
@@ -75,7 +74,6 @@ class EngineThread:
             raise Unavailable("the engine is closed")
 
     def join(self) -> None:
-        """Wait for the end."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -89,9 +87,8 @@ class EngineThread:
         self._at_end()
         with self._gate:
             self._over = True
-        for round_ in range(
-            2
-        ):  # work that was submitted last becomes a task in the first round, and is cancelled in the second
+        # Work that was submitted last becomes a task in the first round, and is cancelled in the second.
+        for round_ in range(2):
             for task in asyncio.all_tasks(self._loop):
                 task.cancel()
             self._loop.run_until_complete(asyncio.sleep(0.01 * round_))

@@ -12,6 +12,7 @@ Run as a file, it imports no module of this project. Linux only: it reads /proc.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -65,9 +66,8 @@ class ProcessGuard:
         guard.wait()  # the guard itself goes on as a separate process
 
     def started(self) -> None:
-        """Report that all of the engine's processes have started, and wait until the guard has noted their shared memory; from
-        now on it checks less often.
-        """
+        """Report that all of the engine's processes have started, and wait until the guard has noted their shared
+        memory; from now on it checks less often."""
         self._owner.write(b"s")
         self._owner.flush()
         ready, _, _ = select.select([self._end], [], [], KILL_S)
@@ -112,9 +112,8 @@ class _Engine:
         return pids
 
     def _mapped(self, pid: int) -> set[str]:
-        """Return the files of shared memory that a process has mapped: only those made since the guard began, and none in
-        folders, because a user may keep a model there.
-        """
+        """Return the files of shared memory that a process has mapped: only those made since the guard began, and none
+        in folders, because a user may keep a model there."""
         lines = _read(pid, "maps").decode(errors="replace").splitlines()
         names = {line.partition(SHARED_MEMORY)[2].removesuffix(" (deleted)") for line in lines}
         return {name for name in names if name and "/" not in name} - self._others
@@ -132,11 +131,11 @@ class _Engine:
         # The owner's resource tracker removes the owner's semaphores, but it may have been killed with it.
         owner_lives = bool(_read(self._owner, "maps"))
         for name in self._files if owner_lives else self._files | self._owners_files:
-            with _Ignoring(OSError):
+            with contextlib.suppress(OSError):
                 os.unlink(SHARED_MEMORY + name)
 
     def _kill(self, pid: int) -> None:
-        with _Ignoring(OSError):
+        with contextlib.suppress(OSError):
             process = os.pidfd_open(pid)
             try:
                 # Checked again with the process held, because another process may have got its number in between.
@@ -144,19 +143,6 @@ class _Engine:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
             finally:
                 os.close(process)
-
-
-class _Ignoring:
-    """Replacement of contextlib.suppress, without the import."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        self._error = error
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        return kind is not None and issubclass(kind, self._error)
 
 
 def watch_folder(path: str) -> int:

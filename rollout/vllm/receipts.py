@@ -15,10 +15,24 @@ import hashlib
 import mmap
 import os
 import struct
+import threading
 import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import InvalidInput, PacelineError, Unavailable, WireError
+from paceline.weights.host_segment import HostSegment, identity_of
+from paceline.weights.manifest import WeightManifest
+from paceline.weights.packing import views
+from paceline.weights.segment_pair import MAX_SEGMENTS
+from paceline.weights.format.verification import verify, pieces_of, share_of
 
 SLOT = struct.Struct("<32sQQBxH204s")
 """The receipt, the order's number, the bytes that the reader has verified; of an error its kind, length and text."""
@@ -67,17 +81,13 @@ class Receipts:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def next_order(self) -> int:
-        """Return the number of a new order."""
         self._orders += 1
         return self._orders
 
     async def verified(self, content_hash: str, order: int, timeout_s: float) -> list[int]:
-        """Wait for all receipts of an order, and return the bytes that each reader has verified.
-
-        Raises the error of a reader that failed: WireError for other bytes than the sender's, InvalidInput for numbers
-        that are not finite, Unavailable for memory that it could not read; and Unavailable when a receipt is missing
-        after `timeout_s`.
-        """
+        """Wait for all receipts of an order, and return the bytes that each reader has verified. Raises the error of a
+        reader that failed: WireError for other bytes than the sender's, InvalidInput for numbers that are not finite,
+        Unavailable for memory that it could not read; and Unavailable when a receipt is missing after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         missing = set(range(self.num_readers))
         num_bytes = [0] * self.num_readers
@@ -128,3 +138,119 @@ def _write(path: str, reader: int, slot: bytes) -> None:
         os.pwrite(fd, slot[:32], reader * SLOT.size)
     finally:
         os.close(fd)
+
+
+@dataclass(frozen=True)
+class ReadWeights:
+    """A version that a worker has mapped and whose part it has verified."""
+
+    tensors: Mapping[str, Tensor]
+    layout_hash: str
+
+
+class SegmentReader:
+    """Reader number `reader` of an engine. `load` runs on the worker's own thread, `read` on others.
+
+    It maps a segment once and compares its part of each version's checksums; the others compare the rest. A segment stays mapped
+    for the versions after, the two last ones at most, and on a GPU those of its pages that this worker loads stay locked, so that
+    a later version is loaded at the speed of the bus.
+    """
+
+    def __init__(self, reader: int, device: torch.device) -> None:
+        self._reader = reader
+        self._on_gpu = device.type == "cuda"
+        self._lock = threading.Lock()
+        self._mapped: OrderedDict[tuple[int, int], HostSegment] = OrderedDict()
+        self._layout = ""
+        self._part: list[tuple[int, int]] = []
+        """Byte ranges that this worker loads of weights with `_layout`."""
+        self._record: LoadRecord | None = None
+        """While the first version of a layout is loaded."""
+        self.loaded_bytes = 0
+        """Bytes of a version that this worker loads; 0 before the first."""
+
+    def read(self, order: ReadOrder, take: Callable[[ReadWeights], None]) -> None:
+        """Map and verify, give the weights to `take`, and then write the receipt: whoever sees it can rely on `take` having
+        returned. An error is written too, and raised."""
+        try:
+            manifest = WeightManifest.from_bytes(order.manifest)
+            segment = self._segment(order.segment)
+            if self._on_gpu and manifest.layout_hash == self._layout and self._part:
+                segment.page_lock(self._part)
+            flat = segment.flat()[: manifest.total_bytes]
+            share = share_of(pieces_of(manifest), self._reader, order.num_readers)
+            with segment.reading(order.generation):
+                num_bytes = verify(flat, manifest, share, digests=order.digests)
+            take(ReadWeights(views(flat, manifest), manifest.layout_hash))
+        except BaseException as error:
+            write_failure(order.receipts, self._reader, order.number, error)
+            raise
+        receipt = receipt_of(manifest.content_hash, order.number, self._reader)
+        write_receipt(order.receipts, self._reader, receipt, order.number, num_bytes)
+
+    def load(self, model: Any, weights: ReadWeights) -> None:
+        """Load this worker's part into `model`; `finish` follows."""
+        if self._layout != weights.layout_hash:
+            self._layout, self._record = weights.layout_hash, LoadRecord(next(iter(weights.tensors.values())))
+        with self._record or nullcontext():
+            model.load_weights(iter(weights.tensors.items()))
+
+    def finish(self, finalize: Callable[[], None]) -> None:
+        """Call `finalize`, which loads what vLLM has put off. With the first version of a layout, note what was loaded."""
+        with self._record or nullcontext():
+            finalize()
+        if self._record is not None:
+            self._part, self.loaded_bytes, self._record = self._record.ranges, self._record.num_bytes, None
+
+    def _segment(self, path: str) -> HostSegment:
+        """Return the segment at `path`, mapped before where it is the same memory."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            identity = identity_of(fd)
+        finally:
+            os.close(fd)
+        with self._lock:
+            if identity not in self._mapped:
+                self._mapped[identity] = HostSegment.open(path)
+            self._mapped.move_to_end(identity)
+            while len(self._mapped) > MAX_SEGMENTS:
+                self._mapped.popitem(last=False)[1].close()
+            return self._mapped[identity]
+
+
+class LoadRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which bytes of the memory behind `tensor` are copied into a model's tensors."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storage = tensor.untyped_storage().data_ptr()
+        self.ranges: list[tuple[int, int]] = []
+        """Byte ranges [start, end) from the first to the last byte of each copy."""
+        self.num_bytes = 0
+        """Bytes that were copied."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation; of a copy from the memory into a real tensor note the source."""
+        if func is torch.ops.aten.copy_.default and not args[0].is_meta:
+            self._note(args[1])
+        elif func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            self._note(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, source: Tensor) -> None:
+        if source.device.type != "cpu" or source.untyped_storage().data_ptr() != self._storage:
+            return
+        if not source.numel():
+            return
+        start = int(source.storage_offset()) * source.itemsize
+        last = sum(
+            (size - 1) * int(stride) for size, stride in zip(source.shape, source.stride(), strict=True)
+        )
+        self.ranges.append((start, start + (last + 1) * source.itemsize))
+        self.num_bytes += source.nbytes

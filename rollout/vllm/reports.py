@@ -12,9 +12,8 @@ from paceline.rollout.vllm.concurrency import StepReport
 
 
 class Reports(StatLoggerBase):  # type: ignore[misc]
-    """The reports of one engine core (several with data parallelism), on the engine's loop. `on_step` is called with the
-    number of sequences that were preempted in the step.
-    """
+    """The reports of one engine core (several with data parallelism), on the engine's loop. `on_step` is called with
+    the number of sequences that were preempted in the step."""
 
     def __init__(self, on_step: Callable[[int], None], vllm_config: Any, engine_index: int = 0) -> None:
         self._on_step = on_step

@@ -11,15 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import InvalidInput, Unavailable
+from paceline.errors import Unavailable
 from paceline.groups import Completion, Version, VersionSpan
-from paceline.rollout.engine import (
-    GenerationRequest,
-    PromptLogprobs,
-    check_prefix,
-    check_prompt_length,
-    empty_completion,
-)
+from paceline.rollout.engine import GenerationRequest, PromptLogprobs, empty_completion
 from paceline.rollout.stop_strings import StopScanner, cut
 
 LOWEST_TEMPERATURE = 0.01
@@ -31,42 +25,16 @@ LabelSpan = tuple[str, int, int]
 
 
 def label_of(version: Version) -> str:
-    """Return the label of a version within vLLM."""
     return f"{version.session}.{version.step}"
 
 
 def version_of(label: str) -> Version:
-    """Return the version of a label."""
     session, step = label.split(".")
     return Version(int(session), int(step))
 
 
-def known_tokens(request: GenerationRequest) -> list[int]:
-    """Return prompt and prefix: the tokens that vLLM has to compute before it samples."""
-    known: list[int] = request.prompt_ids.tolist()
-    return known if request.prefix is None else known + request.prefix.token_ids.tolist()
-
-
-def check_request(request: GenerationRequest, max_tokens: int, vocab_size: int) -> int:
-    """Return the most tokens that prompt and completion may have together. Raises InvalidInput for a request that
-    could later fail in the engine.
-    """
-    num_prompt = len(request.prompt_ids)
-    known = request.prompt_ids
-    if request.prefix is not None:
-        check_prefix(request.prefix)
-        known = np.concatenate([known, request.prefix.token_ids])
-    check_prompt_length(num_prompt, max_tokens)
-    if known.min() < 0 or known.max() >= vocab_size:
-        raise InvalidInput(
-            f"prompt and prefix have token ids from {known.min()} to {known.max()}, the model knows 0 to "
-            f"{vocab_size - 1}; is it the model's own tokenizer?"
-        )
-    return min(num_prompt + request.params.max_new_tokens, max_tokens)
-
-
 def sampling_params(request: GenerationRequest, limit: int, stop_ids: Iterable[int]) -> Any:
-    """Return vLLM's parameters of a request with `limit` from `check_request`; any of `stop_ids` ends it."""
+    """Return vLLM's parameters of a request with its `limit`; any of `stop_ids` ends it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -144,11 +112,8 @@ def stopped(
 
 def completion(request: GenerationRequest, output: Any) -> Completion:
     """Return the completion of a request that has ended. Raises Unavailable if the model's numbers were not finite."""
-    reason = output.finish_reason
-    ended = _joined(
-        request, output, reported_spans(output), reason if reason in ("stop", "length") else "abort"
-    )
-    return _finite(request, ended)
+    reason = output.finish_reason if output.finish_reason in ("stop", "length") else "abort"
+    return _finite(request, _joined(request, output, reported_spans(output), reason))
 
 
 def reported_spans(output: Any) -> list[LabelSpan]:

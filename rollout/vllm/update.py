@@ -57,10 +57,8 @@ class WeightUpdates:
     @contextlib.asynccontextmanager
     async def read(self, weights: Mapping[str, Tensor]) -> AsyncIterator[None]:
         """Have whole `weights` under all names mapped and verified by the workers, for a `swap` within this context.
-
-        Weights that are not in a segment yet are copied into one. Raises Unavailable, WireError or InvalidInput when the
-        workers could not read them, saw other bytes, or found NaN; no model has changed then.
-        """
+        Weights that are not in a segment yet are copied into one. Raises Unavailable, WireError or InvalidInput when
+        the workers could not read them, saw other bytes, or found NaN; no model has changed then."""
         if isinstance(weights, HostWeights):
             await self._verify(weights)
             yield

@@ -5,153 +5,28 @@ transfer. An update has two parts. `paceline_read_weights` maps the weights and 
 while the worker goes on decoding. Then, between `start_weight_update` and `finish_weight_update`, everything that was
 read is loaded at once, each worker taking its part of the tensors. So no step that can fail from outside happens while
 the model has parts of two versions.
-
-Reader of weights in the process of an engine's worker: it maps a segment once, and verifies its part of each version.
-
-The promise: the tensors that `read` returns are views of the segment whose part of the checksums this worker has compared;
-the others compare the rest. A segment stays mapped for the versions after, the two last ones at most, and on a GPU those of
-its pages that this worker loads stay locked, so that a later version is loaded at the speed of the bus.
 """
 
 from __future__ import annotations
-
-import os
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-from paceline.rollout.vllm.receipts import ReadOrder, receipt_of, write_failure, write_receipt
+from paceline.rollout.vllm.receipts import ReadOrder
+from paceline.rollout.vllm.receipts import ReadWeights
+from paceline.rollout.vllm.receipts import SegmentReader
 from paceline.weights.format.manifest import WeightManifest
 from paceline.weights.format.packing import views
-from paceline.weights.format.verification import pieces_of, share_of, verify
+from paceline.weights.format.verification import pieces_of
+from paceline.weights.format.verification import share_of
+from paceline.weights.format.verification import verify
 from paceline.weights.hosts.host_weights import MAX_SEGMENTS
-from paceline.weights.hosts.segment import HostSegment, identity_of
-
-
-@dataclass(frozen=True)
-class ReadWeights:
-    """A version that a worker has mapped and whose part it has verified."""
-
-    tensors: Mapping[str, Tensor]
-    layout_hash: str
-
-
-class SegmentReader:
-    """Reader number `reader` of an engine. `load` runs on the worker's own thread, `read` on others."""
-
-    def __init__(self, reader: int, device: torch.device) -> None:
-        self._reader = reader
-        self._on_gpu = device.type == "cuda"
-        self._lock = threading.Lock()
-        self._mapped: OrderedDict[tuple[int, int], HostSegment] = OrderedDict()
-        self._layout = ""
-        self._part: list[tuple[int, int]] = []
-        """Byte ranges that this worker loads of weights with `_layout`."""
-        self._record: LoadRecord | None = None
-        """While the first version of a layout is loaded."""
-        self.loaded_bytes = 0
-        """Bytes of a version that this worker loads; 0 before the first."""
-
-    def read(self, order: ReadOrder, take: Callable[[ReadWeights], None]) -> None:
-        """Map and verify, give the weights to `take`, and then write the receipt: whoever sees it can rely on `take` having
-        returned. An error is written too, and raised."""
-        try:
-            manifest = WeightManifest.from_bytes(order.manifest)
-            segment = self._segment(order.segment)
-            if self._on_gpu and manifest.layout_hash == self._layout and self._part:
-                segment.page_lock(self._part)
-            flat = segment.flat()[: manifest.total_bytes]
-            share = share_of(pieces_of(manifest), self._reader, order.num_readers)
-            with segment.reading(order.generation):
-                num_bytes = verify(flat, manifest, share, digests=order.digests)
-            take(ReadWeights(views(flat, manifest), manifest.layout_hash))
-        except BaseException as error:
-            write_failure(order.receipts, self._reader, order.number, error)
-            raise
-        receipt = receipt_of(manifest.content_hash, order.number, self._reader)
-        write_receipt(order.receipts, self._reader, receipt, order.number, num_bytes)
-
-    def load(self, model: Any, weights: ReadWeights) -> None:
-        """Load this worker's part into `model`; `finish` follows."""
-        if self._layout != weights.layout_hash:
-            self._layout, self._record = weights.layout_hash, LoadRecord(next(iter(weights.tensors.values())))
-        with self._record or nullcontext():
-            model.load_weights(iter(weights.tensors.items()))
-
-    def finish(self, finalize: Callable[[], None]) -> None:
-        """Call `finalize`, which loads what vLLM has put off. With the first version of a layout, note what was loaded."""
-        with self._record or nullcontext():
-            finalize()
-        if self._record is not None:
-            self._part, self.loaded_bytes, self._record = self._record.ranges, self._record.num_bytes, None
-
-    def _segment(self, path: str) -> HostSegment:
-        """Return the segment at `path`, mapped before where it is the same memory."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            identity = identity_of(fd)
-        finally:
-            os.close(fd)
-        with self._lock:
-            if identity not in self._mapped:
-                self._mapped[identity] = HostSegment.open(path)
-            self._mapped.move_to_end(identity)
-            while len(self._mapped) > MAX_SEGMENTS:
-                self._mapped.popitem(last=False)[1].close()
-            return self._mapped[identity]
-
-
-class LoadRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which bytes of the memory behind `tensor` are copied into a model's tensors."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storage = tensor.untyped_storage().data_ptr()
-        self.ranges: list[tuple[int, int]] = []
-        """Byte ranges [start, end) from the first to the last byte of each copy."""
-        self.num_bytes = 0
-        """Bytes that were copied."""
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the operation; of a copy from the memory into a real tensor note the source."""
-        if func is torch.ops.aten.copy_.default and not args[0].is_meta:
-            self._note(args[1])
-        elif func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
-            self._note(args[0])
-        return func(*args, **(kwargs or {}))
-
-    def _note(self, source: Tensor) -> None:
-        if source.device.type != "cpu" or source.untyped_storage().data_ptr() != self._storage:
-            return
-        if not source.numel():
-            return
-        start = int(source.storage_offset()) * source.itemsize
-        last = sum(
-            (size - 1) * int(stride) for size, stride in zip(source.shape, source.stride(), strict=True)
-        )
-        self.ranges.append((start, start + (last + 1) * source.itemsize))
-        self.num_bytes += source.nbytes
-
+from paceline.weights.hosts.segment import HostSegment
+from paceline.weights.hosts.segment import identity_of
+from typing import Any
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+import threading
 
 BACKEND = "paceline"
 """Name of the transfer within vLLM."""
@@ -228,9 +103,8 @@ class WorkerExtension:
     weight_transfer_engine: SegmentTransfer
 
     def paceline_make_stage_buffers(self) -> None:
-        """Make the memory in which a later pipeline stage takes the earlier one's output. vLLM makes it in its warm-up, which
-        it skips on a CPU without compilation.
-        """
+        """Make the memory in which a later pipeline stage takes the earlier one's output. vLLM makes it in its warm-up,
+        which it skips on a CPU without compilation."""
         from vllm.distributed import get_pp_group
 
         runner = self.model_runner

@@ -78,7 +78,7 @@ def convert(
     elif to == "dcp":
         folders.to_dcp(source, destination, adapter=adapter, **options)
     elif quantize:
-        from paceline.learner.checkpoints.conversion.quantized import quantize_folder
+        from paceline.learner.checkpoints.conversion.folders import quantize_folder
 
         quantize_folder(source, destination, quantize)
     else:

@@ -1,17 +1,163 @@
-"""The view of a learner's rank that its parts have: its number, its connection and its orders."""
+"""The view of a learner's rank that its parts have: its number, its asyncio loop beside the main thread, which computes, and
+the orders of checkpoints and exports, which all ranks carry out after the current step."""
 
 from __future__ import annotations
-
-import threading
-from typing import Any, Protocol
-
-import torch
-
+from collections.abc import Callable
+from collections.abc import Coroutine
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from dataclasses import field
+from paceline.errors import Busy
+from paceline.errors import Conflict
 from paceline.services.common.relay import RelayConnection
 from paceline.services.common.worker.membership import Membership
-from paceline.services.learner.background_loop import BackgroundLoop
-from paceline.services.learner.orders import Orders
 from paceline.v1 import worker_pb2
+from typing import Any
+from typing import NamedTuple
+from typing import Protocol
+from typing import TypeVar
+import asyncio
+import concurrent.futures
+import threading
+import time
+import torch
+
+ResultT = TypeVar("ResultT")
+
+
+class BackgroundLoop:
+    """Loop for coroutines beside the main thread. The next `check` raises an error that ended one of them."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="background", daemon=True)
+        self._tasks: list[concurrent.futures.Future[Any]] = []
+        self._closing = threading.Lock()
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine for as long as the loop lives."""
+        self._tasks.append(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
+    def check(self) -> None:
+        """Raise the error that ended a started coroutine, if any."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    def wait(
+        self,
+        coroutine: Coroutine[Any, Any, ResultT],
+        timeout_s: float,
+        stopping: threading.Event | None = None,
+        grace_s: float = 0.0,
+    ) -> ResultT:
+        """Return the coroutine's result, and check the started coroutines meanwhile. Raises TimeoutError after
+        `timeout_s`, or `grace_s` after `stopping` was set, whichever comes first."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        deadline_s, shortened = time.monotonic() + timeout_s, False
+        try:
+            while (left_s := deadline_s - time.monotonic()) > 0:
+                done, _ = concurrent.futures.wait([future], timeout=min(1.0, left_s))
+                if done:
+                    return future.result()
+                self.check()
+                if stopping is not None and stopping.is_set() and not shortened:
+                    shortened, deadline_s = True, min(deadline_s, time.monotonic() + grace_s)
+            raise TimeoutError("no answer in time")
+        finally:
+            future.cancel()
+
+    def post(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine without waiting, from any thread. Do nothing after `close`."""
+        with self._closing:
+            if self.loop.is_closed():
+                coroutine.close()
+            else:
+                asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function in the loop without waiting, from any thread. Do nothing after `close`."""
+        with self._closing:
+            if not self.loop.is_closed():
+                self.loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        if self.loop.is_closed():
+            return
+        for task in self._tasks:
+            task.cancel()
+        concurrent.futures.wait(self._tasks, timeout=3.0)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=3.0)
+        if not self._thread.is_alive():  # else a callback hangs, and the process ends without it
+            with self._closing:
+                self.loop.close()
+
+
+MAX_ORDERS = 16
+"""Orders of each kind that may wait at one time."""
+
+
+class ExportOrder(NamedTuple):
+    """An export of the weights after the current step."""
+
+    name: str
+    """Folder under `exports/` in the run's directory; empty: by the step."""
+    adapter_only: bool
+
+
+@dataclass
+class Orders:
+    """Orders that wait on rank 0. The background loop adds them, the main thread takes them."""
+
+    checkpoint: list[Future[tuple[str, int]]] = field(default_factory=list)
+    export: list[tuple[ExportOrder, Future[str]]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask_checkpoint(self) -> Future[tuple[str, int]]:
+        """Order a checkpoint; the future gives its path and step. Raises Busy when too many wait."""
+        future: Future[tuple[str, int]] = Future()
+        with self._lock:
+            _check_room(self.checkpoint)
+            self.checkpoint.append(future)
+        return future
+
+    def ask_export(self, order: ExportOrder) -> Future[str]:
+        """Order an export; the future gives its path. Raises Busy when too many wait."""
+        future: Future[str] = Future()
+        with self._lock:
+            _check_room(self.export)
+            self.export.append((order, future))
+        return future
+
+    def take_checkpoints(self) -> list[Future[tuple[str, int]]]:
+        """Remove and return the checkpoint orders that have not been cancelled."""
+        with self._lock:
+            taken, self.checkpoint = self.checkpoint, []
+        return [future for future in taken if future.set_running_or_notify_cancel()]
+
+    def take_exports(self) -> list[tuple[ExportOrder, Future[str]]]:
+        """Remove and return the first export order that has not been cancelled, with all that want the same."""
+        with self._lock:
+            waiting = [(order, future) for order, future in self.export if not future.cancelled()]
+            taken = [(order, future) for order, future in waiting if order == waiting[0][0]]
+            self.export = [(order, future) for order, future in waiting if order != waiting[0][0]]
+        return [(order, future) for order, future in taken if future.set_running_or_notify_cancel()]
+
+    def refuse_all(self, reason: str) -> None:
+        """Fail all orders, because the run is over."""
+        for future in self.take_checkpoints():
+            future.set_exception(Conflict(reason))
+        while self.export:
+            for _, export in self.take_exports():
+                export.set_exception(Conflict(reason))
+
+
+def _check_room(orders: Sequence[object]) -> None:
+    if len(orders) >= MAX_ORDERS:
+        raise Busy(f"{len(orders)} such orders wait for the current step to end; one is enough")
 
 
 class RankContext(Protocol):

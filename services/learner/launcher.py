@@ -22,8 +22,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.host.memory import thread_variables
 from paceline.services.common.processes.starting import STARTER_VARIABLE, die_with_starter
@@ -32,27 +34,22 @@ from paceline.services.common.processes.tether import tethered
 
 MEETING_VARIABLE = "PACELINE_RANKS_FILE"
 """Environment variable with the file in which the ranks meet."""
-
 KILL_AFTER_S = 10.0
 """Seconds after their grace until stopping ranks are killed."""
-
 OTHERS_END_S = 10.0
 """Seconds in which the other ranks may notice a failed rank in a collective and end by themselves."""
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """The end of a rank."""
 
     place: int
     status: int
 
 
-@dataclass(frozen=True)
-class EndAll:
+class EndAll(NamedTuple):
     """An order to end all ranks, for a reason outside of them."""
 
     reason: str
@@ -128,18 +125,14 @@ class Ranks:
                 alive.discard(event.place)
                 if self._failed(event):
                     wait_s = OTHERS_END_S
-                    log.error(
-                        "rank %d %s%s",
-                        self.first_rank + event.place,
-                        ending(event.status),
-                        f"; {self._named(alive)} cannot go on without it" if alive else "",
-                    )
-                    self.on_loss(f"rank {self.first_rank + event.place} {ending(event.status)}")
+                    lost = f"rank {self.first_rank + event.place} {ending(event.status)}"
+                    others = f"; {self._named(alive)} cannot go on without it" if alive else ""
+                    log.error("%s%s", lost, others)
+                    self.on_loss(lost)
                     self.status = self.status or event.status
             deadline_s = min(deadline_s, time.monotonic() + wait_s)
 
     def kill(self) -> None:
-        """Kill the remaining processes."""
         for process in self.processes:
             process.kill()
 
@@ -159,17 +152,25 @@ class Ranks:
         return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
+@contextmanager
+def at_signals(stop: Callable[[], object]) -> Iterator[None]:
+    before = {number: signal.signal(number, lambda *_: stop()) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_ranks(module: str, options: list[str], ranks: int, grace_s: float) -> int:
     """Start the ranks, wait for their end, and return the return code of the first that failed, or 0. Main thread only."""
     started = Ranks()
-    before = {number: signal.signal(number, lambda *_: started.events.put(None)) for number in SIGNALS}
-    try:
-        started.start(module, options, ranks)
-        started.see_through(grace_s)
-    finally:
-        started.kill()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with at_signals(lambda: started.events.put(None)):
+        try:
+            started.start(module, options, ranks)
+            started.see_through(grace_s)
+        finally:
+            started.kill()
     return started.status
 
 

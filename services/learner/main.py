@@ -107,14 +107,12 @@ def main(
     if settings is None:
         end_as(run_ranks("paceline.services.learner.rank", options, num_ranks, grace_s))
         return
-    from paceline.services.learner.nodes.launcher import run_node  # imports torch
+    from paceline.services.learner.nodes.launcher import NodeLauncher, Rendezvous  # imports torch
 
     try:
-        end_as(
-            run_node(
-                settings, "paceline.services.learner.rank", options, num_ranks, host, grace_s, node_wait_s
-            )
-        )
+        meeting = Rendezvous(settings, num_ranks, host, node_wait_s)
+        node = NodeLauncher(settings, meeting, "paceline.services.learner.rank", options)
+        end_as(node.run(num_ranks, grace_s))
     except PacelineError as error:
         raise click.ClickException(str(error)) from None
 

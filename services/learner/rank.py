@@ -2,26 +2,23 @@
 
 Rank 0 is the member that runs are assigned to; it broadcasts an assignment to the other ranks as plain bytes. Every
 rank has a connection to the exchange, for its parts of batches and its receipts.
-
-Reports that wait to be sent to the coordinator: bounded, however long it is away.
-
-For some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged version, token statistics. Such
-a report replaces its waiting predecessor. All others (checkpoints, set-up, the end of a run) wait in order and are never
-dropped; a session has a few of them.
-
-`put` may be called from any thread; one coroutine takes the reports out.
 """
 
 from __future__ import annotations
 from collections.abc import Awaitable
 from collections.abc import Callable
+from concurrent.futures import Future
 from paceline.calls.connection import checked_address
 from paceline.errors import Busy
+from paceline.errors import Conflict
+from paceline.errors import InvalidInput
 from paceline.errors import PacelineError
 from paceline.errors import Unavailable
 from paceline.host.memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
+from paceline.learner.checkpoints.export import check_has_adapter
+from paceline.learner.checkpoints.export_folder import NAME
 from paceline.learner.collectives import broadcast_bytes
 from paceline.services.common.access.token_guard import worker_guard
 from paceline.services.common.host_agent import fabric_option
@@ -34,25 +31,31 @@ from paceline.services.common.relay import RelayConnection
 from paceline.services.common.relay import zone_option
 from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer
+from paceline.services.common.serving.grpc_server import with_status
 from paceline.services.common.worker.assigned_run import failed_set_up
 from paceline.services.common.worker.member_metrics import member_metrics
 from paceline.services.common.worker.membership import LEAVE_WAIT_S
 from paceline.services.common.worker.membership import Membership
-from paceline.services.learner.background_loop import BackgroundLoop
-from paceline.services.learner.device import set_up_device
-from paceline.services.learner.orders import Orders
-from paceline.services.learner.servicer import LearnerServicer
+from paceline.services.learner.context import BackgroundLoop
+from paceline.services.learner.context import ExportOrder
+from paceline.services.learner.context import Orders
+from paceline.services.learner.context import RankContext
+from paceline.services.learner.rank_group import set_up_device
 from paceline.services.learner.training.run import LearnerRun
 from paceline.tracing import set_up_tracing
 from paceline.tracing import shut_down_tracing
 from paceline.v1 import common_pb2
+from paceline.v1 import learner_pb2
 from paceline.v1 import learner_pb2_grpc
 from paceline.v1 import worker_pb2
 from paceline.wire import PROTOCOL
 from pathlib import Path
+from typing import Any
+from typing import TypeVar
 import asyncio
 import click
 import contextlib
+import grpc
 import itertools
 import logging
 import queue
@@ -64,10 +67,8 @@ import torch.distributed as dist
 import uuid
 
 ASSIGNMENT_POLL_S = 2.0
-
 OUTBOX_SIZE = 8
 """Reports on the stream, which a newer report can no longer replace."""
-
 log = logging.getLogger(__name__)
 
 
@@ -104,7 +105,8 @@ class LearnerRank:
         self._member_id = f"{name}-{uuid.uuid4().hex[:8]}-rank{self.rank}"
         self._assignments: queue.Queue[bytes] = queue.Queue()
         self._assigned: worker_pb2.RunAssignment | None = None
-        self._run: LearnerRun | None = None
+        self.current_run: LearnerRun | None = None
+        """The run that this rank works on; None without one."""
         self.early_roster: worker_pb2.Epoch | None = None
         """Roster that was named before the run was set up here."""
         self.server: GrpcServer | None = None
@@ -150,11 +152,11 @@ class LearnerRank:
             self.report(failed_set_up(assignment.run_id, error, assignment.session))
             self._set_ready(False)
             return
-        self._run = run
+        self.current_run = run
         try:
             run.train()
         finally:
-            self._run = None
+            self.current_run = None
             run.close()
         self._set_ready(run.ready)
         if run.diverged:
@@ -216,11 +218,10 @@ class LearnerRank:
             return newest
 
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
-        run = self._run
+        run = self.current_run
         match directive.WhichOneof("directive"):
-            case "welcome":
-                if run is not None:
-                    run.report_again()
+            case "welcome" if run is not None:
+                run.report_again()
             case "run":
                 self._assigned = directive.run
                 self._assignments.put(directive.run.SerializeToString())
@@ -230,24 +231,19 @@ class LearnerRank:
                 self._assigned = None
                 if run is not None:
                     run.supersede()
+            case "epoch" if run is not None:
+                run.publishing.set_members(directive.epoch)
             case "epoch":
-                if run is not None:
-                    run.publishing.set_members(directive.epoch)
-                else:
-                    self.early_roster = directive.epoch
-            case "weight_ack":
-                if run is not None:
-                    run.publishing.acknowledge(directive.weight_ack)
-            case "weight_progress":
-                if run is not None:
-                    run.publishing.progress(directive.weight_progress)
-            case "weight_acks":
-                if run is not None:
-                    for ack in directive.weight_acks.acks:
-                        run.publishing.acknowledge(ack)
-            case "keep_checkpoints":
-                if run is not None:
-                    run.keep_checkpoints(directive.keep_checkpoints)
+                self.early_roster = directive.epoch
+            case "weight_ack" if run is not None:
+                run.publishing.acknowledge(directive.weight_ack)
+            case "weight_progress" if run is not None:
+                run.publishing.progress(directive.weight_progress)
+            case "weight_acks" if run is not None:
+                for ack in directive.weight_acks.acks:
+                    run.publishing.acknowledge(ack)
+            case "keep_checkpoints" if run is not None:
+                run.keep_checkpoints(directive.keep_checkpoints)
             case "checkpoint":
                 with contextlib.suppress(Busy):  # enough orders wait
                     self.orders.ask_checkpoint()
@@ -255,11 +251,6 @@ class LearnerRank:
                 self.stop()
             case "rank_lost":
                 self.background.post(self._end_without(directive.rank_lost.reason))
-
-    @property
-    def current_run(self) -> LearnerRun | None:
-        """The run that this rank works on; None without one."""
-        return self._run
 
     def _hello(self) -> worker_pb2.Hello:
         hello = worker_pb2.Hello(
@@ -276,93 +267,32 @@ class LearnerRank:
         )
         if (host := self.agent.identity) is not None:
             hello.host_agent.CopyFrom(host)
-        run = self._run
+        run = self.current_run
         if run is not None and run.session == hello.session and run.receipted:
             # A coordinator whose ledger lacks these receipts has restored an older backup; this session cannot continue with it.
             hello.version.session, hello.version.step = run.session, run.receipted
         return hello
 
     def _gauges(self) -> dict[str, float]:
-        run = self._run
+        run = self.current_run
         return run.gauges if run is not None else {}
-
-
-@click.command()
-@worker_options("learner", grace="Seconds for the last checkpoint at SIGTERM.")
-@device_option
-@fabric_option
-@zone_option
-def main(
-    coordinator: str,
-    host: str,
-    advertise_host: str,
-    fabric: str,
-    port: int,
-    name: str,
-    device: str,
-    grace_s: float,
-    metrics_port: int | None,
-    ready_file: Path | None,
-) -> None:
-    """Run one rank; its options come from `paceline serve learner`."""
-    die_with_starter()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    set_up_tracing("learner")
-    raise_file_limit()
-    bound_caches()
-    return_large_tensors()
-    try:
-        reachable = advertised_host(host, advertise_host, checked_address(coordinator))
-        used = set_up_device(device, fabric or host)
-    except PacelineError as error:
-        raise click.ClickException(str(error)) from None
-    rank = LearnerRank(coordinator, name, used, host, reachable, grace_s, fabric)
-    rank.cpu_chosen = device == "cpu"
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: rank.stop())
-    if rank.rank == 0:
-        try:
-            rank.server = rank.background.wait(_serve(rank, host, port, metrics_port), 30.0)
-        except PacelineError as error:  # a port that is taken
-            raise click.ClickException(str(error)) from None
-        announce(ready_file, rank.address)
-    rank.join()
-    status = 0
-    try:
-        rank.serve_forever()
-        rank.close()
-    except PacelineError as error:
-        log.error("%s", error)
-        status = 1
-    except Exception:
-        log.exception("this rank cannot go on")
-        status = 1
-    shut_down_tracing()
-    end_process(status)
-
-
-async def _serve(rank: LearnerRank, host: str, port: int, metrics_port: int | None = None) -> GrpcServer:
-    server = GrpcServer(host, port, worker_guard(rank.membership.coordinator))
-    servicer = LearnerServicer(rank)
-    server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
-    await server.start()
-    await rank.kept.enter_async_context(member_metrics("learner", rank.membership, host, metrics_port))
-    rank.address = f"{rank.reachable}:{server.port}"
-    return server
 
 
 MAX_REPLACEABLE = 1024
 """Replaceable reports that may wait; beyond this number the oldest is dropped."""
-
 TOKEN_STATISTICS = 8
 """Steps whose token statistics may wait; those of an older one are replaced."""
-
 Key = tuple[str, str | int]
 
 
 class ReportQueue:
-    """Reports on their way to `send`, which waits while there is no stream. Any thread may make it; `call` calls a function in
-    the loop that runs `run`."""
+    """Reports on their way to `send`, which waits while there is no stream: bounded, however long the coordinator is away.
+
+    For some reports only the newest counts: the offer to a member, the result of a publish to it, the last staged version, token
+    statistics. Such a report replaces its waiting predecessor. All others (checkpoints, set-up, the end of a run) wait in order
+    and are never dropped; a session has a few of them. Any thread may make the queue and `put` a report; `call` calls a function
+    in the loop that runs `run`.
+    """
 
     def __init__(
         self,
@@ -430,6 +360,136 @@ def _replaces(report: worker_pb2.ConnectRequest) -> Key | None:
         case "run_report" if report.run_report.warning:
             return "warning", report.run_report.warning
     return None
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+ResultT = TypeVar("ResultT")
+ORDER_TIMEOUT_S = 600.0
+
+
+async def _carried_out(order: Future[ResultT]) -> ResultT:
+    """Return the result of an order. Raises Unavailable, and withdraws the order, when no step ends in time."""
+    try:
+        async with asyncio.timeout(ORDER_TIMEOUT_S):
+            return await asyncio.wrap_future(order)
+    except TimeoutError:
+        raise Unavailable(
+            f"nothing came of the order within {ORDER_TIMEOUT_S:g} s; it waits for the step under way, see the learner's log"
+        ) from None
+
+
+class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
+    """Service of the whole learner, on rank 0: status, and orders that all ranks carry out together after the current step."""
+
+    def __init__(self, rank: RankContext):
+        self._rank = rank
+
+    @with_status
+    async def Status(
+        self, request: learner_pb2.LearnerServiceStatusRequest, context: Context
+    ) -> learner_pb2.LearnerServiceStatusResponse:
+        response = learner_pb2.LearnerServiceStatusResponse(world_size=self._rank.world_size, phase="idle")
+        run = self._rank.current_run
+        if run is not None:
+            response.run_id, response.phase = run.run_id, run.phase
+            response.version.session, response.version.step = run.session, run.step
+        return response
+
+    @with_status
+    async def Checkpoint(
+        self, request: learner_pb2.CheckpointRequest, context: Context
+    ) -> learner_pb2.CheckpointResponse:
+        self._check_running()
+        path, step = await _carried_out(self._rank.orders.ask_checkpoint())
+        return learner_pb2.CheckpointResponse(path=path, step=step)
+
+    @with_status
+    async def Export(
+        self, request: learner_pb2.ExportRequest, context: Context
+    ) -> learner_pb2.ExportResponse:
+        run = self._check_running()
+        name = request.name
+        if name and not NAME.fullmatch(name):
+            raise InvalidInput(
+                f"name {name[:80]!r} has to be 1 to 64 of the characters A-Z a-z 0-9 . _ -, the first a letter or a digit"
+            )
+        if request.adapter_only:
+            check_has_adapter(run.spec.policy)
+        order = self._rank.orders.ask_export(ExportOrder(name, request.adapter_only))
+        path = await _carried_out(order)
+        response = learner_pb2.ExportResponse(path=path)
+        response.version.session, response.version.step = run.session, run.step
+        return response
+
+    def _check_running(self) -> Any:
+        run = self._rank.current_run
+        if run is None:
+            raise Conflict("the learner has no run now; ask when one trains")
+        return run
+
+
+@click.command()
+@worker_options("learner", grace="Seconds for the last checkpoint at SIGTERM.")
+@device_option
+@fabric_option
+@zone_option
+def main(
+    coordinator: str,
+    host: str,
+    advertise_host: str,
+    fabric: str,
+    port: int,
+    name: str,
+    device: str,
+    grace_s: float,
+    metrics_port: int | None,
+    ready_file: Path | None,
+) -> None:
+    """Run one rank; its options come from `paceline serve learner`."""
+    die_with_starter()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_tracing("learner")
+    raise_file_limit()
+    bound_caches()
+    return_large_tensors()
+    try:
+        reachable = advertised_host(host, advertise_host, checked_address(coordinator))
+        used = set_up_device(device, fabric or host)
+    except PacelineError as error:
+        raise click.ClickException(str(error)) from None
+    rank = LearnerRank(coordinator, name, used, host, reachable, grace_s, fabric)
+    rank.cpu_chosen = device == "cpu"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: rank.stop())
+    if rank.rank == 0:
+        try:
+            rank.server = rank.background.wait(_serve(rank, host, port, metrics_port), 30.0)
+        except PacelineError as error:  # a port that is taken
+            raise click.ClickException(str(error)) from None
+        announce(ready_file, rank.address)
+    rank.join()
+    status = 0
+    try:
+        rank.serve_forever()
+        rank.close()
+    except PacelineError as error:
+        log.error("%s", error)
+        status = 1
+    except Exception:
+        log.exception("this rank cannot go on")
+        status = 1
+    shut_down_tracing()
+    end_process(status)
+
+
+async def _serve(rank: LearnerRank, host: str, port: int, metrics_port: int | None = None) -> GrpcServer:
+    server = GrpcServer(host, port, worker_guard(rank.membership.coordinator))
+    servicer = LearnerServicer(rank)
+    server.add(servicer, learner_pb2_grpc.add_LearnerServiceServicer_to_server, "paceline.v1.LearnerService")
+    await server.start()
+    await rank.kept.enter_async_context(member_metrics("learner", rank.membership, host, metrics_port))
+    rank.address = f"{rank.reachable}:{server.port}"
+    return server
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The process group of the learner's ranks, on sockets that only this host can reach.
+"""The device of a learner's rank, and the process group of its ranks, on sockets that only this host can reach.
 
 Ranks of one host meet in the file that their launcher passes to them (`launcher.py`): no rendezvous listens, and no message
 from outside is read. gloo's connections between ranks listen on loopback, whatever `--host` says; NCCL's on the interface of
@@ -8,21 +8,22 @@ launcher started meet as torch's environment variables say.
 """
 
 from __future__ import annotations
-
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
-
-import psutil
-import torch
-import torch.distributed as dist
-
+from paceline.errors import Unavailable
+from paceline.learner.model.determinism import reserve_workspace
 from paceline.learner.model.mesh import mesh_groups
+from paceline.services.common.gpus import unused_gpus
 from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.learner.launcher import MEETING_VARIABLE
+from typing import Any
+import logging
+import os
+import psutil
+import socket
+import torch
+import torch.distributed as dist
 
 STORE_VARIABLE = "PACELINE_RANKS_STORE"
 """Environment variable with HOST:PORT of the store in which ranks on several hosts meet."""
@@ -123,3 +124,31 @@ def _keep_to_interface(host: str, address: str) -> None:
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+log = logging.getLogger(__name__)
+
+
+def set_up_device(device: str, host: str) -> torch.device:
+    """Return the device of this rank, and make the process group when there are several ranks. `device` is `auto`, `cuda` or
+    `cpu`; `host` is the address that the service listens on. Raises Unavailable when the GPU cannot be used."""
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unavailable(
+            f"--device is cuda, and torch {torch.__version__} finds no GPU that it can use; see `paceline doctor`"
+        )
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    if cuda and rank >= (number := torch.cuda.device_count()):
+        raise Unavailable(
+            f"rank {rank} of the learner needs a GPU for itself, and torch sees {number} here, counted from 0; see "
+            "`paceline doctor`, or start fewer ranks (cluster.learner_ranks)"
+        )
+    if device == "auto" and not cuda and (idle := unused_gpus("learner")):
+        log.warning("%s", idle)
+    if cuda:
+        reserve_workspace()
+        # Rows of ever new lengths leave holes.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        torch.cuda.set_device(rank)
+    form_rank_group(host, cuda=cuda)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -15,16 +15,16 @@ from paceline.files.names import BLOBS_NAME
 from paceline.host.memory import return_large_tensors
 from paceline.host.onednn import bound_caches
 from paceline.host.process import end_process
-from paceline.learner.batch.examples import ExampleSource
 from paceline.learner.batch.samples import TrainingSample
 from paceline.learner.batch.samples import sequences_from_groups
 from paceline.learner.checkpoints import checkpoint as checkpoints
+from paceline.learner.objectives.examples import ExampleSource
 from paceline.learner.step.trainer import Trainer
 from paceline.services.common.processes.starting import die_with_starter
 from paceline.services.coordinator.blobs import BlobStore
 from paceline.services.coordinator.ledger.ledger import Ledger
 from paceline.services.coordinator.lifecycle.run_data import RunBundles
-from paceline.services.learner.device import set_up_device
+from paceline.services.learner.rank_group import set_up_device
 from paceline.services.replay.plan import plan_replay
 from paceline.services.replay.plan import read_part
 from paceline.spec import RunSpec

@@ -1,22 +1,61 @@
-"""Samples of a leased group: each completion is generated, or continued from the tokens of an earlier attempt."""
+"""Samples of a leased group: each completion is generated, or continued from the tokens of an earlier attempt. The chat template
+may be corrected on the disk meanwhile, and a worker's pace is measured for its heartbeats."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from paceline.chat.completion_texts import END_THINK, THINK, completion_text, opens_reasoning
-from paceline.data.tokens import encode_prompt
-from paceline.errors import WireError
+from paceline.data.tokens import encode_prompt, load_tokenizer
+from paceline.errors import InvalidInput, WireError
+from paceline.files.stamps import stamp
 from paceline.groups import Completion, IntArray
 from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams, sample_seed
 from paceline.rollout.stop_strings import StopStrings
-from paceline.services.rollout.gather import gather_or_cancel
-from paceline.spec import RunSpec
+from paceline.spec import PolicySection, RunSpec
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_completions
+
+FILES = ("chat_template*", "tokenizer_config.json")
+
+
+class TemplateFile:
+    """The files of one tokenizer that may hold its chat template. `reload` may be called from any thread."""
+
+    def __init__(self, policy: PolicySection):
+        self._policy = policy
+        self._folder = Path(policy.tokenizer_name or policy.model_name).expanduser()
+        self._stamp = stamp(self._folder, FILES)
+        self._lock = threading.Lock()
+        self.reloads = 0
+        """Number of times that another template was taken: an attempt that began before one may fail by the old one."""
+
+    def reload(self, tokenizer: Any) -> bool:
+        """Give `tokenizer` the template that is on the disk now; return whether that is another one."""
+        with self._lock:
+            now = stamp(self._folder, FILES)
+            if now == self._stamp:
+                return False
+            self._stamp = now
+            try:
+                template = load_tokenizer(self._policy).chat_template
+            except InvalidInput as error:
+                log.error("the changed chat template cannot be read: %s", error)
+                return False
+            if template == tokenizer.chat_template:
+                return False
+            tokenizer.chat_template = template
+            self.reloads += 1
+        log.warning("the chat template in %s was changed and is read anew", self._folder)
+        return True
+
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +89,8 @@ class GroupSampler:
             prompt_ids, begun = earlier
         else:
             tools = json.loads(lease.tools_json) if lease.tools_json else None
-            prompt_ids = encode_prompt(
-                self._tokenizer, prompt, data.apply_chat_template, data.chat_template_kwargs, tools
-            )
+            template = data.apply_chat_template, data.chat_template_kwargs
+            prompt_ids = encode_prompt(self._tokenizer, prompt, *template, tools)
             begun = [None] * lease.num_generations
         if self._on_warning is not None and opens_reasoning(self._tokenizer, prompt_ids):
             on_warning, self._on_warning = self._on_warning, None
@@ -134,3 +172,49 @@ def _read_prefix(lease: pb.Lease, prefix: bytes) -> tuple[IntArray, Sequence[Com
         log.error("group %d came with %d samples and begins anew", lease.group_id, len(begun))
         return None
     return prompt_ids, begun
+
+
+class Pace:
+    """Pace since the last heartbeat. A worker begins without a lease."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._empty_since_s: float | None = clock()
+        self._empty_s = 0.0
+        """Seconds without a lease in all, up to `_empty_since_s`."""
+        self._reported = (clock(), 0, 0.0)
+        """Time, tokens and seconds without a lease at the last heartbeat."""
+
+    def begin_work(self) -> None:
+        if self._empty_since_s is not None:
+            self._empty_s += self._clock() - self._empty_since_s
+            self._empty_since_s = None
+
+    def end_work(self) -> None:
+        self._empty_since_s = self._clock()
+
+    def gauges(self, generated_tokens: int) -> dict[str, float]:
+        """Return the gauges since the last call; `generated_tokens` are those of the worker's life."""
+        now_s, empty_s = self._clock(), self._empty_s
+        if self._empty_since_s is not None:
+            empty_s += now_s - self._empty_since_s
+        since_s, tokens, earlier_empty_s = self._reported
+        self._reported = (now_s, generated_tokens, empty_s)
+        elapsed_s = max(now_s - since_s, 1e-6)
+        return {
+            "tokens_per_s": (generated_tokens - tokens) / elapsed_s,
+            "wait_fraction": min(1.0, (empty_s - earlier_empty_s) / elapsed_s),
+        }
+
+
+ResultT = TypeVar("ResultT")
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Return their results, in order. The first error cancels the others, and is raised when they have ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]

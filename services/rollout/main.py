@@ -19,9 +19,9 @@ from paceline.services.common.serving.endpoints import advertised_host
 from paceline.services.common.serving.grpc_server import GrpcServer
 from paceline.services.common.serving.grpc_server import run_service
 from paceline.services.common.worker.member_metrics import member_metrics
-from paceline.services.rollout.engine_settings import engine_option
 from paceline.services.rollout.servicer import RolloutServicer
 from paceline.services.rollout.worker import RolloutWorker
+from paceline.services.rollout.worker import engine_option
 from paceline.tracing import set_up_tracing
 from paceline.tracing import shut_down_tracing
 from paceline.v1 import rollout_pb2_grpc
@@ -75,10 +75,9 @@ def main(
         worker.engine_settings = engine_settings
         worker.cpu_chosen = device == "cpu"
         server = GrpcServer(host, port, worker_guard(coordinator))
-        servicer = RolloutServicer(worker)
-        server.add(
-            servicer, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, "paceline.v1.RolloutService"
-        )
+
+        add_to_server = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
+        server.add(RolloutServicer(worker), add_to_server, "paceline.v1.RolloutService")
         worker.address = f"{reachable}:{server.port}"
         worker.assigned.on_readiness = partial(server.set_serving, "paceline.v1.RolloutService")
         if http_port is not None:

@@ -2,16 +2,12 @@
 
 Order of waiting: the lease loop waits for room or for the exchange; each group's task waits for its samples and then
 for the exchange's reply. A finished group is kept until the reply. New weights arrive independently
-(`services/rollout/weights.py`).
+(`services/rollout/weights.py`). In a run with an environment this worker has no leases: it samples the turns that environment
+workers ask for (`services/rollout/servicer.py`).
 
-In a run with an environment this worker has no leases: it samples the turns that environment workers ask for
-(`services/rollout/servicer.py`).
-
-Detection of an engine that hangs while its worker lives: heartbeats go on, and otherwise its leases would never end.
-
-A lease has no deadline, because a long completion is no fault. The probe tests whether the engine still runs: a request
-of one token is submitted and aborted at once, which any engine answers between two decode steps, however long its queue
-is and whatever it generates.
+A lease has no deadline, because a long completion is no fault, and heartbeats go on while an engine hangs. So a probe tests
+whether it runs: a request of one token is submitted and aborted at once, which any engine answers between two decode steps,
+however long its queue is and whatever it generates.
 """
 
 from __future__ import annotations
@@ -35,9 +31,7 @@ from paceline.rollout.engine import Engine, GenerationRequest, SamplingParams
 from paceline.rollout.engines import create_engine
 from paceline.services.common.reporting.progress_log import Occupancy, ProgressLog
 from paceline.services.common.worker.membership import Membership
-from paceline.services.rollout.group_sampler import GroupSampler
-from paceline.services.rollout.pace import Pace
-from paceline.services.rollout.template_file import TemplateFile
+from paceline.services.rollout.group_sampler import GroupSampler, Pace, TemplateFile
 from paceline.services.rollout.weights import RolloutWeights
 from paceline.spec import RunSpec
 from paceline.tracing import span
@@ -50,18 +44,14 @@ from paceline.wire import encode_completions, encode_result
 LEASE_WAIT_S = 10.0
 RETURN_S = 5.0
 """Part of a drain's grace for the return of unfinished groups, besides the time that their bytes take."""
-
 RETURN_BYTES_PER_S = 8 << 20
 """Upload rate of a worker among many that drain."""
-
 TOKEN_BYTES = 8
 """Bytes of a token's id and its log-probability."""
-
 MAX_UNEXPECTED = 4
 """Unforeseen errors in a row that count as faults of their groups; with more of them the worker itself is at fault."""
 PROBE_S = 30.0
 MAX_ERROR_CHARS = 2000
-
 CAPACITY_S = 0.5
 """Seconds between two checks of the engine's capacity while there is no room."""
 log = logging.getLogger(__name__)
@@ -110,13 +100,7 @@ class RolloutRun:
         """Groups in a row with an unforeseen error."""
         store_url = run_store(spec.weights.store, run_id, directory)
         self.weights = RolloutWeights(
-            run_id,
-            member_id,
-            membership,
-            engine,
-            spec.weights.max_wait_s,
-            store_url,
-            agent,
+            run_id, member_id, membership, engine, spec.weights.max_wait_s, store_url, agent
         )
 
     @classmethod
@@ -129,10 +113,8 @@ class RolloutRun:
         device: str,
         agent: RelayClient | None = None,
     ) -> RolloutRun:
-        """Load tokenizer and engine; weights come later, by this host's `agent` or from the object store.
-
-        Raises InvalidInput for a model that cannot be used, EngineDied when the engine did not start.
-        """
+        """Load tokenizer and engine; weights come later, by this host's `agent` or from the object store. Raises
+        InvalidInput for a model that cannot be used, EngineDied when the engine did not start."""
         started_s = time.monotonic()
         log.info("run %s: loading %s", assignment.run_id, named_size(spec.policy.model_name))
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.policy)
@@ -144,14 +126,7 @@ class RolloutRun:
             raise
         log.info("run %s: the engine is ready after %.1f s", assignment.run_id, time.monotonic() - started_s)
         return cls(
-            spec,
-            assignment.run_id,
-            member_id,
-            membership,
-            engine,
-            tokenizer,
-            assignment.directory,
-            agent,
+            spec, assignment.run_id, member_id, membership, engine, tokenizer, assignment.directory, agent
         )
 
     @property
@@ -170,7 +145,6 @@ class RolloutRun:
         return len(self._running_by_group)
 
     async def close(self) -> None:
-        """Close receivers and engine."""
         self.weights.close()
         await self.engine.close()
 
@@ -187,19 +161,11 @@ class RolloutRun:
                 # One group is requested ahead, so that the engine never has room without work.
                 room = self.engine.capacity + group_size - running
                 if room < group_size and running:
-                    self._room.clear()
-                    with contextlib.suppress(
-                        TimeoutError
-                    ):  # the capacity may have grown without a sample's end
-                        async with asyncio.timeout(CAPACITY_S):
-                            await self._room.wait()
+                    await self._await_room(CAPACITY_S)  # the capacity may have grown without a sample's end
                     continue
-                request = pb.ExchangeRequest(
-                    run_id=self.run_id,
-                    lease=pb.LeaseRequest(
-                        room=room, wait_s=LEASE_WAIT_S, held=pb.Held(group_ids=self._running_by_group)
-                    ),
-                )
+                held = pb.Held(group_ids=self._running_by_group)
+                lease_request = pb.LeaseRequest(room=room, wait_s=LEASE_WAIT_S, held=held)
+                request = pb.ExchangeRequest(run_id=self.run_id, lease=lease_request)
                 reply, payloads = await self._membership.request(request)
                 if reply.status == pb.REPLY_STATUS_STALE:
                     guard.cancel()
@@ -218,18 +184,20 @@ class RolloutRun:
                     self._take(lease)
                     tasks.create_task(self._generate(lease, payload))
             guard.cancel()  # from here on the drain's grace is the limit
-        await (
-            self._no_external.wait()
-        )  # the engine closes after this call; `drain` has a deadline for external requests
+        # The engine closes after this call; `drain` has a deadline for external requests.
+        await self._no_external.wait()
 
     async def _pause_requests(self, refusal: str) -> None:
         """Wait before the next request for leases, because the exchange refuses one. Groups under way go on: if this
         worker ended, they would be lost, and the end would count as their crash."""
         pause_s = self.refused_pause.next_s()
         log.error("asking for leases again in %.0f s, the exchange refuses: %s", pause_s, refusal)
+        await self._await_room(pause_s)
+
+    async def _await_room(self, timeout_s: float) -> None:
         self._room.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
+            async with asyncio.timeout(timeout_s):
                 await self._room.wait()
 
     async def _end_if_hung(self) -> None:
@@ -249,11 +217,8 @@ class RolloutRun:
 
     async def drain(self, grace_s: float) -> int:
         """Take no further lease; let running samples finish, then return the rest unfinished. Returns the number of
-        unfinished leases.
-
-        External requests have the same time, and then end as they are. Returns within `grace_s` seconds, also when no
-        coordinator accepts the returned leases: it then notices the worker's silence.
-        """
+        unfinished leases. External requests have the same time, and then end as they are. Returns within `grace_s`
+        seconds, also when no coordinator accepts the returned leases: it then notices the worker's silence."""
         self._draining.set()
         self._room.set()
         ended = asyncio.gather(self._idle.wait(), self._no_external.wait())
@@ -302,9 +267,8 @@ class RolloutRun:
             self._note_occupancy()
             if not self._turns:
                 self._pace.end_work()
-        self._turn_tokens += len(completion.token_ids) - (
-            len(request.prefix.token_ids) if request.prefix else 0
-        )
+        begun = len(request.prefix.token_ids) if request.prefix else 0
+        self._turn_tokens += len(completion.token_ids) - begun
         return completion
 
     def text(self, completion: Completion) -> str:
@@ -362,10 +326,8 @@ class RolloutRun:
             return await self._sampler.sample(lease, prefix)
 
     async def _blame(self, lease: pb.Lease, error: Exception) -> None:
-        """Return a group with an unforeseen error, as a fault of its data.
-
-        Raises the error where the engine is the likelier cause: the engine does not answer, or several groups in a row had an error.
-        """
+        """Return a group with an unforeseen error, as a fault of its data. Raises the error where the engine is the
+        likelier cause: the engine does not answer, or several groups in a row had an error."""
         self._unexpected += 1
         probe = f"probe/{lease.group_id}/{lease.attempt}"
         if self._unexpected > MAX_UNEXPECTED or not await answers(self.engine, probe, PROBE_S):
@@ -378,10 +340,7 @@ class RolloutRun:
     ) -> None:
         group = Group(lease.group_id, prompt_ids, tuple(completions))
         result = pb.GroupResult(
-            group_id=lease.group_id,
-            attempt=lease.attempt,
-            digest=group.digest(),
-            generate_s=generate_s,
+            group_id=lease.group_id, attempt=lease.attempt, digest=group.digest(), generate_s=generate_s
         )
         request = pb.ExchangeRequest(run_id=self.run_id, group=result)
         reply, _ = await self._membership.request(request, encode_result(prompt_ids, completions))

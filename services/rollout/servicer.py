@@ -22,7 +22,7 @@ from paceline.rollout.engine import sample_seed
 from paceline.services.common.serving.grpc_server import ACCEPTED
 from paceline.services.common.serving.grpc_server import with_status
 from paceline.services.openai.requests import MAX_CHOICES
-from paceline.services.rollout.gather import gather_or_cancel
+from paceline.services.rollout.group_sampler import gather_or_cancel
 from paceline.services.rollout.openai.engine_requests import MAX_CHARS_PER_TOKEN
 from paceline.services.rollout.run import RolloutRun
 from paceline.v1 import common_pb2
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from paceline.services.rollout.worker import RolloutWorker
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
 MAX_SESSION_CHARS = 256
 BEGUN_VERSION = Version(0, 0)
 """Version of the tokens that a request brings; they are no part of the answer."""
@@ -131,10 +130,8 @@ def _check_bounds(request: rollout_pb2.GenerateRequest, max_tokens: int) -> None
 
 
 def _check_weights(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> None:
-    """Raises Conflict when the request wants another run or other weights than this worker has now.
-
-    Steps of published versions only grow, also from one session of the learner to the next, so the step comes first.
-    """
+    """Raises Conflict when the request wants another run or other weights than this worker has now. Steps of published
+    versions only grow, also from one session of the learner to the next, so the step comes first."""
     version = run.engine.version
     assert version is not None
     if request.run_id and request.run_id != run.run_id:
@@ -161,10 +158,8 @@ def _check_tokens(completions: list[Completion], pinned: common_pb2.PolicyVersio
 async def _prompt_ids(request: rollout_pb2.GenerateRequest, run: RolloutRun) -> IntArray:
     if request.prompt_ids:
         return np.array(request.prompt_ids, np.int32)
-    data = run.spec.data
-    return await asyncio.to_thread(
-        encode_prompt, run.tokenizer, request.prompt, data.apply_chat_template, data.chat_template_kwargs
-    )
+    template = run.spec.data.apply_chat_template, run.spec.data.chat_template_kwargs
+    return await asyncio.to_thread(encode_prompt, run.tokenizer, request.prompt, *template)
 
 
 def _params(params: common_pb2.SamplingParams, run: RolloutRun) -> SamplingParams:

@@ -29,11 +29,9 @@ from paceline.weights.store.receiver import StoreReceiver
 from paceline.weights.store.store_format import StoreOffer
 
 log = logging.getLogger(__name__)
-
 REPORT_S = 1.0
 """Seconds between two reports on weights that are being received or loaded; a quarter of the learner's patience at
 most."""
-
 PHASES = {
     "receiving": worker_pb2.WEIGHT_PHASE_RECEIVING,
     "loading": worker_pb2.WEIGHT_PHASE_LOADING,
@@ -70,7 +68,9 @@ class RolloutWeights:
                 run_id=run_id,
                 client=agent,
                 on_weights=self._on_weights,
-                on_ack=self._on_host_ack,
+                on_ack=lambda version, ok, message, transfer: self._on_ack(
+                    version, ok, message, transfer=transfer
+                ),
                 on_agent=self._report_agent,
             )
 
@@ -107,13 +107,8 @@ class RolloutWeights:
         """Tell the learner that weights are being received or loaded, for as long as they are. Runs until cancelled."""
         while True:
             await asyncio.sleep(self._report_s)
-            at_work = {
-                progress.version: progress
-                for progress in (
-                    *(self._host_receiver.at_work if self._host_receiver is not None else ()),
-                    *self._store_receiver.at_work,
-                )
-            }
+            by_host = self._host_receiver.at_work if self._host_receiver is not None else ()
+            at_work = {each.version: each for each in (*by_host, *self._store_receiver.at_work)}
             for version, progress in at_work.items():
                 if self._membership.waiting_reports:
                     break  # they would be outdated on arrival
@@ -137,7 +132,6 @@ class RolloutWeights:
         log.warning("expelled from epoch %d, holding %s: %s", expelled.epoch, version, expelled.reason)
 
     def close(self) -> None:
-        """Close the receivers."""
         self._store_receiver.close()
         if self._host_receiver is not None:
             self._host_receiver.close()
@@ -160,13 +154,7 @@ class RolloutWeights:
             self._pause_s = swap.result()
             self._swap_s = time.monotonic() - started_s
 
-    def _on_host_ack(
-        self, version: Version, ok: bool, message: str, transfer: worker_pb2.HostTransfer | None
-    ) -> None:
-        self._on_ack(version, ok, message, transfer=transfer)
-
     def _report_agent(self) -> None:
-        """Report that this host has another agent."""
         if self._agent is not None and (identity := self._agent.identity) is not None:
             report = self._membership.report(worker_pb2.ConnectRequest(host_agent=identity))
             asyncio.run_coroutine_threadsafe(report, self._loop)

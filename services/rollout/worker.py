@@ -1,38 +1,42 @@
 """The rollout service: it takes leases, submits groups, and receives weights while it samples.
 
 `RolloutWorker` is a member of the pool; `services/rollout/run.py` is its work on one run, `services/rollout/servicer.py`
-answers `RolloutService`.
-Started by `paceline serve rollout` (also `paceline-rollout`).
+answers `RolloutService`. Started by `paceline serve rollout` (also `paceline-rollout`). Workers of one run may have different
+engines and sizes (`--engine KEY=VALUE`): only keys of `policy.generation` that say how a worker computes can differ; what it
+samples from is the run's.
 """
 
 from __future__ import annotations
 from collections.abc import Sequence
 from paceline.calls.backoff import ExponentialBackoff
 from paceline.errors import EngineDied
+from paceline.errors import InvalidInput
+from paceline.errors import SpecError
 from paceline.services.common.gpus import refuse_cpu
 from paceline.services.common.relay import RelayConnection
 from paceline.services.common.relay import goes_by_host
 from paceline.services.common.worker.assigned_run import AssignedRun
 from paceline.services.common.worker.assigned_run import spec_of
 from paceline.services.common.worker.membership import Membership
-from paceline.services.rollout.engine_settings import with_engine_settings
 from paceline.services.rollout.openai.server import Endpoint
 from paceline.services.rollout.run import RolloutRun
+from paceline.spec import RunSpec
+from paceline.spec.reading import apply_override
+from paceline.spec.reading import parse_spec
 from paceline.v1 import common_pb2
 from paceline.v1 import worker_pb2
 from paceline.wire import PROTOCOL
 import asyncio
+import click
 import logging
 
 log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """One member of the rollout pool: at most one run at a time.
-
-    A set-up that fails is retried after a growing pause for as long as the run is assigned; `pause` is that backoff. `host` is
-    this machine's address for weights, `bind` the one to listen on, if another.
-    """
+    """One member of the rollout pool: at most one run at a time. A set-up that fails is retried after a growing pause
+    for as long as the run is assigned; `pause` is that backoff. `host` is this machine's address for weights, `bind`
+    the one to listen on, if another."""
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class RolloutWorker:
         self.cpu_chosen = False
         """True when the service was started with --device cpu."""
         self.engine_settings: Sequence[str] = ()
-        """Settings of this worker's engine in place of the run's (`services/rollout/engine_settings.py`)."""
+        """Settings of this worker's engine in place of the run's (`services/rollout/worker.py`)."""
         self._grace_s = grace_s
         self._run: RolloutRun | None = None
         self._ended_run: RolloutRun | None = None
@@ -157,9 +161,7 @@ class RolloutWorker:
                     await self.membership.report(worker_pb2.ConnectRequest(host_agent=identity))
             except EngineDied:
                 raise
-            except (
-                Exception
-            ) as error:  # anything that cannot be loaded now may be there later, and an exit would not help
+            except Exception as error:  # what cannot be loaded now may be there later; an exit would not help
                 await self.assigned.failed(assignment.run_id, error, self.membership.report)
                 await asyncio.sleep(self._set_up_pause.next_s())
             else:
@@ -167,25 +169,23 @@ class RolloutWorker:
                 return run
 
     async def _on_directive(self, directive: worker_pb2.ConnectResponse) -> None:
+        run = self._run
         match directive.WhichOneof("directive"):
             case "welcome":
                 await self._report_ready()
-                if self._run is not None:
-                    await self._run.weights.answer_again()
+                if run is not None:
+                    await run.weights.answer_again()
             case "run":
                 self.assigned.assign(directive.run)
             case "idle":
                 await self.assigned.idle()
-            case "weight_offer":
-                if self._run is not None:
-                    self._run.weights.offer(directive.weight_offer)
-            case "host_plan":
-                if self._run is not None:
-                    self._run.weights.take_plan(directive.host_plan)
-            case "expelled":
-                if self._run is not None and self._run.run_id == directive.expelled.run_id:
-                    self._run.weights.expelled(directive.expelled)
-                    await self._report_ready()
+            case "weight_offer" if run is not None:
+                run.weights.offer(directive.weight_offer)
+            case "host_plan" if run is not None:
+                run.weights.take_plan(directive.host_plan)
+            case "expelled" if run is not None and run.run_id == directive.expelled.run_id:
+                run.weights.expelled(directive.expelled)
+                await self._report_ready()
             case "drain":
                 self._grace_s = directive.drain.grace_s
                 self.drained.set()
@@ -225,8 +225,56 @@ async def _ended(cancelled: asyncio.Task[None]) -> None:
 
 
 def _first(group: BaseExceptionGroup[EngineDied]) -> BaseException:
-    """Return the first error in a group of groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+KEYS = ("backend", "max_batch_size", "stall_s", "vllm_cfg", "vllm_kwargs")
+"""Keys below policy.generation that a worker may set."""
+OF_VLLM = ("vllm_cfg", "vllm_kwargs")
+
+
+def check_settings(
+    _context: click.Context, _option: click.Parameter, settings: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Callback of --engine. Raises click.UsageError for a setting that is not a worker's."""
+    for setting in settings:
+        dotted, equals, _ = setting.partition("=")
+        key = dotted.removeprefix("policy.generation.")
+        if not equals or key.partition(".")[0] not in KEYS:
+            raise click.UsageError(
+                f"--engine {setting!r}: it takes KEY=VALUE with a key of policy.generation that concerns this worker alone "
+                f"({', '.join(KEYS)}); other keys are set in the run's spec"
+            )
+    return tuple(setting.removeprefix("policy.generation.") for setting in settings)
+
+
+def with_engine_settings(spec: RunSpec, settings: Sequence[str]) -> RunSpec:
+    """Return the spec with the worker's own engine settings. A worker with another backend than vLLM drops the run's vLLM
+    settings. Raises InvalidInput for a combination that no spec may have."""
+    if not settings:
+        return spec
+    tree = spec.model_dump(mode="json")
+    try:
+        for setting in settings:
+            apply_override(tree, f"policy.generation.{setting}")
+        generation = tree["policy"]["generation"]
+        if generation["backend"] == "native" and not any(setting.startswith(OF_VLLM) for setting in settings):
+            for name in OF_VLLM:
+                generation.pop(name, None)
+        return parse_spec(tree)
+    except SpecError as error:
+        raise InvalidInput(f"--engine {' '.join(settings)} does not fit the run: {error}") from None
+
+
+engine_option = click.option(
+    "--engine",
+    "engine_settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=check_settings,
+    help="Setting of policy.generation for this worker alone, such as backend=vllm, max_batch_size=256 or "
+    "vllm_cfg.tensor_parallel_size=2; may be given several times.",
+)

@@ -11,7 +11,7 @@ from loaded_models import differing, save_model
 from mesh_cases import CASES, batch_of, save_models
 from tiny_policy import CPU, make_batch, make_spec, run_case
 
-from paceline.learner.batch.layout import SequenceLayout
+from paceline.learner.batch.samples import SequenceLayout
 from paceline.learner.checkpoints import checkpoint
 from paceline.learner.model.attention import packed_attention
 from paceline.learner.model.logprobs import chunked_logprobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.services.learner.orders import Orders
+from paceline.services.learner.context import Orders
 from paceline.v1 import worker_pb2
 
 

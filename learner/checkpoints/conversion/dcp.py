@@ -40,14 +40,13 @@ from paceline.files.storage import Folder
 from paceline.learner.checkpoints.checkpoint import as_error
 from paceline.learner.checkpoints.conversion.weights import ModelWeights
 from paceline.learner.checkpoints.metadata import METADATA, decode_metadata
-from paceline.learner.checkpoints.safetensors_writer import TensorHeader
+from paceline.learner.checkpoints.model_folder import TensorHeader
 from paceline.learner.checkpoints.state_files import state_reader
 from paceline.learner.weights.gather import unwrapped
 
 KEY = "model"
 """Entry of the state dict that has the weights, as trainers name it."""
 KEYS_SHOWN = 8
-
 Chunk = Callable[[str, tuple[int, ...], Tensor], None]
 """Takes name, offset along each axis, and values of a part of a tensor."""
 
@@ -122,20 +121,13 @@ class DcpCheckpoint:
             raise InvalidInput(f"{folder}: its {METADATA} is refused: {error}") from error
         except OSError as error:
             raise Unavailable(f"{folder}: {METADATA} cannot be read: {error}") from error
-        self._tensors = {
-            stored: entry
-            for stored, entry in self._metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        paths = {
-            stored: tuple(map(str, (self._metadata.planner_data or {}).get(stored, (stored,))))
-            for stored in self._tensors
-        }
+        entries, keys = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
+        self._tensors = {n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        paths = {stored: tuple(map(str, keys.get(stored, (stored,)))) for stored in self._tensors}
         self._names = _weights_under(key, paths, folder)
         """Names of the model by those in the checkpoint."""
 
     def headers(self) -> list[TensorHeader]:
-        """Return name, stored type and shape of every tensor."""
         return [
             TensorHeader(name, self._tensors[stored].properties.dtype, tuple(self._tensors[stored].size))
             for stored, name in self._names.items()
@@ -164,13 +156,8 @@ class _ChunkPlanner(LoadPlanner):
         pass
 
     def create_local_plan(self) -> LoadPlan:
-        return LoadPlan(
-            [
-                self._item(stored, index, chunk)
-                for stored in self._names
-                for index, chunk in enumerate(self._tensors[stored].chunks)
-            ]
-        )
+        chunks = [(name, *each) for name in self._names for each in enumerate(self._tensors[name].chunks)]
+        return LoadPlan([self._item(stored, index, chunk) for stored, index, chunk in chunks])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -203,11 +190,8 @@ class _ChunkPlanner(LoadPlanner):
 def _weights_under(key: str | None, paths: Mapping[str, tuple[str, ...]], folder: Folder) -> dict[str, str]:
     """Return the names of the weights by those in the checkpoint. `paths` are the keys of each tensor in the state dict."""
     wanted = KEY if key is None else key
-    found = {
-        stored: unwrapped(".".join(path[1:]))
-        for stored, path in paths.items()
-        if path[0] == wanted and path[1:]
-    }
+    below = {stored: path[1:] for stored, path in paths.items() if path[0] == wanted and path[1:]}
+    found = {stored: unwrapped(".".join(path)) for stored, path in below.items()}
     if not found and key is None:
         found = {stored: unwrapped(stored) for stored, path in paths.items() if len(path) == 1}
     if not found:

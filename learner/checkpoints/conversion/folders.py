@@ -1,16 +1,19 @@
 """`paceline convert`: a model folder becomes a checkpoint of torch.distributed.checkpoint, the other way round, or a model
-folder with other weights.
+folder with other or quantized weights.
 
 Promise: names, layouts and, without another type or an adapter, bits of the weights stay; the result appears whole or not
-at all; peak memory does not grow with the model.
+at all; peak memory does not grow with the model, unless it is quantized.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -23,16 +26,20 @@ from paceline.files.storage import Folder, is_url
 from paceline.learner.checkpoints.conversion.dcp import DcpCheckpoint, write_dcp
 from paceline.learner.checkpoints.conversion.weights import ModelWeights, refuse_not_finite
 from paceline.learner.checkpoints.export_folder import written_beside
-from paceline.learner.checkpoints.export_manifest import write_export_manifest
+from paceline.learner.checkpoints.manifest import write_export_manifest
 from paceline.learner.checkpoints.metadata import METADATA
-from paceline.learner.checkpoints.model_folder import empty_model, stored_tensors
+from paceline.learner.checkpoints.model_folder import (
+    MAX_FILE_BYTES,
+    SafetensorsWriter,
+    TensorHeader,
+    empty_model,
+    misfits,
+    stored_tensors,
+)
 from paceline.learner.checkpoints.other_files import CONFIG, check_tokenizer, copy_other_files
-from paceline.learner.checkpoints.safetensors_writer import MAX_FILE_BYTES, SafetensorsWriter, TensorHeader
 from paceline.learner.checkpoints.verification import Location
-from paceline.models.pretrained import check_weights, skeleton
+from paceline.models.pretrained import check_model, check_weights, skeleton
 from paceline.models.weight_files import WeightFiles, find_weight_files
-
-NAMES_SHOWN = 3
 
 
 def is_dcp(source: Location) -> bool:
@@ -43,11 +50,9 @@ def is_dcp(source: Location) -> bool:
 def to_dcp(
     source: str, destination: Location, *, dtype: torch.dtype | None = None, adapter: Path | None = None
 ) -> None:
-    """Write the weights of a model folder as a checkpoint, with its config and tokenizer beside.
-
-    `dtype` None keeps the types; a LoRA adapter in peft's folder is merged. Raises Conflict when `destination` exists,
-    InvalidInput for damaged or foreign files, Unreadable.
-    """
+    """Write the weights of a model folder as a checkpoint, with its config and tokenizer beside. `dtype` None keeps the
+    types; a LoRA adapter in peft's folder is merged. Raises Conflict when `destination` exists, InvalidInput for
+    damaged or foreign files, Unreadable."""
     with (
         _weight_files(source, changed=bool(dtype or adapter)) as files,
         written_beside(destination) as partial,
@@ -104,10 +109,7 @@ def from_dcp(
             f"{folder} has no {CONFIG} beside its weights; name with --config the model folder that training began from"
         )
     described = Path(model_source(config or str(folder), "--config"))
-    headers = [
-        TensorHeader(header.name, _converted(header.dtype, dtype), header.shape)
-        for header in stored.headers()
-    ]
+    headers = [TensorHeader(h.name, _converted(h.dtype, dtype), h.shape) for h in stored.headers()]
     _check_names(headers, described, folder)
     with written_beside(destination) as partial:
         with SafetensorsWriter(partial, headers, max_file_bytes) as writer:
@@ -182,18 +184,11 @@ def _check_names(headers: list[TensorHeader], described: Path, checkpoint: Folde
     """Raise InvalidInput where the files of the model that the config describes have tensors that these are not."""
     config = json.loads((described / CONFIG).read_bytes())
     scoring = any("SequenceClassification" in name for name in config.get("architectures") or ())
-    expected = stored_tensors(empty_model(str(described), scoring))
-    shapes = {header.name: header.shape for header in headers}
-    wrong = [f"{name} is missing" for name in expected if name not in shapes]
-    wrong += [
-        f"{name} has shape {shapes[name]}, not {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in shapes and shapes[name] != tuple(tensor.shape)
-    ]
-    if wrong:
-        more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
+    stored = stored_tensors(empty_model(str(described), scoring))
+    expected = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    if wrong := misfits({header.name: header.shape for header in headers}, expected):
         raise InvalidInput(
-            f"{checkpoint}: its weights are not those of the model in {described}: {'; '.join(wrong[:NAMES_SHOWN])}{more}. "
+            f"{checkpoint}: its weights are not those of the model in {described}: {wrong}. "
             "A run's checkpoint is exported with `paceline export RUN`; of others name the model with --config, and with "
             "--key the entry that has the weights"
         )
@@ -209,3 +204,28 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
         config |= dict.fromkeys(named, str(dtype).removeprefix("torch."))
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     check_tokenizer(str(source), folder)
+
+
+def quantize_folder(source: str, destination: Location, kind: Literal["int8", "float8"]) -> None:
+    """Write the model of a folder with the weights of its linear layers, but for the LM head, in eight bits. The
+    weights have a scale for each output; activations keep their type. The whole model is in memory. Raises InvalidInput
+    without torchao, Conflict when `destination` exists."""
+    if importlib.util.find_spec("torchao") is None:
+        raise InvalidInput("--quantize needs torchao: pip install 'paceline[quantize]'")
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    config = Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
+    auto: Any = AutoModelForCausalLM
+    folder = model_source(source, "SOURCE", weights=True)
+    if check_model(auto, folder, "SOURCE"):
+        raise InvalidInput(f"SOURCE {source!r} is quantized already; take its 16-bit or 32-bit version")
+    model = auto.from_pretrained(folder, dtype="auto", quantization_config=TorchAoConfig(config))
+    with written_beside(destination) as partial:
+        model.save_pretrained(partial)
+        for file in partial.glob("*.safetensors"):
+            # safetensors lets nobody but the owner read its files; a server of another user is to read these.
+            shutil.copymode(partial / "config.json", file)
+        copy_other_files(Path(folder), partial, {CONFIG})
+        check_tokenizer(source, partial)
+        write_export_manifest(partial)

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.errors import InvalidInput
 from paceline.files.model_source import ADAPTER_CONFIG
 from paceline.host.regular_file import read_regular
-from paceline.learner.checkpoints.safetensors_writer import TensorHeader
+from paceline.learner.checkpoints.model_folder import TensorHeader
 from paceline.learner.weights.stream import Weight
 from paceline.models.pretrained import is_finite
 from paceline.models.weight_files import WeightFiles, torch_dtype

@@ -125,13 +125,8 @@ class Assembly:
         for node_rank in sorted(waiting):
             node = waiting[node_rank]
             session.nodes[node.number], node.placed = node, True
-            self._store.write(
-                f"place/{node.number}",
-                session=session.name,
-                first_rank=first,
-                world_size=world_size,
-                nodes=len(waiting),
-            )
+            facts = {"session": session.name, "world_size": world_size, "nodes": len(waiting)}
+            self._store.write(f"place/{node.number}", first_rank=first, **facts)
             first += node.ranks
         self._session, self._gathered = session, ()
 

@@ -3,25 +3,34 @@ after the session's end.
 
 A session ends on all nodes when any rank or node is lost; the nodes that are left meet again, and the next session begins as
 soon as there are enough. It ends with the checkpoint that the coordinator has, like every session of the learner.
+
+The nodes meet in a store that node 0 hosts. A node joins under a new number, writes its position and its ranks, and gets its
+place in the next session from node 0 (`assembly.py`). While the session goes on it writes a beat each second and reads whether
+the session is over; a node that no longer reaches the store ends its part by itself.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
-import signal
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from paceline.calls.backoff import ExponentialBackoff
-from paceline.services.learner.launcher import SIGNALS, EndAll, Ranks
-from paceline.services.learner.nodes.assembly import SessionEnd
-from paceline.services.learner.nodes.rendezvous import Place, Rendezvous
+from paceline.error_texts import first_line
+from paceline.errors import Conflict, InvalidInput, Unavailable
+from paceline.services.learner.launcher import EndAll, Ranks, at_signals
+from paceline.services.learner.nodes.assembly import REVISION, Assembly, SessionEnd
 from paceline.services.learner.nodes.settings import NodeSettings
+from paceline.services.learner.nodes.store import FAULTS, NodeStore, connect, serve
 from paceline.services.learner.rank_group import SESSION_VARIABLE, STORE_VARIABLE
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+BEAT_S, POLL_S = 1.0, 0.2
 LONG_SESSION_S = 300.0
 """Seconds after which a session's end is no repetition of the one before."""
 log = logging.getLogger(__name__)
@@ -38,11 +47,9 @@ class NodeLauncher:
         self._backoff = ExponentialBackoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def run(self, ranks: int, grace_s: float) -> int:
-        """Run sessions until a signal; return the status of the last, 0 between two. Main thread only.
-
-        Raises Unavailable when too few nodes come; Conflict when node 0 refuses this one.
-        """
-        with self._signals():
+        """Run sessions until a signal; return the status of the last, 0 between two. Main thread only. Raises
+        Unavailable when too few nodes come; Conflict when node 0 refuses this one."""
+        with at_signals(self._stop):
             while True:
                 log.info(
                     "node %d of %d waits for the others at %s",
@@ -92,33 +99,161 @@ class NodeLauncher:
             self._rendezvous.leave("has left")
         return ranks.status
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, lambda *_: self._stop()) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _stop(self) -> None:
         self._stopping.set()
         if self._ranks is not None:
             self._ranks.events.put(None)
 
 
-def run_node(
-    settings: NodeSettings,
-    module: str,
-    options: list[str],
-    ranks: int,
-    host: str,
-    grace_s: float,
-    wait_s: float,
-) -> int:
-    """Run this node's ranks in session after session; return the status of the last. Main thread only.
+@dataclass(frozen=True)
+class Place:
+    """The place of this node in a session."""
 
-    Raises InvalidInput when node 0 cannot listen on `host`; Unavailable when too few nodes come within `wait_s`; Conflict.
-    """
-    rendezvous = Rendezvous(settings, ranks, host, wait_s)
-    return NodeLauncher(settings, rendezvous, module, options).run(ranks, grace_s)
+    session: str
+    first_rank: int
+    """Rank of this node's first process."""
+    world_size: int
+    nodes: int
+
+
+class Rendezvous:
+    """This node's side, and on node 0 the store and the decisions."""
+
+    def __init__(self, settings: NodeSettings, ranks: int, host: str, wait_s: float):
+        """`host` is the address that node 0 listens on; `wait_s` is how long to wait for the other nodes. Raises InvalidInput
+        when node 0 cannot listen there."""
+        self._settings, self._ranks, self._wait_s = settings, ranks, wait_s
+        name, _, port = settings.rendezvous.rpartition(":")
+        self._host, self._port = name.strip("[]"), int(port)
+        self._is_first = settings.node_rank == 0
+        if self._is_first and _is_loopback(host) and not _is_loopback(self._host):
+            raise InvalidInput(
+                f"--host {host} is reached from this host alone, so the other nodes cannot come to --rendezvous "
+                f"{settings.rendezvous}; give the address that node 0 has there, or 0.0.0.0, as --host"
+            )
+        self._store: NodeStore | None = serve(host, self._port) if self._is_first else None
+        self._assembly = Assembly(self._store, settings) if self._store is not None else None
+        self._number = 0
+        """Number under which this node has joined; 0 before that."""
+        self._life, self._started_s = uuid.uuid4().hex, time.time()
+        self._beaten_s = 0.0
+        self._watching: threading.Thread | None = None
+
+    def meet(self, is_stopping: Callable[[], bool]) -> Place | None:
+        """Return this node's place in the next session; None when it is to stop before there is one. Raises Unavailable
+        when too few nodes have come within the wait; Conflict when node 0 refuses this one."""
+        if self._watching is not None:
+            self._watching.join()  # each operation of the store has a deadline
+        began_s, present = time.monotonic(), ""
+        self.leave("has joined anew")
+        while not is_stopping():
+            try:
+                store = self._store = self._store or connect(self._host, self._port)
+                self._number = self._number or self._join(store)
+                self._beat(store)
+                if self._assembly is not None:
+                    present = self._assembly.assemble(time.monotonic())
+                else:
+                    present = str((store.read("present") or {}).get("nodes", ""))[:500]
+                if (place := self._place(store)) is not None:
+                    return place
+            except FAULTS as fault:
+                if self._is_first:
+                    raise Unavailable(
+                        f"the rendezvous of this node has failed: {first_line(fault)}"
+                    ) from None
+                self._store, self._number, present = None, 0, ""
+            if time.monotonic() - began_s > self._wait_s:
+                raise Unavailable(self._too_late(present))
+            time.sleep(POLL_S)
+        return None
+
+    def watch(self, place: Place, take: Callable[[SessionEnd], None]) -> threading.Event:
+        """Call `take` once, from a thread, when the session is over by another node's doing; setting the event ends that."""
+        ended = threading.Event()
+        self._watching = threading.Thread(target=self._watch, args=(place, take, ended), daemon=True)
+        self._watching.start()
+        return ended
+
+    def leave(self, reason: str) -> None:
+        """Tell the other nodes that this one's part is over: `reason` follows its name, as in "node 3 has left"."""
+        if self._store is not None and self._number:
+            try:
+                self._store.write(f"left/{self._number}", reason=reason)
+                if self._assembly is not None:
+                    self._assembly.end(f"node 0 {reason}")
+            except FAULTS:  # node 0 is gone, and knows
+                self._store = None
+        self._number = 0
+
+    def _watch(self, place: Place, take: Callable[[SessionEnd], None], ended: threading.Event) -> None:
+        store = self._store
+        assert store is not None
+        while not ended.wait(POLL_S):
+            try:
+                self._beat(store)
+                if self._assembly is not None:
+                    end = self._assembly.check(time.monotonic())
+                else:
+                    over = store.read(f"over/{place.session}")
+                    end = None if over is None else _end_of(over)
+            except FAULTS as fault:
+                end = SessionEnd(f"node 0, which hosts the rendezvous, does not answer ({first_line(fault)})")
+            if end is not None:
+                if not ended.is_set():
+                    take(end)
+                return
+
+    def _join(self, store: NodeStore) -> int:
+        number = store.number("joined", 1)
+        entry = {"revision": REVISION, "node_rank": self._settings.node_rank, "ranks": self._ranks}
+        store.write(
+            f"node/{number}", **entry, host=socket.gethostname(), life=self._life, started_s=self._started_s
+        )
+        self._beaten_s = 0.0
+        return number
+
+    def _beat(self, store: NodeStore) -> None:
+        if time.monotonic() - self._beaten_s >= BEAT_S:
+            self._beaten_s = time.monotonic()
+            store.write(f"beat/{self._number}", beat=uuid.uuid4().hex)
+
+    def _place(self, store: NodeStore) -> Place | None:
+        found = store.read(f"place/{self._number}")
+        if found is None:
+            return None
+        if "refusal" in found:
+            raise Conflict(f"node 0 refuses this node: {str(found['refusal'])[:500]}")
+        try:
+            numbers = (int(found["first_rank"]), int(found["world_size"]), int(found["nodes"]))
+            return Place(str(found["session"]), *numbers)
+        except (KeyError, TypeError, ValueError):
+            raise Conflict("node 0 has written a place that is none; use one version on all nodes") from None
+
+    def _too_late(self, present: str) -> str:
+        settings = self._settings
+        wanted = (
+            str(settings.most) if settings.least == settings.most else f"{settings.least} to {settings.most}"
+        )
+        if not present:
+            return (
+                f"no rendezvous answers at {settings.rendezvous} after {self._wait_s:g} s; start node 0 there, correct "
+                "--rendezvous, or wait longer with --node-wait"
+            )
+        return (
+            f"the rendezvous {settings.rendezvous} has {present} of {wanted} nodes after {self._wait_s:g} s; start the others with "
+            "the same --nodes and --rendezvous, or wait longer with --node-wait"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether a name or address leads to this host alone; False for a name without an address."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+
+
+def _end_of(over: dict[str, object]) -> SessionEnd:
+    return SessionEnd(str(over.get("reason") or "a node has left")[:500], over.get("orderly") is True)

@@ -51,11 +51,8 @@ class _Found:
 def node_settings(
     nodes: str, node_rank: int | None, rendezvous: str, environment: Mapping[str, str], hostname: str
 ) -> NodeSettings | None:
-    """Return the settings, or None for a learner on this host alone.
-
-    `nodes` is N or MIN:MAX, empty if not given; `hostname` is this host's name, with its domain if it has one. Raises
-    InvalidInput, naming the option.
-    """
+    """Return the settings, or None for a learner on this host alone. `nodes` is N or MIN:MAX, empty if not given;
+    `hostname` is this host's name, with its domain if it has one. Raises InvalidInput, naming the option."""
     found = _Found() if is_rank(environment) and not nodes else _found(environment, hostname)
     text = nodes or found.nodes
     if not text:

@@ -97,9 +97,8 @@ def bounded(operation: Callable[[], ResultT], wait_s: float) -> ResultT:
 def connect(host: str, port: int) -> NodeStore:
     """Return the store of another host. Raises FAULTS when its port is closed, and when it does not answer within ANSWER_S."""
     wait = timedelta(seconds=ANSWER_S)
-    socket.create_connection(
-        (host, port), CONNECT_S
-    ).close()  # torch writes a C++ trace for each port that is closed
+    # Torch writes a C++ trace for each port that is closed.
+    socket.create_connection((host, port), CONNECT_S).close()
 
     def connected() -> Any:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """One rank's client of the exchange: it fetches the rank's part of each batch, and sends the receipts.
 
 No request is given up because the coordinator is away: the learner has nothing else to do. Only a rank that is stopping
-waits no longer than its grace for a receipt, and not at all for a batch that it will not train.
+waits no longer than its grace for a receipt, and not at all for a batch that it will not train. `StepAgreement` keeps the
+ranks at one point of their collectives.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
+
+import torch
 
 from paceline.errors import PacelineError, Unavailable, WireError
 from paceline.groups import Group
-from paceline.learner.step.comparison import GroupDifference, SamplerComparison
+from paceline.learner.collectives import any_over_ranks
+from paceline.learner.step.token_statistics import GroupDifference, SamplerComparison
 from paceline.services.learner.context import RankContext
 from paceline.v1 import exchange_pb2 as pb
 from paceline.wire import decode_group
 
 log = logging.getLogger(__name__)
-
 ATTEMPTS = 3
 BATCH_WAIT_S = 5.0
 REQUEST_TIMEOUT_S = math.inf
@@ -94,9 +98,7 @@ class BatchClient:
         request = pb.BatchRequest(step=step, rank=rank.rank, world_size=rank.world_size, wait_s=BATCH_WAIT_S)
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                reply, payloads = self._request(
-                    pb.ExchangeRequest(run_id=self._run_id, session=self._session, batch=request), grace_s=0.0
-                )
+                reply, payloads = self._request(0.0, batch=request)
             except Unavailable:
                 if rank.stopping.is_set():
                     return None
@@ -136,10 +138,7 @@ class BatchClient:
             metrics=metrics if self._rank.rank == 0 else {},
             comparisons=[pb.Comparison(**compared._asdict()) for compared in comparisons],
         )
-        reply, _ = self._request(
-            pb.ExchangeRequest(run_id=self._run_id, session=self._session, receipt=receipt),
-            self._rank.grace_s,
-        )
+        reply, _ = self._request(self._rank.grace_s, receipt=receipt)
         if reply.status == pb.REPLY_STATUS_INVALID:
             raise PacelineError(f"the receipt of step {step} was refused: {reply.message}")
         if reply.status == pb.REPLY_STATUS_STALE:
@@ -148,9 +147,10 @@ class BatchClient:
             self.receipted = step + 1
             self.audit_head = reply.receipt.audit_head
 
-    def _request(self, request: pb.ExchangeRequest, grace_s: float) -> tuple[pb.ExchangeReply, list[bytes]]:
+    def _request(self, grace_s: float, **content: Any) -> tuple[pb.ExchangeReply, list[bytes]]:
         """Return the reply. Raises Unavailable `grace_s` after this rank has been told to stop."""
         rank = self._rank
+        request = pb.ExchangeRequest(run_id=self._run_id, session=self._session, **content)
         try:
             return rank.background.wait(
                 rank.membership.request(request), REQUEST_TIMEOUT_S, rank.stopping, grace_s
@@ -173,3 +173,27 @@ def comparison_of(batch: RankBatch, session: int, step: int) -> SamplerCompariso
         )
     ]
     return SamplerComparison(group_ids) if group_ids else None
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """Facts that decide what happens before the next step: of one rank, or of any."""
+
+    batch_missing: bool
+    """No rank trains before every rank has its part of the batch."""
+    run_ended: bool
+    """The run, or this session of it, has ended."""
+    run_complete: bool
+    """The run ends in good order before this step."""
+    stopping: bool
+    """The learner ends after this step."""
+    checkpoint_ordered: bool
+    export_ordered: bool
+    checkpoint_unwritten: bool
+    """A checkpoint is in the making, so that `SessionCheckpoints.finish` would wait."""
+    snapshot_wanted: bool
+    """A member needs the newest version in full from the object store."""
+
+    def on_any_rank(self, device: torch.device) -> StepAgreement:
+        """Return the facts that are true on at least one rank. A collective call."""
+        return StepAgreement(*any_over_ranks(astuple(self), device))

@@ -6,11 +6,8 @@ the one that the session begins from is tried again (a mount may be late); after
 checkpoint is damaged, the session gives up, and the coordinator gives the next session an older checkpoint.
 
 Checkpoints for an object store are written to this machine's spool and uploaded from there, while training goes on also
-where the store is away (`learner/checkpoints/upload_queue.py`). They are reported once they are whole in the store.
-
-The checkpoints of a session that wait for an object store: queued and dropped by all ranks alike, and waited for.
-
-All ranks call `add` and `until_stored` at the same point. Each has a part of the spool's quota.
+where the store is away (`learner/checkpoints/upload_queue.py`). They are reported once they are whole in the store. All ranks
+queue and drop them alike, and each has a part of the spool's quota.
 """
 
 from __future__ import annotations
@@ -48,13 +45,10 @@ from paceline.v1 import worker_pb2
 
 LAST_SAVE_PAUSES_S = (2.0, 5.0, 10.0, 20.0, 60.0, 0.0)
 """Seconds before each further try at the last checkpoint."""
-
 LOAD_PAUSES_S = (1.0, 2.0, 4.0)
 """Seconds before each further try at a checkpoint that is missing or cannot be read."""
-
 SEEN_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 3.0)
 """Seconds before each further check for a file that rank 0 has written: a network file system may show it late."""
-
 log = logging.getLogger(__name__)
 
 
@@ -90,11 +84,9 @@ class SessionCheckpoints:
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
 
     def check_folder(self, device: torch.device, pause: Callable[[float], object]) -> None:
-        """Check the folder on all ranks, before anything is loaded.
-
-        Raises CheckpointFault when a checkpoint of this or a later session exists, so that the session's number is taken;
-        NotShared when a rank does not see the files of rank 0; on all ranks the same.
-        """
+        """Check the folder on all ranks, before anything is loaded. Raises CheckpointFault when a checkpoint of this or a later
+        session exists, so that the session's number is taken; NotShared when a rank does not see the files of rank 0; on all
+        ranks the same."""
         if self._uploads is not None:
             self._uploads.device = device
         taken = broadcast_bytes(self._taken().encode()).decode()
@@ -169,11 +161,9 @@ class SessionCheckpoints:
         return self._writer.in_progress and not self._writer.ready
 
     def load(self, trainer: Trainer, pause: Callable[[float], object]) -> None:
-        """Load the checkpoint that the session begins from.
-
-        Raises CheckpointFault when the checkpoint is missing, damaged or cannot be read, Misfit when it is of another model,
-        WrongKey when it is encrypted with another storage key, Unavailable when it is in a store that is away; on all ranks the same.
-        """
+        """Load the checkpoint that the session begins from. Raises CheckpointFault when the checkpoint is missing,
+        damaged or cannot be read, Misfit when it is of another model, WrongKey when it is encrypted with another
+        storage key, Unavailable when it is in a store that is away; on all ranks the same."""
         if not self._assignment.checkpoint_path:
             return
         for pause_s in LOAD_PAUSES_S:
@@ -206,25 +196,16 @@ class SessionCheckpoints:
         log.info("session %d goes on from step %d", self._assignment.session, self._assignment.start_step)
 
     def begin(self, trainer: Trainer, step: int, chain: str, *, unchanged: bool = False) -> None:
-        """Copy the state after `step` steps, whose batches' chain ends with `chain`; its files are written meanwhile.
-
-        `unchanged` promises that the state does not change before `finish`, so that no copy is made.
-        """
+        """Copy the state after `step` steps, whose batches' chain ends with `chain`; its files are written meanwhile. `unchanged`
+        promises that the state does not change before `finish`, so that no copy is made."""
         if step == (self._assignment.start_step if self._assignment.checkpoint_path else -1):
             return  # the session began from this checkpoint
         if step == self._writer.step:
             return
         self.finish()
         self.saving = True
-        self._writer.begin(
-            step,
-            trainer.model,
-            trainer.optimizer,
-            chain,
-            trainer.critic,
-            trainer.synced_reference,
-            unchanged=unchanged,
-        )
+        model, optimizer, reference = trainer.model, trainer.optimizer, trainer.synced_reference
+        self._writer.begin(step, model, optimizer, chain, trainer.critic, reference, unchanged=unchanged)
         self.saving = False
 
     def name_audit_head(self, sequence: int, record_hash: str) -> None:
@@ -234,10 +215,8 @@ class SessionCheckpoints:
             self._writer.extra = {"audit": {"sequence": sequence, "hash": record_hash}}
 
     def finish(self) -> str:
-        """Wait for the checkpoint in progress, if there is one, and report it.
-
-        Return the reason why it could not be written, on the ranks that know it: the run goes on, and the next one is tried.
-        """
+        """Wait for the checkpoint in progress, if there is one, and report it. Return the reason why it could not be written, on
+        the ranks that know it: the run goes on, and the next one is tried."""
         if not self._writer.in_progress:
             return ""
         self.saving, failure, saved = True, "", None
@@ -287,10 +266,8 @@ class SessionCheckpoints:
         return self._uploads is None or self._uploads.until_stored(ended)
 
     def save_last(self, trainer: Trainer, step: int, chain: str, pause: Callable[[float], object]) -> None:
-        """Finish the checkpoint of the last step; try again while the disk may be full, because no later one replaces it.
-
-        Raises Unavailable after the last try.
-        """
+        """Finish the checkpoint of the last step; try again while the disk may be full, because no later one replaces it. Raises
+        Unavailable after the last try."""
         for pause_s in LAST_SAVE_PAUSES_S:
             if not any_over_ranks([bool(self.finish())], trainer.device)[0]:
                 return
@@ -306,7 +283,6 @@ class SessionCheckpoints:
             self._deleting.submit(self._delete_all_but, paths)
 
     def close(self) -> None:
-        """End the threads."""
         with contextlib.suppress(PacelineError):
             self._writer.finish()  # nobody needs it any more; but its thread must not run into the next run
         if self._uploads is not None:
@@ -325,7 +301,8 @@ STORE_POLL_S = 0.5
 
 
 class CheckpointUploads:
-    """One rank's side. `on_stored` gets each checkpoint that is whole in the store, on rank 0 and on another thread."""
+    """One rank's checkpoints that wait for a store. All ranks call `add` and `until_stored` at the same point. `on_stored` gets
+    each checkpoint that is whole in the store, on rank 0 and on another thread."""
 
     def __init__(self, store: Folder, on_stored: Callable[[Checkpoint], None], warn: Callable[[str], None]):
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -347,17 +324,14 @@ class CheckpointUploads:
         return {"spool_bytes": float(queue.size_bytes)} | (first if is_first_rank() else {})
 
     def add(self, name: str, saved: Checkpoint | None, failure: str) -> None:
-        """Queue this rank's part of the checkpoint that was written last, unless there was a `failure`.
-
-        The ranks drop the same checkpoints where any of them has more than its part of the quota; the newest stays.
-        """
+        """Queue this rank's part of the checkpoint that was written last, unless there was a `failure`. The ranks drop the same
+        checkpoints where any of them has more than its part of the quota; the newest stays."""
         queue = self._queue
         if not failure:
             queue.add(Folder(queue.spool) / name, saved)
         known: list[str] = json.loads(broadcast_bytes(json.dumps(queue.names).encode()))
-        queue.drop(
-            [name for name in queue.names if name not in known]
-        )  # rank 0 could not write it, or has stored it
+        # Rank 0 could not write them, or has stored them.
+        queue.drop([name for name in queue.names if name not in known])
         share = quota_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
         fitting = torch.tensor([-queue.fitting(share) if queue.names else -len(known)], device=self.device)
         surplus = known[: max(0, len(known) + int(max_over_ranks(fitting).item()))]

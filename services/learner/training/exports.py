@@ -15,8 +15,7 @@ from torch import nn
 from paceline.errors import PacelineError, Unavailable
 from paceline.files.names import EXPORT, EXPORTS
 from paceline.files.storage import Folder
-from paceline.learner.checkpoints.adapter_export import export_adapter
-from paceline.learner.checkpoints.export import export_live
+from paceline.learner.checkpoints.export import export_adapter, export_live
 from paceline.learner.checkpoints.export_folder import remove_left_overs
 from paceline.learner.collectives import broadcast_bytes, succeed_on_all_ranks
 from paceline.learner.weights.gather import gather_weights
@@ -38,13 +37,15 @@ class RunExports:
         self._spec, self._rank = spec, rank
 
     def remove_left_overs(self) -> None:
-        """Remove the unfinished folders of exports that were killed. Not a collective call."""
+        """Remove the unfinished folders of exports that were killed, on rank 0. Not a collective call."""
+        if self._rank.rank == 0:
+            for folder in (self._directory, self._directory / EXPORTS):
+                if folder.local is not None:
+                    remove_left_overs(folder.local)
 
     def write_final(self, model: nn.Module, origin: Origin) -> Folder:
-        """Export the trained model and return the folder. `origin` is what its manifest says of the run.
-
-        Raises what rank 0 met, and FailedElsewhere on the other ranks.
-        """
+        """Export the trained model and return the folder. `origin` is what its manifest says of the run. Raises what
+        rank 0 met, and FailedElsewhere on the other ranks."""
         path = self._directory / EXPORT
         failure = self._export_model(path, model, origin)
 
@@ -111,13 +112,3 @@ class RunExports:
         except Exception as error:  # safetensors, the disk and the allocators raise errors of their own
             return error
         return None
-
-
-class Rank0RunExports(RunExports):
-    """Exports on rank 0, which owns the folders."""
-
-    def remove_left_overs(self) -> None:
-        """See `RunExports.remove_left_overs`."""
-        for folder in (self._directory, self._directory / EXPORTS):
-            if folder.local is not None:
-                remove_left_overs(folder.local)

@@ -21,11 +21,9 @@ from safetensors import SafetensorError
 
 from paceline.data.tokens import check_vocabulary, load_tokenizer
 from paceline.encryption.encrypted_file import WrongKey
-from paceline.errors import CheckpointFault, Conflict, NonFiniteLoss, Unavailable
-from paceline.learner.batch.completion_metrics import completion_metrics
-from paceline.learner.batch.examples import ExampleSource
+from paceline.encryption.storage_key import FILE_VARIABLE, KEY_VARIABLE, storage_key
+from paceline.errors import CheckpointFault, Conflict, InvalidInput, NonFiniteLoss, Unavailable
 from paceline.learner.batch.samples import sequences_from_groups
-from paceline.learner.batch.validate_examples import check_rows
 from paceline.learner.checkpoints.checkpoint import Misfit
 from paceline.learner.collectives import (
     FailedElsewhere,
@@ -34,6 +32,7 @@ from paceline.learner.collectives import (
     succeed_on_all_ranks,
 )
 from paceline.learner.model.mesh import mesh_of
+from paceline.learner.objectives.examples import ExampleSource, check_rows
 from paceline.learner.step.trainer import Trainer
 from paceline.models.export_origin import Origin
 from paceline.services.common.gpus import refuse_cpu
@@ -47,16 +46,19 @@ from paceline.services.learner.rank_group import (
     meeting_host,
     set_collective_timeout,
 )
-from paceline.services.learner.training.agreement import StepAgreement
-from paceline.services.learner.training.batches import BatchClient, RankBatch, comparison_of
+from paceline.services.learner.training.batches import BatchClient, RankBatch, StepAgreement, comparison_of
 from paceline.services.learner.training.checkpoints import NotShared, SessionCheckpoints
-from paceline.services.learner.training.exports import Rank0RunExports, RunExports
-from paceline.services.learner.training.key_check import check_key
-from paceline.services.learner.training.pace import collective_time, pace
+from paceline.services.learner.training.exports import RunExports
 from paceline.services.learner.training.publishing import Publishing
-from paceline.services.learner.training.run_reports import Rank0RunReports, RunReports
-from paceline.services.learner.training.step_failure import describe
-from paceline.services.learner.training.token_reports import observed, report_of
+from paceline.services.learner.training.run_reports import (
+    RunReports,
+    collective_time,
+    completion_metrics,
+    describe,
+    observed,
+    pace,
+    report_of,
+)
 from paceline.spec import RunSpec
 from paceline.tracing import span, step_traceparent
 from paceline.v1 import worker_pb2
@@ -64,7 +66,6 @@ from paceline.weights.hosts.transport import check_plain, check_store
 
 ORDER_STORE_S = 30.0
 """Seconds that an ordered checkpoint may wait for the store, and training with it."""
-
 log = logging.getLogger(__name__)
 
 
@@ -81,17 +82,18 @@ class LearnerRun:
         """True when this rank failed where others may not have, so that their collectives would never meet again."""
         self._assignment = assignment
         self._rank = rank
-        self._spec: RunSpec = spec_of(assignment)
+        self.spec: RunSpec = spec_of(assignment)
         self._phase = "loading"
         self._chain = assignment.chain
-        reports, exports = (Rank0RunReports, Rank0RunExports) if rank.rank == 0 else (RunReports, RunExports)
-        self._reports = reports(assignment.run_id, assignment.session, rank.report)
-        self._exports = exports(assignment.run_id, assignment.directory, self._spec, rank)
+        self._reports = RunReports(
+            assignment.run_id, assignment.session, rank.report, is_first=rank.rank == 0
+        )
+        self._exports = RunExports(assignment.run_id, assignment.directory, self.spec, rank)
         self._batches = BatchClient(assignment.run_id, assignment.session, rank)
         self._checkpoints = SessionCheckpoints(
-            assignment, self._spec.checkpointing, self._reports.keep, self._reports.warn
+            assignment, self.spec.checkpointing, self._reports.keep, self._reports.warn
         )
-        self.publishing = Publishing(assignment, self._spec, rank, self._reports.warn)
+        self.publishing = Publishing(assignment, self.spec, rank, self._reports.warn)
         """The run's weights on their way to the members; takes the control plane's messages about them."""
         self._progress = ProgressLog(log)
         self._examples: ExampleSource | None = None
@@ -102,24 +104,17 @@ class LearnerRun:
         """Tokens of the longest sequence in this rank's last part."""
 
     @property
-    def spec(self) -> RunSpec:
-        """The run's spec."""
-        return self._spec
-
-    @property
     def receipted(self) -> int:
         """Steps up to which the coordinator has this rank's receipts; 0 before the session's first."""
         return self._batches.receipted
 
     @property
     def gauges(self) -> dict[str, float]:
-        """Return the gauges of this rank's heartbeats."""
         return self._checkpoints.gauges
 
     @property
     def phase(self) -> str:
-        """Current work of the main thread: `loading`, `waiting` for a batch, `training`, `publishing` or
-        `saving`."""
+        """Current work of the main thread: `loading`, `waiting` for a batch, `training`, `publishing` or `saving`."""
         return "saving" if self._checkpoints.saving else self._phase
 
     def train(self) -> None:
@@ -130,7 +125,7 @@ class LearnerRun:
         self._reports.report(vocab_size=self._vocabulary)
         self.publishing.publish(self.step, last=False)
         try:
-            while self.step < self._spec.max_num_steps:
+            while self.step < self.spec.max_num_steps:
                 batch = self._next_batch()
                 if batch is None:
                     return
@@ -195,48 +190,39 @@ class LearnerRun:
     def _set_up(self) -> None:
         """Read everything that the spec names. A collective call: all ranks agree first, because a rank that cannot read
         something would leave the others in their next collective. Errors raised later are raised on every rank."""
-        spec, start = self._spec, self._assignment.start_step
+        spec = self.spec
         set_collective_timeout(LOADING_TIMEOUT_S)
         succeed_on_all_ranks(self._check_surroundings, self._rank.device)
         self._checkpoints.check_folder(self._rank.device, self._rank.stopping.wait)
         if self._rank.world_size > 1:
             for policy in (spec.policy, spec.frozen_policy, spec.value_policy):
                 if policy is not None:
-                    mesh_of(
-                        policy, self._rank.device
-                    )  # the ranks make its groups together, before one of them may fail
+                    # The ranks make its groups together, before one of them may fail.
+                    mesh_of(policy, self._rank.device)
         succeed_on_all_ranks(self._read, self._rank.device)
         self._checkpoints.load(self._trainer, self._rank.stopping.wait)
         if spec.examples is not None:
-            for source in (self._examples, self._held_out):
-                if source is not None and start == 0:  # later sessions train what an earlier one has checked
+            for source in filter(None, (self._examples, self._held_out)):
+                if self._assignment.start_step == 0:  # later sessions train what an earlier one has checked
                     check_rows(source, self._rank.device, self._rank.rank)
-                if source is not None:
-                    self._trainer.reference.prepare(source, self._rank.rank)
+                self._trainer.reference.prepare(source, self._rank.rank)
         else:
             self.publishing.open(self._trainer.model)
 
     def _check_surroundings(self) -> None:
-        """Raises WrongKey without the coordinator's storage key, and as `_check_network`."""
+        """Raises WrongKey without the coordinator's storage key, InvalidInput for weights that would leave this host in the
+        clear."""
         check_key(self._assignment)
-        self._check_network()
-
-    def _check_network(self) -> None:
-        """Raises InvalidInput for weights that would leave this host in the clear."""
-        weights, checkpoints = self._spec.weights, self._spec.checkpointing
-        remedy = "start all ranks on one host"
-        check_plain(
-            "a learner on several hosts, which meet",
-            [meeting_host()],
-            allowed=weights.allow_plaintext_network,
-            remedy=remedy,
-        )
+        weights, checkpoints = self.spec.weights, self.spec.checkpointing
+        allowed = weights.allow_plaintext_network
+        meeting, remedy = "a learner on several hosts, which meet", "start all ranks on one host"
+        check_plain(meeting, [meeting_host()], allowed=allowed, remedy=remedy)
         for url in (weights.store, checkpoints.checkpoint_dir, self._assignment.directory):
-            check_store(url or "", os.environ, allowed=weights.allow_plaintext_network)
+            check_store(url or "", os.environ, allowed=allowed)
 
     def _read(self) -> None:
         """Make the trainer and the sources of examples, without a collective."""
-        spec = self._spec
+        spec = self.spec
         if self._rank.device.type == "cpu" and not self._rank.cpu_chosen:
             refuse_cpu(spec.cluster, "learner")
         self._exports.remove_left_overs()
@@ -258,10 +244,8 @@ class LearnerRun:
     # One step
 
     def _next_batch(self) -> RankBatch | None:
-        """Return this rank's part of the next batch, once every rank has its part; None when the run has ended.
-
-        Where the run is complete before its last step, the batch has no groups (`RankBatch.is_last`), on every rank.
-        """
+        """Return this rank's part of the next batch, once every rank has its part; None when the run has ended. Where the run
+        is complete before its last step, the batch has no groups (`RankBatch.is_last`), on every rank."""
         self._phase = "waiting"
         batch: RankBatch | None = None
         while True:
@@ -324,17 +308,17 @@ class LearnerRun:
             if self._examples is not None:
                 samples = self._examples.of_step(self.step, self._rank.rank, self._rank.world_size)
             else:
-                samples = sequences_from_groups(batch.groups, self._spec)
+                samples = sequences_from_groups(batch.groups, self.spec)
             self._longest = max((len(s.prompt_ids) + len(s.completion_ids) for s in samples), default=0)
             before = self._validate() if self.step == 0 else {}
-            statistics = observed(self._spec, self._rank.rank, batch.groups)
+            statistics = observed(self.spec, self._rank.rank, batch.groups)
             self._trainer.token_statistics = statistics
             comparison = self._trainer.comparison = comparison_of(batch, self.session, self.step)
             with collective_time(self._is_profiled(), self._rank.device) as in_collectives:
                 metrics = self._trainer.train_step(samples, self.step)
             self._trainer.token_statistics, self._trainer.comparison = None, None
             metrics |= in_collectives
-            if self._spec.samples:
+            if self.spec.samples:
                 metrics |= completion_metrics(batch.groups, self._rank.device)
         for skipped in self._trainer.skipped:
             self._reports.warn(f"step {self.step}: an update was left out, {skipped}")
@@ -344,35 +328,31 @@ class LearnerRun:
         self.step += 1
         metrics |= {f"validation_before/{name}": value for name, value in before.items()}
         metrics |= {f"validation/{name}": value for name, value in self._validate().items()}
-        last = self.step == self._spec.max_num_steps
-        if last or self.step % self._spec.weights.publish_interval == 0:
+        last = self.step == self.spec.max_num_steps
+        if last or self.step % self.spec.weights.publish_interval == 0:
             started_s = time.perf_counter()
             with span("publish", traceparent, step=self.step):
                 self.publishing.publish(self.step, last=last)
             metrics["publish_wait_s"] = time.perf_counter() - started_s
         # Of groups all sampled tokens, also those that overlong filtering keeps from training: the books count them.
-        tokens = (
-            batch.num_tokens if self._spec.samples else sum(len(sample.completion_ids) for sample in samples)
-        )
-        self._batches.send_receipt(
-            batch, self.step - 1, tokens, metrics, [] if comparison is None else comparison.results()
-        )
+        trained = sum(len(sample.completion_ids) for sample in samples)
+        tokens = batch.num_tokens if self.spec.samples else trained
+        compared = [] if comparison is None else comparison.results()
+        self._batches.send_receipt(batch, self.step - 1, tokens, metrics, compared)
         if statistics is not None:
             self._rank.report(report_of(statistics.of(samples), self.run_id, self.session, self.step - 1))
         self._log_progress(metrics)
-        if self._spec.checkpointing.enabled and (
-            last or self.step % self._spec.checkpointing.save_period == 0
-        ):
+        if self.spec.checkpointing.enabled and (last or self.step % self.spec.checkpointing.save_period == 0):
             self._begin_save(unchanged=last)
 
     def _is_profiled(self) -> bool:
-        period = self._spec.logger.profile_period
+        period = self.spec.logger.profile_period
         return self._rank.rank == 0 and period > 0 and self.step % period == period - 1
 
     def _log_progress(self, metrics: dict[str, float]) -> None:
         if self._rank.rank != 0:
             return
-        loss, step, total = metrics.get("loss", math.nan), self.step, self._spec.max_num_steps
+        loss, step, total = metrics.get("loss", math.nan), self.step, self.spec.max_num_steps
         self._progress.note(
             lambda sums, s: (
                 f"run {self.run_id}: {step} of {total} steps, {sums['steps']:.0f} of them in the last {s:.0f} s with "
@@ -384,22 +364,18 @@ class LearnerRun:
 
     def _validate(self) -> dict[str, float]:
         """Return the objective on the held-out examples, where the spec wants it for the current version."""
-        if (
-            self._held_out is None
-            or self._spec.examples is None
-            or not self._spec.examples.val_due(self.step)
-        ):
+        rank, examples = self._rank, self.spec.examples
+        if self._held_out is None or examples is None or not examples.val_due(self.step):
             return {}
-        rank = self._rank
         return self._trainer.evaluate(self._held_out.held_out(rank.rank, rank.world_size))
 
     # After a step
 
     def _end_early(self) -> None:
         """Publish and save the version that is the run's last, as after its last step."""
-        if self.step > self._assignment.start_step and self.step % self._spec.weights.publish_interval:
+        if self.step > self._assignment.start_step and self.step % self.spec.weights.publish_interval:
             self.publishing.publish(self.step, last=True)
-        if self._spec.checkpointing.enabled:
+        if self.spec.checkpointing.enabled:
             self._begin_save(unchanged=True)
         self._is_complete = True
 
@@ -420,10 +396,8 @@ class LearnerRun:
                 order.set_result(self._checkpoints.newest)
 
     def _finish(self) -> None:
-        """Export the trained model, report the end, and serve members until the run ends.
-
-        Files that cannot be written now may be written later, by another session: all ranks are at one point.
-        """
+        """Export the trained model, report the end, and serve members until the run ends. Files that cannot be written now may
+        be written later, by another session: all ranks are at one point."""
         try:
             with long_collectives():
                 if self._checkpoints.is_queued:  # waits for the store, which the export needs as well
@@ -439,7 +413,9 @@ class LearnerRun:
             self._fail(text, fault=worker_pb2.FAULT_PASSING)
             return
         self._reports.report(finished=True, export_path=str(path))
-        self._serve_until_end()
+        # Serve members and carry out orders until the run or this session ends: there is no further batch. A run that ended
+        # early waits for the step after its end, because the answer for that one is known.
+        self._next_batch()
 
     def _origin(self) -> Origin:
         """Return what an export of the current version says of its run."""
@@ -460,12 +436,6 @@ class LearnerRun:
         ):
             raise Unavailable("the store of the run's checkpoints is away")
 
-    def _serve_until_end(self) -> None:
-        """Serve members and carry out orders until the run or this session ends. There is no further batch, so the loop
-        that waits for one returns None at the end. A run that ended early waits for the step after its end, because the
-        answer for that one is known."""
-        self._next_batch()
-
     def _fail(self, message: str, **facts: Any) -> None:
         log.error("run %s: %s", self.run_id, message)
         self._reports.fail(error=message, step=self.step, **facts)
@@ -474,10 +444,10 @@ class LearnerRun:
         """End the session, and the process with it, because the state of the device's memory and of the other ranks'
         collectives is unknown. The coordinator counts it against the step and gives the next process a new session."""
         log.error("run %s: step %d cannot be trained", self.run_id, self.step, exc_info=error)
-        fault = describe(error, self._spec, self._rank.device, self._longest)
-        self._fail(f"{fault.message} (rank {self._rank.rank})", fault=fault.kind)
+        kind, message = describe(error, self.spec, self._rank.device, self._longest)
+        self._fail(f"{message} (rank {self._rank.rank})", fault=kind)
         self.diverged = True
-        self._rank.leave(fault.message)
+        self._rank.leave(message)
 
     @property
     def _vocabulary(self) -> int:
@@ -490,3 +460,22 @@ def _after(seconds: float) -> Callable[[], bool]:
     """Return a function that tells whether so many seconds are over."""
     end_s = time.monotonic() + seconds
     return lambda: time.monotonic() > end_s
+
+
+def check_key(assignment: worker_pb2.RunAssignment) -> None:
+    """Raise WrongKey unless this process has the key that the coordinator names, or both have none."""
+    try:
+        key = storage_key()
+    except InvalidInput as error:
+        raise WrongKey(f"the learner: {error}, then `paceline resume {assignment.run_id}`") from None
+    own = "" if key is None else key.name.hex()
+    if own == assignment.storage_key:
+        return
+    raise WrongKey(
+        f"the learner has {_named(own)}, and the coordinator has {_named(assignment.storage_key)}; start both with the same "
+        f"{FILE_VARIABLE} or {KEY_VARIABLE}, then `paceline resume {assignment.run_id}`"
+    )
+
+
+def _named(name: str) -> str:
+    return f"the storage key {name}" if name else "no storage key"

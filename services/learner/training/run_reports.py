@@ -1,23 +1,49 @@
-"""Reports of the ranks on their work on one run."""
+"""Reports of the ranks on their work on one run, and their parts: the numbers of single tokens, the exception that ended a
+rank in a step, and what a step reached (tokens and operations a second, the part of the GPU that was used, the time in
+which its collectives ran).
+
+Metrics of the completions of a whole batch: their lengths, and the share that was cut off.
+
+They are taken from the groups and not from the training samples, because `grpo.overlong_filtering` removes the tokens of
+completions that were cut off.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import resource
 import threading
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from paceline.groups import Group
+from paceline.learner.collectives import rows_of_all_ranks
+from paceline.learner.step.token_statistics import TokenNumbers, TokenStatistics
+from paceline.models.work import peak_flops
+from paceline.spec import RunSpec
 from paceline.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
 
 class RunReports:
-    """Reports of the ranks beside rank 0: their faults only, because rank 0 reports what all ranks know."""
+    """Reports of one rank. Those beside rank 0 report their faults only, because rank 0 reports what all ranks know; it keeps
+    a copy of the newest report of each kind."""
 
-    def __init__(self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None]) -> None:
+    def __init__(
+        self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None], is_first: bool
+    ) -> None:
         self._run_id, self._session = run_id, session
-        self._send = send
+        self._send, self._is_first = send, is_first
+        self._kept: list[worker_pb2.ConnectRequest] = []
+        self._lock = threading.Lock()
+        """Uploads report checkpoints from another thread."""
 
     def fail(self, **facts: Any) -> None:
         """Report a fault of this rank; `facts` are fields of `RunReport`."""
@@ -26,47 +52,210 @@ class RunReports:
     def warn(self, message: str) -> None:
         """Log a warning; rank 0 also puts it into the run's events."""
         log.warning("run %s: %s", self._run_id, message)
+        if self._is_first:
+            self._send(self._message({"warning": message}))
 
     def report(self, **facts: Any) -> None:
         """Report facts that all ranks know; `facts` are fields of `RunReport`."""
-
-    def keep(self, report: worker_pb2.ConnectRequest) -> None:
-        """Send a report that all ranks have, and keep it for `repeat`."""
-
-    def repeat(self) -> None:
-        """Send the kept reports again, because the coordinator was away."""
-
-    def _message(self, facts: dict[str, Any]) -> worker_pb2.ConnectRequest:
-        report = worker_pb2.RunReport(run_id=self._run_id, session=self._session, **facts)
-        return worker_pb2.ConnectRequest(run_report=report)
-
-
-class Rank0RunReports(RunReports):
-    """Reports of rank 0, which keeps a copy of the newest report of each kind."""
-
-    def __init__(self, run_id: str, session: int, send: Callable[[worker_pb2.ConnectRequest], None]) -> None:
-        super().__init__(run_id, session, send)
-        self._kept: list[worker_pb2.ConnectRequest] = []
-        self._lock = threading.Lock()
-        """Uploads report checkpoints from another thread."""
-
-    def warn(self, message: str) -> None:
-        """See `RunReports.warn`."""
-        super().warn(message)
-        self._send(self._message({"warning": message}))
-
-    def report(self, **facts: Any) -> None:
-        """See `RunReports.report`."""
         self.keep(self._message(facts))
 
     def keep(self, report: worker_pb2.ConnectRequest) -> None:
-        """See `RunReports.keep`."""
+        """Send a report that all ranks have, and keep it for `repeat`."""
+        if not self._is_first:
+            return
         kind = report.WhichOneof("report")
         with self._lock:
             self._kept = [r for r in self._kept if r.WhichOneof("report") != kind] + [report]
         self._send(report)
 
     def repeat(self) -> None:
-        """See `RunReports.repeat`."""
+        """Send the kept reports again, because the coordinator was away."""
         for report in self._kept:
             self._send(report)
+
+    def _message(self, facts: dict[str, Any]) -> worker_pb2.ConnectRequest:
+        report = worker_pb2.RunReport(run_id=self._run_id, session=self._session, **facts)
+        return worker_pb2.ConnectRequest(run_report=report)
+
+
+MAX_TOKENS = 100_000
+"""Tokens of one report; further completions are left out."""
+
+
+def observed(spec: RunSpec, rank: int, groups: Sequence[Group]) -> TokenStatistics | None:
+    """Return what takes the numbers of rank 0's first groups of a step; None where none are wanted."""
+    number = spec.logger.keep_token_stats
+    if rank != 0 or not number or not groups or not spec.samples:
+        return None
+    return TokenStatistics([group.group_id for group in groups[:number]])
+
+
+def report_of(
+    numbers: Sequence[TokenNumbers], run_id: str, session: int, step: int
+) -> worker_pb2.ConnectRequest:
+    report = worker_pb2.TokenStatistics(run_id=run_id, session=session, step=step)
+    tokens = 0
+    for each in numbers:
+        tokens += len(each.logprobs_T)
+        if tokens > MAX_TOKENS:
+            break
+        report.completions.add(
+            group_id=each.group_id,
+            index=each.index,
+            logprobs=each.logprobs_T.tolist(),
+            entropies=each.entropies_T.tolist(),
+        )
+    return worker_pb2.ConnectRequest(token_statistics=report)
+
+
+MAX_TEXT = 2000
+"""Characters of an exception's text that are reported."""
+MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Texts of torch's errors that mean a lack of memory."""
+
+
+def describe(
+    error: Exception, spec: RunSpec, device: torch.device, longest: int
+) -> tuple[worker_pb2.Fault.ValueType, str]:
+    """Return kind and message of the report about an exception that ended a step; where memory ran out, the message has the
+    memory used and the settings to lower. `longest`: tokens of the batch's longest sequence (0: not known)."""
+    text = f"{type(error).__name__}: {str(error)[:MAX_TEXT]}"
+    if not is_lack_of_memory(error):
+        return worker_pb2.FAULT_STEP, text
+    facts = [f"the peak was {_peak_bytes(device) / 2**30:.1f} GiB"]
+    facts.append(f"a micro-batch holds up to policy.train_mb_tokens = {spec.policy.row_tokens} tokens")
+    if longest:
+        facts.append(f"the longest sequence has {longest}")
+    remedies = []
+    if spec.policy.row_tokens > max(longest, 1):
+        remedies.append("lower policy.train_mb_tokens")
+    if spec.policy.activation_checkpointing in ("none", "selective"):
+        remedies.append("set policy.activation_checkpointing to full")
+    if device.type == "cuda" and not spec.policy.cpu_offload and not spec.policy.optimizer.offload:
+        remedies.append("set policy.optimizer.offload to true")
+    if not spec.policy.cpu_offload:
+        remedies.append("set policy.cpu_offload to true")
+    remedies.append("generate shorter completions (policy.generation.max_new_tokens)")
+    message = f"{text}. Memory ran out: {', '.join(facts)}. For the next run {', or '.join(remedies)}"
+    return worker_pb2.FAULT_MEMORY, message
+
+
+def is_lack_of_memory(error: Exception) -> bool:
+    """Return whether the device or the host had no memory left; not all of torch's errors have a type for it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_TEXTS)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def pace(metrics: Mapping[str, float], ranks: int, device: torch.device) -> dict[str, float]:
+    """Return the metrics of the pace, from those of the step on `ranks` ranks."""
+    reached = {"learner/tokens_per_s": metrics["tokens"] / metrics["step_s"]}
+    if "teraflop" not in metrics:
+        return reached
+    reached["learner/teraflops"] = metrics["teraflop"] / metrics["step_s"] / ranks
+    if device.type == "cuda":
+        reached["learner/peak_gpu_memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        peak = peak_flops(torch.cuda.get_device_name(device))
+        if peak is not None:
+            reached["learner/mfu"] = reached["learner/teraflops"] * 1e12 / peak
+    return reached
+
+
+@contextlib.contextmanager
+def collective_time(wanted: bool, device: torch.device) -> Iterator[dict[str, float]]:
+    """Yield a dict that has the metrics of the block once it has ended; nothing is profiled unless `wanted`.
+    `learner/collectives_s` counts a moment once, however many collectives run in it. On GPUs
+    `learner/exposed_collectives_s` is the part in which the GPU computed nothing else."""
+    metrics: dict[str, float] = {}
+    if not wanted:
+        yield metrics
+        return
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        yield metrics
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    events = [
+        (event.name, event.device_type.name == "CUDA", (event.time_range.start, event.time_range.end))
+        for event in profiler.events() or ()
+    ]
+    if not on_gpu:
+        collectives = [interval for name, _, interval in events if name.startswith("gloo:")]
+        metrics["learner/collectives_s"] = covered(collectives) / 1e6
+        return
+    kernels = [(name, interval) for name, is_kernel, interval in events if is_kernel]
+    if not kernels:  # the driver does not let this user profile; nothing is known then
+        return
+    collectives = [interval for name, interval in kernels if name.startswith("nccl")]
+    arithmetic = [interval for name, interval in kernels if not name.startswith("nccl")]
+    everything = covered(collectives + arithmetic)
+    metrics["learner/collectives_s"] = covered(collectives) / 1e6
+    metrics["learner/exposed_collectives_s"] = (everything - covered(arithmetic)) / 1e6
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+PERCENTILES = (50, 90, 99)
+
+
+def completion_metrics(groups: Sequence[Group], device: torch.device) -> dict[str, float]:
+    """Return minimum, maximum and percentiles of the lengths in tokens, and the share of completions that reached a
+    limit, over the batch of all ranks; nothing without completions. An episode counts as one completion of the tokens that
+    it sampled; its rows, its turns, and the share of episodes of several versions are metrics of their own.
+
+    A collective call: every rank gives its part, which may be empty, and returns the same values.
+    """
+    own = [facts for group in groups for facts in _facts(group)]
+    rows, _ = rows_of_all_ranks(torch.tensor(own, dtype=torch.float64, device=device).reshape(-1, 5))
+    if not len(rows):
+        return {}
+    lengths, truncated, num_rows, num_turns, mixed = rows.cpu().numpy().T
+    percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
+    metrics = {
+        "completion_length/min": float(lengths.min()),
+        "completion_length/max": float(lengths.max()),
+        **{f"completion_length/p{p}": float(n) for p, n in zip(PERCENTILES, percentiles, strict=True)},
+        "truncated_fraction": float(truncated.mean()),
+    }
+    if num_turns.any():
+        metrics |= {
+            "environment/rows_per_sample": float(num_rows.mean()),
+            "environment/turns_per_sample": float(num_turns.mean()),
+            "environment/mixed_version_fraction": float(mixed.mean()),
+        }
+    return metrics
+
+
+def _facts(group: Group) -> list[tuple[float, ...]]:
+    """Return (sampled tokens, cut off, rows, turns, of several versions) of each sample that has tokens on record; 0 rows and
+    turns without an environment."""
+    if group.rows is None:
+        return [(len(c.token_ids), c.finish_reason == "length", 0, 0, False) for c in group.completions]
+    turns = Counter(group.rows.samples[turn.row] for turn in group.rows.turns)
+    facts: dict[int, tuple[float, ...]] = {}
+    versions: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for sample, row in zip(group.rows.samples, group.completions, strict=True):
+        versions[sample] |= {(span.session, span.step) for span in row.spans}
+        tokens, truncated, num_rows = facts.get(sample, (0.0, False, 0.0))[:3]
+        cut_off = bool(truncated) or row.finish_reason == "length"
+        facts[sample] = (
+            tokens + row.num_sampled,
+            cut_off,
+            num_rows + 1,
+            turns[sample],
+            len(versions[sample]) > 1,
+        )
+    return list(facts.values())

@@ -43,7 +43,7 @@ from paceline.services.openai.responses import fields_of_responses
 from paceline.services.openai.responses import read_responses_ask
 from paceline.services.openai.token_route import TokenAnswer
 from paceline.services.openai.token_route import TokenAsk
-from paceline.services.rollout.gather import gather_or_cancel
+from paceline.services.rollout.group_sampler import gather_or_cancel
 from paceline.services.rollout.openai.engine_requests import EngineAsk
 from paceline.services.rollout.openai.engine_requests import num_prompts
 from paceline.services.rollout.openai.engine_requests import samplers_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.learner.advantages.gae import gae, value_losses
+from paceline.learner.advantages import gae, value_losses
 
 
 def one(rewards: list[float], values: list[float], final: float, gamma: float, lam: float) -> list[float]:

@@ -12,7 +12,7 @@ from tiny_policy import CPU, make_spec
 from torch import Tensor
 
 from paceline.advantages import advantages, group_preset, has_advantage
-from paceline.learner.advantages.whole_batch import ScoredBatch, batch_advantages, whitened_token_advantages
+from paceline.learner.advantages import ScoredBatch, batch_advantages, whitened_token_advantages
 from paceline.spec import RunSpec
 
 NAN = math.nan

@@ -7,7 +7,7 @@ import torch
 from episode_groups import episode_group
 
 from paceline.groups import Completion, Group, VersionSpan
-from paceline.learner.batch.completion_metrics import completion_metrics
+from paceline.services.learner.training.run_reports import completion_metrics
 
 
 def a_group(*lengths: int, cut_off: int = 0) -> Group:

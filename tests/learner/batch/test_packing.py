@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.learner.batch.packing import pack, pack_evenly
+from paceline.learner.step.plan import pack, pack_evenly
 
 
 def test_longest_first_into_the_first_that_has_room() -> None:

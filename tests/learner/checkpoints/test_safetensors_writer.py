@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from paceline.learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
+from paceline.learner.checkpoints.model_folder import SafetensorsWriter, TensorHeader
 
 TENSORS = {
     "half": torch.arange(3).half(),

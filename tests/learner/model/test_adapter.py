@@ -16,9 +16,13 @@ from transformers import AutoModelForCausalLM
 from paceline.errors import InvalidInput, SpecError
 from paceline.learner.batch.samples import pack_samples
 from paceline.learner.checkpoints import checkpoint
-from paceline.learner.checkpoints.adapter_export import export_adapter
 from paceline.learner.checkpoints.checkpoint import read_state
-from paceline.learner.checkpoints.export import check_has_adapter, export_checkpoint, export_pretrained
+from paceline.learner.checkpoints.export import (
+    check_has_adapter,
+    export_adapter,
+    export_checkpoint,
+    export_pretrained,
+)
 from paceline.learner.checkpoints.verification import verify
 from paceline.learner.model.adapter import adapter_off, is_part_of_adapter
 from paceline.learner.model.policy import load_policy, load_reference, packed_logprobs

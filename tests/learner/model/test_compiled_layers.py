@@ -12,9 +12,8 @@ from tiny_policy import CPU, make_spec, save_tiny_policy
 
 from paceline.errors import InvalidInput
 from paceline.learner.batch.samples import PackedBatch, TrainingSample, pack_samples
-from paceline.learner.model import compiled_layers
-from paceline.learner.model.compiled_layers import ROW_MULTIPLE, padded_row
-from paceline.learner.model.policy import load_policy, packed_logprobs
+from paceline.learner.model import policy as compiled_layers
+from paceline.learner.model.policy import ROW_MULTIPLE, load_policy, packed_logprobs, padded_row
 
 
 def row(*lengths: int) -> PackedBatch:

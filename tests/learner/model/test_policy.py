@@ -24,8 +24,7 @@ from transformers import (
 )
 
 from paceline.errors import InvalidInput
-from paceline.learner.batch.layout import SequenceLayout
-from paceline.learner.batch.samples import pack_samples
+from paceline.learner.batch.samples import SequenceLayout, pack_samples
 from paceline.learner.model.attention import packed_attention
 from paceline.learner.model.policy import load_policy, load_reference, packed_logprobs, use_onednn_linear
 

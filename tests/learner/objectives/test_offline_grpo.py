@@ -14,8 +14,8 @@ from transformers import Qwen3ForCausalLM
 
 from paceline.data.tokens import load_tokenizer
 from paceline.errors import InvalidInput, SpecError
-from paceline.learner.batch.examples import ExampleSource
 from paceline.learner.batch.samples import TrainingSample
+from paceline.learner.objectives.examples import ExampleSource
 from paceline.learner.step.trainer import Trainer
 from paceline.services.demo.task import make_model
 from paceline.spec import RunSpec

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.learner.objectives.base import Denominators
-from paceline.learner.objectives.reduction import token_weights
+from paceline.learner.objectives.base import Denominators, token_weights
 
 
 @pytest.mark.parametrize(

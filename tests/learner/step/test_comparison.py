@@ -12,7 +12,7 @@ from tiny_policy import CPU, batch_of, make_spec
 
 from paceline.learner.batch.samples import pack_samples
 from paceline.learner.model.policy import packed_logprobs
-from paceline.learner.step.comparison import SamplerComparison, group_difference
+from paceline.learner.step.token_statistics import SamplerComparison, group_difference
 from paceline.learner.step.trainer import Trainer
 
 

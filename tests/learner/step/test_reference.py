@@ -11,8 +11,8 @@ import pytest
 from tiny_policy import CPU, make_batch, make_spec
 
 from paceline.data.tokens import load_tokenizer
-from paceline.learner.batch.examples import ExampleSource
 from paceline.learner.objectives import objective_of
+from paceline.learner.objectives.examples import ExampleSource
 from paceline.learner.step.reference import LocalReference
 from paceline.learner.step.trainer import Trainer
 from paceline.reward.reference import ReferenceModel

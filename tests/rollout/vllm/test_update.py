@@ -11,9 +11,8 @@ import torch
 
 from paceline.errors import InvalidInput
 from paceline.rollout.vllm.concurrency import ConcurrencyLimit
-from paceline.rollout.vllm.receipts import ReadOrder
+from paceline.rollout.vllm.receipts import ReadOrder, SegmentReader
 from paceline.rollout.vllm.update import WeightUpdates
-from paceline.rollout.vllm.worker import SegmentReader
 from paceline.spec import RunSpec
 from paceline.weights.hosts.host_weights import HostWeights, SegmentPair
 

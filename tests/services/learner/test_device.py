@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import Unavailable
-from paceline.services.learner.device import set_up_device
+from paceline.services.learner.rank_group import set_up_device
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")

@@ -100,10 +100,10 @@ def test_messages_about_weights_go_to_the_publishing_of_the_run(served: Served) 
         worker_pb2.ConnectResponse(weight_progress=progress),
     ]
     for run in (None, SimpleNamespace(publishing=publishing)):  # without a run nothing fails
-        rank._run = cast(Any, run)
+        rank.current_run = cast(Any, run)
         for directive in directives:
             rank.background.wait(rank._on_directive(directive), DEADLINE_S)
-    rank._run = None
+    rank.current_run = None
     assert publishing.mock_calls == [
         call.set_members(roster),
         *[call.acknowledge(ack)] * 3,

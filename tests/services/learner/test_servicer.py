@@ -11,9 +11,9 @@ import pytest
 
 from paceline.errors import Busy, Conflict, Unavailable
 from paceline.services.common.serving.grpc_server import GrpcServer
-from paceline.services.learner import servicer
-from paceline.services.learner.orders import MAX_ORDERS, ExportOrder, Orders
-from paceline.services.learner.servicer import LearnerServicer
+from paceline.services.learner import rank as servicer
+from paceline.services.learner.context import MAX_ORDERS, ExportOrder, Orders
+from paceline.services.learner.rank import LearnerServicer
 from paceline.v1 import learner_pb2, learner_pb2_grpc
 
 DEADLINE_S = 60.0

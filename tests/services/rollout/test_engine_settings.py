@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout.engine_settings import engine_option, with_engine_settings
+from paceline.services.rollout.worker import engine_option, with_engine_settings
 from paceline.spec.reading import spec_from_yaml
 
 SPEC = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.services.rollout.pace import Pace
+from paceline.services.rollout.group_sampler import Pace
 
 
 def test_tokens_and_time_without_a_lease_count_since_the_last_heartbeat() -> None:

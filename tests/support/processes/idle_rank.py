@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from paceline.errors import PacelineError
 from paceline.host.process import end_process
 from paceline.learner.weights.gather import gather_weights
-from paceline.services.learner.orders import ExportOrder, Orders
+from paceline.services.learner.context import ExportOrder, Orders
 from paceline.services.learner.training.batches import RankBatch
 from paceline.services.learner.training.run import LearnerRun
 from paceline.spec.reading import parse_spec, spec_to_yaml

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.host.process import end_process
-from paceline.services.learner.training.pace import collective_time
+from paceline.services.learner.training.run_reports import collective_time
 
 CPU = torch.device("cpu")
 

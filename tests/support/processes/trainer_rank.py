@@ -18,13 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import Conflict, InvalidInput, NonFiniteLoss, Unreadable
 from paceline.host.process import end_process
-from paceline.learner.batch.examples import ExampleSource
-from paceline.learner.batch.validate_examples import check_rows
 from paceline.learner.checkpoints.export import export_live
 from paceline.learner.collectives import FailedElsewhere, succeed_on_all_ranks
 from paceline.learner.model.adapter import adapter_weights
 from paceline.learner.model.policy import load_policy, load_reference
 from paceline.learner.objectives import objective_of
+from paceline.learner.objectives.examples import ExampleSource, check_rows
 from paceline.learner.step.trainer import Trainer
 from paceline.learner.weights import stream
 from paceline.learner.weights.gather import gather_merged

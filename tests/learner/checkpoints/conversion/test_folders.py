@@ -24,7 +24,7 @@ from paceline.files.names import EXPORT_MANIFEST
 from paceline.learner.checkpoints.conversion import weights as blocks
 from paceline.learner.checkpoints.conversion.folders import _write_box, from_dcp, is_dcp, to_dcp, to_folder
 from paceline.learner.checkpoints.export import compare_weights
-from paceline.learner.checkpoints.safetensors_writer import SafetensorsWriter, TensorHeader
+from paceline.learner.checkpoints.model_folder import SafetensorsWriter, TensorHeader
 
 AUTO: Any = AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[4]

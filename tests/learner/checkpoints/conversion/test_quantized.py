@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import InvalidInput
 from paceline.files.names import EXPORT_MANIFEST
-from paceline.learner.checkpoints.conversion.quantized import quantize_folder
+from paceline.learner.checkpoints.conversion.folders import quantize_folder
 
 VOCABULARY = SIZES["vocab_size"]
 AUTO: Any = AutoModelForCausalLM

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[4]
 PRODUCERS = {
     "train": {
         "services/coordinator/exchange/batches/selection.py": ("batch_metrics", "fix"),
-        "learner/batch/completion_metrics.py": ("completion_metrics",),
+        "services/learner/training/run_reports.py": ("completion_metrics", "collective_time"),
         "learner/step/plan.py": ("batch_metrics",),
         "learner/step/trainer.py": ("train_step", "_metrics", "_accumulate_gradients"),
         "learner/step/critic.py": ("metrics",),
@@ -29,7 +29,6 @@ PRODUCERS = {
         "learner/objectives/kto.py": ("metrics",),
         "learner/objectives/distillation.py": ("metrics",),
         "services/learner/training/run.py": ("_train_step",),
-        "services/learner/training/pace.py": ("collective_time",),
         "services/coordinator/reporting/run_log.py": (
             "note_staged", "note_pause", "note_publish", "_pool_gauges", "_on_step",
         ),
@@ -41,7 +40,7 @@ PRODUCERS = {
 
 GAUGES = {
     "rollout": {
-        "services/rollout/pace.py": ("gauges",),
+        "services/rollout/group_sampler.py": ("gauges",),
         "services/rollout/run.py": ("gauges",),
         "services/common/worker/membership.py": ("_safe_gauges",),
     },

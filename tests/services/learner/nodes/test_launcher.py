@@ -18,12 +18,13 @@ ROOT = Path(__file__).parents[4]
 DEADLINE_S = 60.0
 NODE = """
 import logging, sys
-from paceline.services.learner.nodes.launcher import run_node
+from paceline.services.learner.nodes.launcher import NodeLauncher, Rendezvous
 from paceline.services.learner.nodes.settings import node_settings
 logging.basicConfig(level=logging.INFO)
 settings = node_settings(sys.argv[1], int(sys.argv[2]), sys.argv[3], {}, "")
 try:
-    sys.exit(run_node(settings, "toy_rank", [], 1, "127.0.0.1", 5.0, float(sys.argv[4])))
+    rendezvous = Rendezvous(settings, 1, "127.0.0.1", float(sys.argv[4]))
+    sys.exit(NodeLauncher(settings, rendezvous, "toy_rank", []).run(1, 5.0))
 except Exception as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """

@@ -10,7 +10,7 @@ from free_ports import free_port
 
 from paceline.errors import Conflict, InvalidInput, Unavailable
 from paceline.services.learner.nodes.assembly import SessionEnd
-from paceline.services.learner.nodes.rendezvous import Place, Rendezvous
+from paceline.services.learner.nodes.launcher import Place, Rendezvous
 from paceline.services.learner.nodes.settings import NodeSettings
 
 DEADLINE_S = 60.0

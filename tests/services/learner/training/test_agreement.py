@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.services.learner.training import agreement
-from paceline.services.learner.training.agreement import StepAgreement
+from paceline.services.learner.training import batches as agreement
+from paceline.services.learner.training.batches import StepAgreement
 
 
 def test_a_fact_is_agreed_on_when_it_is_true_on_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:

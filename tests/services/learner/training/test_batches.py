@@ -12,7 +12,7 @@ import pytest
 from episode_groups import episode_group
 
 from paceline.errors import Unavailable
-from paceline.services.learner.background_loop import BackgroundLoop
+from paceline.services.learner.context import BackgroundLoop
 from paceline.services.learner.training.batches import BatchClient, RankBatch
 from paceline.v1 import exchange_pb2 as pb
 
@@ -54,9 +54,7 @@ def test_hours_without_a_coordinator_end_nothing(rank: Any, monkeypatch: pytest.
             rank.background.call(rank.membership.back.set)
         return now_s
 
-    monkeypatch.setattr(
-        "paceline.services.learner.background_loop.time", SimpleNamespace(monotonic=monotonic)
-    )
+    monkeypatch.setattr("paceline.services.learner.context.time", SimpleNamespace(monotonic=monotonic))
     batch = BatchClient("run-1", 1, rank).fetch(0)
     assert batch is not None
     assert batch.is_end

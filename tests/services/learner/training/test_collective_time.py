@@ -12,8 +12,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from paceline.services.learner.training import collective_time as module
-from paceline.services.learner.training.pace import collective_time, covered
+from paceline.services.learner.training import run_reports as module
+from paceline.services.learner.training.run_reports import collective_time, covered
 
 
 def test_the_wait_for_another_rank_is_time_in_a_collective(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from paceline.files.storage import Folder
 from paceline.learner.checkpoints.model_folder import ModelFolder
 from paceline.learner.weights import stream
 from paceline.models.export_origin import Origin, origin_of
-from paceline.services.learner.orders import ExportOrder, Orders
+from paceline.services.learner.context import ExportOrder, Orders
 from paceline.services.learner.training import exports
-from paceline.services.learner.training.exports import Rank0RunExports, RunExports
+from paceline.services.learner.training.exports import RunExports
 
 ORIGIN = Origin(run_id="test-1", session=2, step=3, chain="c4a1", spec_sha256="5bec")
 
@@ -37,7 +37,7 @@ class Bench:
         self.model.save_pretrained(directory / "policy")
         spec = make_spec(directory)
         policy = spec.policy.model_copy(update={"model_name": str(directory / "policy")})
-        self.exports = Rank0RunExports("test-1", directory, spec.model_copy(update={"policy": policy}), rank)
+        self.exports = RunExports("test-1", directory, spec.model_copy(update={"policy": policy}), rank)
         self._directory = directory
 
     def left_over(self) -> list[str]:
@@ -125,7 +125,7 @@ def test_rank_0_alone_removes_what_a_killed_export_left(tmp_path: Path) -> None:
     left_over = tmp_path / "exports" / ".now.partial-4194305"
     left_over.mkdir(parents=True)
     bench = Bench(tmp_path)
-    rank: Any = bench.rank
+    rank: Any = SimpleNamespace(**{**vars(bench.rank), "rank": 1})
     RunExports("test-1", tmp_path, make_spec(tmp_path), rank).remove_left_overs()
     assert left_over.exists()
     bench.exports.remove_left_overs()

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.encryption.encrypted_file import WrongKey
 from paceline.encryption.storage_key import FILE_VARIABLE, StorageKey
-from paceline.services.learner.training.key_check import check_key
+from paceline.services.learner.training.run import check_key
 from paceline.v1 import worker_pb2
 
 

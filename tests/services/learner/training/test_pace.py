@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.services.learner.training.pace import pace
+from paceline.services.learner.training.run_reports import pace
 
 STEP = {"tokens": 3000.0, "step_s": 2.0, "teraflop": 1600.0}
 

@@ -81,9 +81,9 @@ def test_ranks_on_several_hosts_with_certificates_need_the_key(
         assignment = worker_pb2.RunAssignment(run_id="test-1", directory=str(tmp_path), spec_yaml=text)
         return LearnerRun(assignment, LoneRank())  # type: ignore[arg-type]
 
-    run_of()._check_network()  # all ranks are here
+    run_of()._check_surroundings()  # all ranks are here
     monkeypatch.setenv(STORE_VARIABLE, "10.0.0.1:29400")
-    run_of(allow_plaintext_network=True)._check_network()
+    run_of(allow_plaintext_network=True)._check_surroundings()
     run = run_of()
     assert not run._try_set_up()
     report: Any = run._rank.reports[-1]  # type: ignore[attr-defined]

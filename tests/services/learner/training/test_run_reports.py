@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from paceline.services.learner.training.run_reports import Rank0RunReports, RunReports
+from paceline.services.learner.training.run_reports import RunReports
 from paceline.v1 import worker_pb2
 
 
 def test_rank_0_repeats_the_newest_report_of_each_kind() -> None:
     sent: list[worker_pb2.ConnectRequest] = []
-    reports = Rank0RunReports("run", 2, sent.append)
+    reports = RunReports("run", 2, sent.append, is_first=True)
     checkpoint = worker_pb2.ConnectRequest(checkpoint=worker_pb2.CheckpointReport(run_id="run"))
     reports.report(vocab_size=10)
     reports.keep(checkpoint)
@@ -23,7 +23,7 @@ def test_rank_0_repeats_the_newest_report_of_each_kind() -> None:
 
 def test_another_rank_reports_its_faults_alone() -> None:
     sent: list[worker_pb2.ConnectRequest] = []
-    reports = RunReports("run", 2, sent.append)
+    reports = RunReports("run", 2, sent.append, is_first=False)
     reports.report(vocab_size=10)
     reports.warn("slow")
     reports.repeat()

@@ -12,7 +12,7 @@ from lone_rank import LoneRank
 from paceline.errors import DataError, NonFiniteLoss, PacelineError, Unavailable
 from paceline.services.learner.training.batches import RankBatch
 from paceline.services.learner.training.run import LearnerRun
-from paceline.services.learner.training.step_failure import describe
+from paceline.services.learner.training.run_reports import describe
 from paceline.spec.reading import spec_to_yaml
 from paceline.v1 import exchange_pb2 as pb
 from paceline.v1 import worker_pb2
@@ -30,24 +30,24 @@ from paceline.v1 import worker_pb2
     ],
 )
 def test_lack_of_memory_names_what_was_used_and_what_to_lower(tmp_path: Path, error: Exception) -> None:
-    fault = describe(error, make_spec(tmp_path), torch.device("cpu"), 700)
-    assert fault.kind == worker_pb2.FAULT_MEMORY
-    assert fault.message.startswith(f"{type(error).__name__}: ")
-    assert "the peak was" in fault.message
-    assert "policy.train_mb_tokens = 8192 tokens, the longest sequence has 700" in fault.message
-    assert "lower policy.train_mb_tokens, or set policy.activation_checkpointing to full" in fault.message
+    kind, message = describe(error, make_spec(tmp_path), torch.device("cpu"), 700)
+    assert kind == worker_pb2.FAULT_MEMORY
+    assert message.startswith(f"{type(error).__name__}: ")
+    assert "the peak was" in message
+    assert "policy.train_mb_tokens = 8192 tokens, the longest sequence has 700" in message
+    assert "lower policy.train_mb_tokens, or set policy.activation_checkpointing to full" in message
 
 
 def test_a_micro_batch_that_is_one_sequence_cannot_be_made_smaller(tmp_path: Path) -> None:
-    fault = describe(MemoryError("no"), make_spec(tmp_path), torch.device("cpu"), 9000)
-    assert "lower policy.train_mb_tokens" not in fault.message
+    _, message = describe(MemoryError("no"), make_spec(tmp_path), torch.device("cpu"), 9000)
+    assert "lower policy.train_mb_tokens" not in message
 
 
 def test_other_errors_keep_their_type_and_a_bounded_text(tmp_path: Path) -> None:
-    fault = describe(KeyError("x" * 10_000), make_spec(tmp_path), torch.device("cpu"), 0)
-    assert fault.kind == worker_pb2.FAULT_STEP
-    assert fault.message.startswith("KeyError: 'xxx")
-    assert len(fault.message) < 2100
+    kind, message = describe(KeyError("x" * 10_000), make_spec(tmp_path), torch.device("cpu"), 0)
+    assert kind == worker_pb2.FAULT_STEP
+    assert message.startswith("KeyError: 'xxx")
+    assert len(message) < 2100
 
 
 class Session(LearnerRun):

@@ -10,8 +10,8 @@ from tiny_policy import make_spec
 
 from paceline.groups import Group
 from paceline.learner.step.token_statistics import TokenNumbers
-from paceline.services.learner.training import token_reports
-from paceline.services.learner.training.token_reports import observed, report_of
+from paceline.services.learner.training import run_reports as token_reports
+from paceline.services.learner.training.run_reports import observed, report_of
 
 
 def test_rank_0_looks_at_its_first_groups(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ chosen and rejected completions is on one rank, its sequences share a group id, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+import torch
 
 from paceline.data.examples import open_examples
 from paceline.data.prompts import PromptSource
@@ -17,6 +18,8 @@ from paceline.errors import InvalidInput
 from paceline.groups import FloatArray
 from paceline.learner.batch.encoding import ExampleEncoder
 from paceline.learner.batch.samples import TrainingSample
+from paceline.learner.collectives import max_over_ranks, world_size
+from paceline.learner.objectives.base import Objective
 from paceline.spec import RunSpec
 
 
@@ -27,40 +30,10 @@ class RowPair(NamedTuple):
     completions: int
 
 
-Row = dict[str, Any]
-
-
-class SampleMaker(Protocol):
-    """The part of an objective that turns rows into samples."""
-
-    @property
-    def measures_mismatched(self) -> bool:
-        """Return whether each example also has a sample with the completion of another one."""
-
-    def samples(
-        self, row: Row, number: int, encoder: ExampleEncoder, reference_S: Sequence[float] | None
-    ) -> list[TrainingSample]:
-        """Return the samples of a row, with `number` as their group id.
-
-        Args:
-            reference_S: Σ_t log π_ref of each sample, if it is known.
-        """
-
-    def mismatched_sample(
-        self,
-        row: Row,
-        other: Row,
-        number: int,
-        encoder: ExampleEncoder,
-        reference_S: Sequence[float] | None,
-    ) -> TrainingSample:
-        """Return the prompt of `row` with the completion of `other`."""
-
-
 class ExampleSource:
     """Examples of a run, by step, or with `validation` the held-out ones; `maker` is the run's objective."""
 
-    def __init__(self, spec: RunSpec, tokenizer: Any, maker: SampleMaker, *, validation: bool = False):
+    def __init__(self, spec: RunSpec, tokenizer: Any, maker: Objective, *, validation: bool = False):
         assert spec.examples is not None, "the spec samples; it has no examples"
         self._section = spec.examples
         self._maker = maker
@@ -94,9 +67,8 @@ class ExampleSource:
         """Return the pairs whose completions the run (or a measurement) compares with the reference, ascending, each once."""
         pairs = {RowPair(row, row) for row in self.rows_used()}
         if self._maker.measures_mismatched:
-            pairs |= {
-                RowPair(self._order.index(c), self._order.index(self._other(c))) for c in range(self._drawn)
-            }
+            index = self._order.index
+            pairs |= {RowPair(index(c), index(self._other(c))) for c in range(self._drawn)}
         return sorted(pairs)
 
     def of_row(self, row: int) -> list[TrainingSample]:
@@ -108,9 +80,8 @@ class ExampleSource:
         try:
             if pair.completions != pair.prompt:
                 return [self._mismatched(pair, number)]
-            samples = self._maker.samples(
-                self._rows[pair.prompt], number, self._encoder, self._reference_sums(pair)
-            )
+            row, sums = self._rows[pair.prompt], self._reference_sums(pair)
+            samples = self._maker.samples(row, number, self._encoder, sums)
             return self._with_behaviour(pair.prompt, samples)
         except InvalidInput as error:
             raise InvalidInput(f"row {pair.prompt} of {self._name}: {error}") from None
@@ -158,9 +129,8 @@ class ExampleSource:
             row = self._order.index(cursor)
             sequences += self.of_pair(RowPair(row, row), cursor)
             if self._maker.measures_mismatched:
-                sequences.append(
-                    self._mismatched(RowPair(row, self._order.index(self._other(cursor))), cursor)
-                )
+                other = self._order.index(self._other(cursor))
+                sequences.append(self._mismatched(RowPair(row, other), cursor))
         return sequences
 
     def _mismatched(self, pair: RowPair, number: int) -> TrainingSample:
@@ -170,3 +140,23 @@ class ExampleSource:
     def _reference_sums(self, pair: RowPair) -> list[float] | None:
         """Return the reference's sums for the completions of `pair`; None where they are computed in the step."""
         return None if self._reference is None else self._reference[pair]
+
+
+def check_rows(source: ExampleSource, device: torch.device, rank: int) -> None:
+    """Check every row that the run will use, before its first step: a row that cannot be trained would end the run in the middle,
+    on the one rank that draws it, while the others wait in a collective. A collective call: each rank checks every w-th row.
+    Raises InvalidInput for a row that is longer than the model allows, or that the chat template refuses; on every rank alike."""
+    rows = source.rows_used()
+    bad = next((i for i in range(rank, len(rows), world_size()) if _is_bad(source, rows[i])), len(rows))
+    first = len(rows) - int(max_over_ranks(torch.tensor([len(rows) - bad], device=device)).item())
+    if first < len(rows):
+        source.of_row(rows[first])
+        raise InvalidInput(f"row {rows[first]} cannot be trained on another rank")
+
+
+def _is_bad(source: ExampleSource, row: int) -> bool:
+    try:
+        source.of_row(row)
+    except InvalidInput:
+        return True
+    return False

@@ -1,1 +1,0 @@
-"""Advantages: within a group, over the whole batch, and by a value model."""
